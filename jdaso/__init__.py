@@ -1,0 +1,20 @@
+"""Train JAX models on many nodes with the network between them hidden."""
+
+from jdaso._base import Arrival as Arrival
+from jdaso._base import Exchange as Exchange
+from jdaso._base import JdasoError as JdasoError
+from jdaso._base import Merge as Merge
+from jdaso._base import Plan as Plan
+from jdaso._base import Schedule as Schedule
+from jdaso._engine import AveragingState as AveragingState
+from jdaso._engine import averaging as averaging
+from jdaso._engine import averaging_state as averaging_state
+from jdaso._engine import drain as drain
+from jdaso.algorithms._daso import daso as daso
+from jdaso._consensus import broadcast as broadcast
+from jdaso._consensus import consensus as consensus
+from jdaso.exchange._axis import axis_exchange as axis_exchange
+from jdaso.exchange._axis import single_exchange as single_exchange
+from jdaso.schedules import PHASES as PHASES
+from jdaso.schedules import constant as constant
+from jdaso.schedules import cycling as cycling

@@ -1,0 +1,112 @@
+"""The three parts an algorithm is composed of, as data: schedule, exchange, merge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+PyTree = Any
+Leaves = list[jax.Array]
+
+# Numbers that travel with every exchange, unrounded: whether the node contributes, and the sum
+# and number of the losses it has seen in this epoch.
+HEADER_SIZE = 3
+
+
+class JdasoError(RuntimeError):
+    """Something went wrong between nodes; the message names ranks and hosts."""
+
+
+class Plan(NamedTuple):
+    """What the schedule asks for at one step; scalars, equal on all nodes.
+
+    Attributes:
+        phase: int32, which of the schedule's phases this step belongs to.
+        period: int32, optimizer steps between two exchanges.
+        delay: int32, optimizer steps that an exchange posted now may fly.
+        post: bool, post an exchange after this step's update.
+        flush: bool, leave nothing in flight after this step.
+        blocking: bool, the step belongs to a phase whose exchanges block (their wire may differ).
+        epoch_end: bool, this step's blocking mean carries an epoch's loss.
+    """
+
+    phase: jax.Array
+    period: jax.Array
+    delay: jax.Array
+    post: jax.Array
+    flush: jax.Array
+    blocking: jax.Array
+    epoch_end: jax.Array
+
+
+class Schedule(NamedTuple):
+    """When to post an exchange and how long to let it fly.
+
+    Attributes:
+        init: ``() -> state``, arrays only.
+        plan: ``(state, step) -> Plan``; ``step`` is an int32 scalar counted from 0.
+        observe: ``(state, loss) -> state``, called at the end of an epoch with the mean loss of
+            that epoch over all nodes (float32 scalar), the same number on every node.
+    """
+
+    init: Callable[[], PyTree]
+    plan: Callable[[PyTree, jax.Array], Plan]
+    observe: Callable[[PyTree, jax.Array], PyTree]
+
+
+class Exchange(NamedTuple):
+    """How bytes cross between nodes; the only part that knows a network.
+
+    An exchange sums lists of arrays, and the header, a float32 vector of ``HEADER_SIZE`` that is
+    never rounded, over all nodes. It is posted by ``start``, which returns at once where the network
+    allows it, and collected by ``finish``.
+
+    Attributes:
+        num_nodes: members of the exchange, one per node.
+        wire: dtype name forced on an algorithm's exchanges, or None: the algorithm chooses.
+        init: ``(leaves) -> state``, arrays only. Nodes whose leaves differ raise here.
+        start: ``(state, number, step, leaves, header, wire) -> state``. ``number`` (int32)
+            counts the exchanges alike on all nodes; -1 stands for one that is finished in the
+            same step and not counted. ``step`` (int32) must be equal on all nodes, too.
+        finish: ``(state, number, like) -> (sums, header, state)``; sums have the shapes of
+            ``like`` and the dtype in which they were accumulated, float32 or float64.
+        broadcast: ``(leaves, root) -> leaves``, those of node ``root``, bit for bit.
+        report: ``() -> dict`` of what the host saw: exchanges, bytes sent, seconds blocked.
+    """
+
+    num_nodes: int
+    wire: str | None
+    init: Callable[[Leaves], PyTree]
+    start: Callable[[PyTree, jax.Array, jax.Array, Leaves, jax.Array, str | None], PyTree]
+    finish: Callable[[PyTree, jax.Array, Leaves], tuple[Leaves, jax.Array, PyTree]]
+    broadcast: Callable[[Leaves, int], Leaves]
+    report: Callable[[], dict[str, float]] = dict
+
+
+class Arrival(NamedTuple):
+    """An exchange that is being merged.
+
+    Attributes:
+        total: sums over the nodes that contributed, float32 (float64 for float64 leaves).
+        members: float32 scalar, how many nodes contributed: P, less those left out.
+        age: int32 scalar, steps since the exchange was posted.
+    """
+
+    total: Leaves
+    members: jax.Array
+    age: jax.Array
+
+
+class Merge(NamedTuple):
+    """What a late sum does to a node's own parameters.
+
+    Attributes:
+        init: ``(leaves) -> state``, arrays only.
+        merge: ``(leaves, arrival, state) -> (leaves, state)``; leaves are the node's parameters
+            in the dtype of ``arrival.total``.
+    """
+
+    init: Callable[[Leaves], PyTree]
+    merge: Callable[[Leaves, Arrival, PyTree], tuple[Leaves, PyTree]]

@@ -1,0 +1,83 @@
+"""What nodes agree on around training: means and broadcasts of whole trees."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jdaso._base import HEADER_SIZE, Exchange, PyTree
+from jdaso._wire import is_float
+
+_UNCOUNTED = -1
+
+
+def consensus(exchange: Exchange, tree: PyTree) -> PyTree:
+    """The mean of a tree over all nodes, the same bits on every node; blocks.
+
+    For batch statistics before evaluation, for parameters before they are saved. All nodes must
+    call it. Inside jit as well as outside.
+
+    Args:
+        exchange: how nodes reach each other.
+        tree: arrays, of the same shapes and dtypes on all nodes; floating-point leaves travel in
+            their own dtype, are summed in float32 (float64 for float64), and are averaged.
+            Leaves of integers and booleans are returned as they are.
+
+    Returns:
+        A tree of the same shapes, dtypes and placement.
+
+    >>> import jax.numpy as jnp, jdaso
+    >>> jdaso.consensus(jdaso.single_exchange(), {"mean": jnp.ones(2)})["mean"].tolist()
+    [1.0, 1.0]
+    """
+    flat, treedef = jax.tree.flatten(tree)
+    leaves = [jnp.asarray(x) for x in flat if is_float(x)]
+    if not leaves:
+        return tree
+    number = jnp.int32(_UNCOUNTED)
+    header = jnp.zeros((HEADER_SIZE,), jnp.float32)
+    state = exchange.start(exchange.init(leaves), number, number, leaves, header, None)
+    total, _, _ = exchange.finish(state, number, leaves)
+    means = iter(total)
+    mean = [
+        _placed((next(means) / exchange.num_nodes).astype(jnp.result_type(x)), x)
+        if is_float(x)
+        else x
+        for x in flat
+    ]
+    return treedef.unflatten(mean)
+
+
+def broadcast(exchange: Exchange, tree: PyTree, root: int = 0) -> PyTree:
+    """The tree of one node, bit for bit on every node; blocks.
+
+    For the first parameters, so that all nodes start from the same. All nodes must call it.
+
+    Args:
+        exchange: how nodes reach each other.
+        tree: arrays of any dtype, of the same shapes and dtypes on all nodes.
+        root: index of the node whose tree it is to be.
+
+    Returns:
+        A tree of the same shapes, dtypes and placement.
+
+    Raises:
+        ValueError: if there is no such node.
+
+    >>> import jax.numpy as jnp, jdaso
+    >>> jdaso.broadcast(jdaso.single_exchange(), {"w": jnp.arange(3)})["w"].tolist()
+    [0, 1, 2]
+    """
+    if not 0 <= root < exchange.num_nodes:
+        raise ValueError(f"root must be in [0, {exchange.num_nodes}), got {root}.")
+    flat, treedef = jax.tree.flatten(tree)
+    leaves = [jnp.asarray(x) for x in flat]
+    sent = exchange.broadcast(leaves, root)
+    return treedef.unflatten([_placed(y, x) for y, x in zip(sent, flat, strict=True)])
+
+
+def _placed(value: jax.Array, like) -> jax.Array:
+    """Value where like lies, so that a step compiled for the one accepts the other."""
+    if isinstance(value, jax.core.Tracer) or not isinstance(like, jax.Array):
+        return value
+    return jax.device_put(value, like.sharding)

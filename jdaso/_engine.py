@@ -1,0 +1,347 @@
+"""schedule x exchange x merge -> an optax transformation.
+
+The one state machine under every algorithm. After the local optimizer's update of step t
+
+1. what is in flight is merged, if it has flown as long as it was meant to, or if the schedule
+   wants the air clear;
+2. the result is posted, if an exchange is due;
+3. and merged at once, if it was posted with delay 0.
+
+On all other steps the updates pass untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.experimental import io_callback
+
+from jdaso._base import Arrival, Exchange, JdasoError, Leaves, Merge, Plan, PyTree, Schedule
+from jdaso._wire import all_finite, is_float, sum_dtype, wire_dtype
+
+
+class Flight(NamedTuple):
+    """The exchange in the air: whether there is one, its age, the delay it was posted with."""
+
+    posted: jax.Array
+    age: jax.Array
+    delay: jax.Array
+
+
+class AveragingState(NamedTuple):
+    """State of every algorithm; arrays only, their shapes and dtypes never change.
+
+    Attributes:
+        step: int32, optimizer steps taken.
+        exchanges: int32, exchanges posted so far; the number of the next one.
+        left_out: int32, posts to which this node did not contribute: its numbers were not finite.
+        flight: what is in the air.
+        plan: what the schedule asked for at the last step.
+        losses: float32[2], sum and number of the losses seen in this epoch.
+        schedule, exchange, merge: states of the three parts.
+    """
+
+    step: jax.Array
+    exchanges: jax.Array
+    left_out: jax.Array
+    flight: Flight
+    plan: Plan
+    losses: jax.Array
+    schedule: PyTree
+    exchange: PyTree
+    merge: PyTree
+
+
+class Averaging(optax.GradientTransformationExtraArgs):
+    """An optax transformation that averages parameters between nodes, and can be drained.
+
+    Attributes:
+        finish: ``(params, state) -> (params, state)``, merges what is in flight with its age.
+    """
+
+    finish: Callable[[PyTree, AveragingState], tuple[PyTree, AveragingState]]
+
+    def __new__(cls, init, update, finish):
+        self = super().__new__(cls, init, update)
+        self.finish = finish
+        return self
+
+
+def averaging(
+    name: str,
+    exchange: Exchange,
+    schedule: Schedule,
+    merge: Merge,
+    wire: str | None = None,
+    blocking_wire: str | None = None,
+    nonfinite: str = "skip",
+) -> Averaging:
+    """Composes schedule, exchange and merge into an optax transformation.
+
+    Args:
+        name: the algorithm's name, for error messages.
+        exchange: how nodes reach each other.
+        schedule: when to post and how long to wait.
+        merge: what a late sum does to the parameters.
+        wire: dtype name on the wire, or None for the leaves' own.
+        blocking_wire: the same where the plan says ``blocking``.
+        nonfinite: what a node does that is about to post a number that is not finite: ``skip``
+            leaves it out of the sum, counts it, and lets it take the others' mean; ``raise``
+            stops.
+
+    Returns:
+        An :class:`optax.GradientTransformationExtraArgs` whose ``update`` needs ``params``. It
+        moves parameters, so it must come last in a chain.
+
+    Raises:
+        ValueError: for a ``nonfinite`` that is not one of the two.
+    """
+    if nonfinite not in ("skip", "raise"):
+        raise ValueError(f"nonfinite must be 'skip' or 'raise', got {nonfinite!r}.")
+
+    def init(params: PyTree) -> AveragingState:
+        leaves = _float_leaves(params)
+        if not leaves:
+            raise ValueError(f"{name}: params hold no floating-point leaf, nothing to average.")
+        zero = jnp.zeros((), jnp.int32)
+        state = schedule.init()
+        return AveragingState(
+            step=zero,
+            exchanges=zero,
+            left_out=zero,
+            flight=Flight(jnp.zeros((), bool), zero, zero),
+            plan=_stable(schedule.plan(state, zero)),
+            losses=jnp.zeros((2,), jnp.float32),
+            schedule=state,
+            exchange=exchange.init(leaves),
+            merge=merge.init(leaves),
+        )
+
+    def post(leaves: Leaves, state: AveragingState, plan: Plan) -> AveragingState:
+        def send(wire: str | None, exchange_state: PyTree) -> tuple[PyTree, jax.Array]:
+            rounded = [x.astype(wire_dtype(x.dtype, wire)) for x in leaves]
+            finite = all_finite(rounded)
+            if nonfinite == "raise":
+                io_callback(_raise_unless_finite, None, name, finite, state.step)
+            contribution = [jnp.where(finite, x, jnp.zeros_like(x)) for x in leaves]
+            header = jnp.concatenate([finite.astype(jnp.float32)[None], state.losses])
+            sent = exchange.start(
+                exchange_state, state.exchanges, state.step, contribution, header, wire
+            )
+            return sent, finite
+
+        if wire == blocking_wire:
+            sent, finite = send(wire, state.exchange)
+        else:
+            sent, finite = lax.cond(
+                plan.blocking,
+                lambda s: send(blocking_wire, s),
+                lambda s: send(wire, s),
+                state.exchange,
+            )
+        return state._replace(
+            exchange=sent,
+            exchanges=state.exchanges + 1,
+            left_out=state.left_out + jnp.where(finite, 0, 1),
+            flight=Flight(jnp.ones((), bool), jnp.zeros((), jnp.int32), plan.delay),
+        )
+
+    def receive(leaves: Leaves, state: AveragingState) -> tuple[Leaves, AveragingState, jax.Array]:
+        total, header, exchange_state = exchange.finish(state.exchange, state.exchanges - 1, leaves)
+        members = header[0]
+        mean = [t / jnp.maximum(members, 1).astype(t.dtype) for t in total]
+        own = [x.astype(t.dtype) for x, t in zip(leaves, total, strict=True)]
+        # A node that has lost its numbers starts again from what the others agree on.
+        sound = all_finite(own)
+        own = [jnp.where(sound, x, m) for x, m in zip(own, mean, strict=True)]
+        merged, merge_state = merge.merge(
+            own, Arrival(total, members, state.flight.age), state.merge
+        )
+        keep = members == 0
+        merged = [
+            jnp.where(keep, x, m.astype(x.dtype)) for x, m in zip(leaves, merged, strict=True)
+        ]
+        merge_state = jax.tree.map(
+            lambda old, new: jnp.where(keep, old, new), state.merge, merge_state
+        )
+        state = state._replace(
+            exchange=exchange_state,
+            merge=merge_state,
+            flight=state.flight._replace(posted=jnp.zeros((), bool)),
+        )
+        return merged, state, header[1:]
+
+    def communicate(leaves: Leaves, state: AveragingState, plan: Plan, due: jax.Array):
+        no_losses = jnp.zeros((2,), jnp.float32)
+        leaves, state, _ = lax.cond(due, receive, lambda x, s: (x, s, no_losses), leaves, state)
+        state = lax.cond(plan.post, lambda x, s: post(x, s, plan), lambda x, s: s, leaves, state)
+        at_once = plan.post & (plan.delay == 0)
+        leaves, state, losses = lax.cond(
+            at_once, receive, lambda x, s: (x, s, no_losses), leaves, state
+        )
+        return leaves, state, losses
+
+    def update(updates, state, params=None, *, value=None, **extra_args):
+        del extra_args
+        if params is None:
+            raise ValueError(f"{name} moves parameters: call update(updates, state, params).")
+        plan = _stable(schedule.plan(state.schedule, state.step))
+        losses = state.losses
+        if value is not None:
+            value = jnp.asarray(value, jnp.float32)
+            seen = jnp.isfinite(value)
+            losses = losses + jnp.where(seen, jnp.stack([value, jnp.ones_like(value)]), 0.0)
+        flight = state.flight._replace(age=state.flight.age + state.flight.posted)
+        state = state._replace(flight=flight, plan=plan, losses=losses)
+        due = flight.posted & ((flight.age >= flight.delay) | plan.post | plan.flush)
+
+        def talk(updates, state):
+            moved, where = _split(optax.apply_updates(params, updates))
+            moved, state, sums = communicate(moved, state, plan, due)
+            return _difference(params, updates, where(moved)), state, sums
+
+        def pass_on(updates, state):
+            return updates, state, jnp.zeros((2,), jnp.float32)
+
+        updates, state, sums = lax.cond(due | plan.post, talk, pass_on, updates, state)
+        # Sum and number of the epoch's losses over all nodes: the same floats everywhere.
+        heard = plan.epoch_end & (sums[1] > 0)
+        observed = schedule.observe(state.schedule, sums[0] / jnp.maximum(sums[1], 1))
+        state = state._replace(
+            step=state.step + 1,
+            losses=jnp.where(plan.epoch_end, 0.0, state.losses),
+            schedule=jax.tree.map(
+                lambda old, new: jnp.where(heard, new, old), state.schedule, observed
+            ),
+        )
+        return updates, state
+
+    def finish(params, state):
+        leaves, where = _split(params)
+        leaves, state, _ = lax.cond(
+            state.flight.posted,
+            receive,
+            lambda x, s: (x, s, jnp.zeros((2,), jnp.float32)),
+            leaves,
+            state,
+        )
+        return where(leaves), state
+
+    return Averaging(init, update, finish)
+
+
+def drain(transformation: Averaging, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+    """Merges what is in flight, with its actual age; without a flight, changes nothing.
+
+    For the end of training under a schedule that does not know it, and before a checkpoint.
+
+    Args:
+        transformation: what ``jdaso.daso(...)`` (or a relative) returned, also if it is one
+            member of an ``optax.chain``.
+        opt_state: the whole optimizer's state.
+        params: the node's parameters.
+
+    Returns:
+        ``(params, opt_state)`` with nothing in flight.
+
+    Raises:
+        ValueError: if ``opt_state`` does not hold exactly one state of a jdaso algorithm.
+
+    >>> import jax.numpy as jnp, jdaso, optax
+    >>> averaging = jdaso.daso(jdaso.single_exchange(), jdaso.constant(period=4, delay=2))
+    >>> tx = optax.chain(optax.sgd(0.1), averaging)
+    >>> params = {"w": jnp.ones(3)}
+    >>> params, state = jdaso.drain(averaging, tx.init(params), params)
+    """
+    averaging_state(opt_state)
+    done: list[PyTree] = []
+
+    def replace(node):
+        if not isinstance(node, AveragingState):
+            return node
+        moved, state = transformation.finish(params, node)
+        done.append(moved)
+        return state
+
+    opt_state = jax.tree.map(
+        replace, opt_state, is_leaf=lambda node: isinstance(node, AveragingState)
+    )
+    return done[0], opt_state
+
+
+def averaging_state(opt_state: PyTree) -> AveragingState:
+    """Finds the one state of a jdaso algorithm inside an optimizer's state.
+
+    The numbers one watches are its fields: ``step``, ``exchanges``, ``left_out``,
+    ``flight.posted``, and ``plan.phase``, ``plan.period``, ``plan.delay``.
+
+    Args:
+        opt_state: an optax state, however deeply chained or wrapped.
+
+    Raises:
+        ValueError: if there is none, or more than one.
+
+    >>> import jax.numpy as jnp, jdaso, optax
+    >>> averaging = jdaso.daso(jdaso.single_exchange(), jdaso.constant(period=4, delay=2))
+    >>> state = optax.chain(optax.sgd(0.1), averaging).init({"w": jnp.ones(3)})
+    >>> int(jdaso.averaging_state(state).plan.period)
+    4
+    """
+    found = [
+        node
+        for node in jax.tree.leaves(
+            opt_state, is_leaf=lambda node: isinstance(node, AveragingState)
+        )
+        if isinstance(node, AveragingState)
+    ]
+    if len(found) != 1:
+        raise ValueError(
+            f"opt_state holds {len(found)} states of a jdaso algorithm, exactly one is needed."
+        )
+    return found[0]
+
+
+def _float_leaves(tree: PyTree) -> Leaves:
+    return [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if is_float(leaf)]
+
+
+def _split(tree: PyTree) -> tuple[Leaves, Callable[[Leaves], PyTree]]:
+    """The floating-point leaves of a tree, and the function that puts others in their place."""
+    leaves, treedef = jax.tree.flatten(tree)
+
+    def where(floats: Leaves) -> PyTree:
+        rest = iter(floats)
+        return treedef.unflatten([next(rest) if is_float(x) else x for x in leaves])
+
+    return [x for x in leaves if is_float(x)], where
+
+
+def _difference(params: PyTree, updates: PyTree, moved: PyTree) -> PyTree:
+    """The updates that lead from params to moved, in the dtypes of the updates."""
+
+    def difference(p, u, m):
+        if u is None or not is_float(p):
+            return u
+        wide = sum_dtype(jnp.result_type(p))
+        return (m.astype(wide) - p.astype(wide)).astype(u.dtype)
+
+    return jax.tree.map(difference, params, updates, moved, is_leaf=lambda x: x is None)
+
+
+def _stable(plan: Plan) -> Plan:
+    """A plan's fields as arrays of fixed dtypes, whatever the schedule computed them from."""
+    ints = [jnp.asarray(x, jnp.int32) for x in plan[:3]]
+    return Plan(*ints, *(jnp.asarray(x, bool) for x in plan[3:]))
+
+
+def _raise_unless_finite(name, finite, step):
+    if not finite:
+        raise JdasoError(
+            f"{name}: parameters are not finite before the exchange after step {int(step)}; "
+            "lower the learning rate, or let nonfinite='skip' leave this node out of the sum."
+        )

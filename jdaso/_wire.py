@@ -1,0 +1,65 @@
+"""In which dtype a number crosses the network, and in which it is added up."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+WIRES = ("float32", "bfloat16", "float16")
+
+
+def check_wire(name: str, wire: str | None) -> str | None:
+    """Returns the wire dtype's name; raises ValueError, naming the argument, if it is none."""
+    if wire is None:
+        return None
+    try:
+        canonical = np.dtype(jnp.dtype(wire)).name
+    except TypeError:
+        canonical = None
+    if canonical not in WIRES:
+        raise ValueError(f"{name} must be one of {', '.join(WIRES)} or None, got {wire!r}.")
+    return canonical
+
+
+def wire_dtype(dtype, wire: str | None) -> np.dtype:
+    """The dtype in which a leaf travels: the wire's, but never one wider than the leaf's own.
+
+    >>> wire_dtype(np.float64, "float32").name, wire_dtype(np.float16, "float32").name
+    ('float32', 'float16')
+    """
+    own = np.dtype(dtype)
+    chosen = own if wire is None else np.dtype(jnp.dtype(wire))
+    return chosen if chosen.itemsize <= own.itemsize else own
+
+
+def sum_dtype(dtype) -> np.dtype:
+    """The dtype in which leaves are added up: float64 for float64, otherwise float32."""
+    return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
+
+
+def returns_mean(dtype) -> bool:
+    """Whether the mean travels back instead of the sum: float16 ends at 65504."""
+    return np.dtype(dtype) == np.float16
+
+
+def is_float(leaf) -> bool:
+    """Whether a leaf takes part in exchanges; integers and booleans stay as they are.
+
+    Raises:
+        ValueError: for complex leaves, which no wire format is defined for.
+    """
+    if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
+        raise ValueError(
+            f"complex parameters are not supported, got a leaf of dtype {jnp.result_type(leaf)}; "
+            "keep real and imaginary parts as two leaves."
+        )
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+
+
+def all_finite(leaves) -> jax.Array:
+    """Whether every number in a list of arrays is finite."""
+    finite = jnp.bool_(True)
+    for leaf in leaves:
+        finite &= jnp.all(jnp.isfinite(leaf))
+    return finite

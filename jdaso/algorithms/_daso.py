@@ -1,0 +1,75 @@
+"""DASO: rare, late, asynchronous means of parameters, weighted by their age."""
+
+from __future__ import annotations
+
+from jdaso._base import Arrival, Exchange, Leaves, Merge, PyTree, Schedule
+from jdaso._engine import Averaging, averaging
+from jdaso._wire import check_wire
+
+
+def daso(
+    exchange: Exchange,
+    schedule: Schedule,
+    wire: str | None = "float32",
+    blocking_wire: str | None = "bfloat16",
+    nonfinite: str = "skip",
+) -> Averaging:
+    """Distributed asynchronous and selective optimization.
+
+    With S the age of what arrives, in steps, and P the nodes that contributed to it,
+
+        x(t+S) <- (2 S x(t+S) + sum_i x_i(t)) / (2 S + P)         (daso-journal Eq. 2)
+
+    which for S = 0, in the blocking phases, is the mean. ``x(t+S)`` is taken after the local
+    update of that step; the papers write ``x_{t+S-1}`` for it. The k-th exchange is carried by
+    the devices of local index ``k mod L``, and the result is on all of them afterwards.
+
+    Args:
+        exchange: how nodes reach each other.
+        schedule: :func:`jdaso.cycling`, as published, or :func:`jdaso.constant`.
+        wire: dtype that crosses the network in the cycling phase, ``float32``, ``bfloat16``,
+            ``float16``, or None for the parameters' own; never wider than a leaf itself. Sums
+            are accumulated in float32 whatever the wire.
+        blocking_wire: the same in warm-up and cool-down, where training waits for it.
+        nonfinite: ``skip`` leaves a node whose parameters are not finite out of the sum and of
+            P, counts that in ``left_out``, and lets the node take the others' mean; ``raise``
+            stops.
+
+    Returns:
+        An optax transformation, to be the last of a chain. ``update`` needs ``params`` and takes
+        ``value=loss``, without which period and delay stay. Integer leaves stay as they are.
+
+    Raises:
+        ValueError: for an unknown wire, or one that contradicts ``exchange.wire``; for an
+            unknown ``nonfinite``.
+
+    References:
+        Coquelin et al., Accelerating neural network training with distributed asynchronous and
+        selective optimization (DASO), Journal of Big Data 9:14, 2022.
+
+    >>> import jax.numpy as jnp, jdaso, optax
+    >>> schedule = jdaso.cycling(period=4, warmup=10, cooldown=10, total=100, epoch=10)
+    >>> tx = optax.chain(optax.sgd(0.1), jdaso.daso(jdaso.single_exchange(), schedule))
+    >>> params = {"w": jnp.ones(3)}
+    >>> state = tx.init(params)
+    >>> updates, state = tx.update({"w": jnp.ones(3)}, state, params, value=0.5)
+    """
+    wire = exchange.wire or check_wire("wire", wire)
+    blocking_wire = exchange.wire or check_wire("blocking_wire", blocking_wire)
+    return averaging(
+        "daso", exchange, schedule, Merge(_init, _merge), wire, blocking_wire, nonfinite
+    )
+
+
+def _init(leaves: Leaves) -> PyTree:
+    del leaves
+    return ()
+
+
+def _merge(leaves: Leaves, arrival: Arrival, state: PyTree) -> tuple[Leaves, PyTree]:
+    own_weight = 2.0 * arrival.age
+    merged = [
+        (own_weight.astype(t.dtype) * x + t) / (own_weight + arrival.members).astype(t.dtype)
+        for x, t in zip(leaves, arrival.total, strict=True)
+    ]
+    return merged, state

@@ -1,0 +1,197 @@
+"""When to exchange: pure functions of step and loss, the same on every node."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdaso._base import Plan, Schedule
+
+WARMUP, CYCLING, COOLDOWN = 0, 1, 2
+PHASES = ("warm-up", "cycling", "cool-down")
+
+
+def constant(period: int, delay: int = 0) -> Schedule:
+    """The same period and delay at every step, for as long as training goes on.
+
+    An exchange is posted after the update of every step t with ``(t + 1) mod period == 0`` and
+    merged ``delay`` steps later. There are no epochs: call :func:`jdaso.drain` at the end.
+
+    Args:
+        period: optimizer steps between two exchanges, at least 1.
+        delay: optimizer steps that an exchange may fly, ``0 <= delay <= period``. 0 blocks.
+
+    Returns:
+        A :class:`jdaso.Schedule`. Its phase is always "cycling".
+
+    Raises:
+        ValueError: for a period below 1 or a delay outside ``[0, period]``.
+
+    >>> schedule = constant(period=4, delay=2)
+    >>> [int(schedule.plan(schedule.init(), step).post) for step in range(8)]
+    [0, 0, 0, 1, 0, 0, 0, 1]
+    """
+    _check_period_and_delay(period, delay)
+
+    def plan(state, step):
+        del state
+        return Plan(
+            phase=jnp.int32(CYCLING),
+            period=jnp.int32(period),
+            delay=jnp.int32(delay),
+            post=(step + 1) % period == 0,
+            flush=jnp.bool_(False),
+            blocking=jnp.bool_(False),
+            epoch_end=jnp.bool_(False),
+        )
+
+    return Schedule(init=lambda: (), plan=plan, observe=lambda state, loss: state)
+
+
+class CyclingState(NamedTuple):
+    """Period and delay of the cycling phase, and the memory of the plateau test."""
+
+    period: jax.Array
+    delay: jax.Array
+    best: jax.Array
+    bad_epochs: jax.Array
+
+
+def cycling(
+    period: int,
+    warmup: int,
+    cooldown: int,
+    total: int,
+    epoch: int | None = None,
+    delay: int | None = None,
+    threshold: float = 0.05,
+    patience: int = 2,
+) -> Schedule:
+    """DASO's three phases: blocking warm-up, cycling, blocking cool-down.
+
+    In warm-up and cool-down every step ends with a blocking exchange (period 1, delay 0). In
+    the cycling phase ``(period, delay)`` starts at ``(B, S)``. Each time the training loss has
+    plateaued, both are halved (rounded down, never below 1); when both are 1 and the loss
+    plateaus again, both start anew (daso-preprint Sec. 3, daso-journal Fig. 5).
+
+    The loss is the mean over an epoch and over all nodes of what is passed as ``value=`` to
+    ``update``; without it period and delay stay. It has plateaued when it has not been below
+    ``best * (1 - threshold)`` for more than ``patience`` epochs of the cycling phase running
+    (as in Heat, the reference implementation). Every epoch, and the whole run, ends with
+    everything in flight merged and one blocking mean, which also carries the loss.
+
+    Args:
+        period: B, optimizer steps between two exchanges of the cycling phase, at least 1.
+        warmup: optimizer steps of the warm-up phase.
+        cooldown: optimizer steps of the cool-down phase, the last ones.
+        total: optimizer steps of the whole run.
+        epoch: optimizer steps of an epoch; None: no epochs, hence no plateaus.
+        delay: S, steps that an exchange of the cycling phase may fly; None: ``max(1, B // 4)``,
+            the authors' choice.
+        threshold: relative improvement that counts as one.
+        patience: epochs without improvement that are tolerated.
+
+    Returns:
+        A :class:`jdaso.Schedule`; its phases are numbered as in ``jdaso.PHASES``.
+
+    Raises:
+        ValueError: for values that do not fit together, before anything is traced.
+
+    >>> schedule = cycling(period=4, warmup=10, cooldown=10, total=90, epoch=10)
+    >>> plan = schedule.plan(schedule.init(), 13)
+    >>> PHASES[int(plan.phase)], int(plan.period), int(plan.delay), bool(plan.post)
+    ('cycling', 4, 1, True)
+    """
+    delay = max(1, period // 4) if delay is None else delay
+    _check_period_and_delay(period, delay)
+    _check_phases(period, warmup, cooldown, total, epoch)
+    if threshold < 0 or threshold >= 1:
+        raise ValueError(f"threshold must be in [0, 1), got {threshold}.")
+    if patience < 0:
+        raise ValueError(f"patience must be at least 0 epochs, got {patience}.")
+    cooldown_start = total - cooldown
+
+    def init() -> CyclingState:
+        return CyclingState(
+            period=jnp.int32(period),
+            delay=jnp.int32(delay),
+            best=jnp.float32(jnp.inf),
+            bad_epochs=jnp.int32(0),
+        )
+
+    def plan(state: CyclingState, step: jax.Array) -> Plan:
+        step = jnp.asarray(step, jnp.int32)
+        phase = jnp.int32(step >= warmup) + jnp.int32(step >= cooldown_start)
+        # With warmup == cooldown_start there is no cycling phase; both comparisons flip at once.
+        start = jnp.array([0, warmup, cooldown_start], jnp.int32)[phase]
+        blocking = phase != CYCLING
+        epoch_end = step + 1 == total
+        if epoch is not None:
+            epoch_end |= (step + 1) % epoch == 0
+        phase_end = (step + 1 == warmup) | (step + 1 == cooldown_start)
+        now = jnp.where(blocking, 1, state.period)
+        return Plan(
+            phase=phase,
+            period=now,
+            delay=jnp.where(blocking | epoch_end | phase_end, 0, state.delay),
+            post=((step - start + 1) % now == 0) | epoch_end,
+            flush=epoch_end | phase_end,
+            blocking=blocking,
+            epoch_end=epoch_end,
+        )
+
+    def halve_or_restart(state: CyclingState) -> CyclingState:
+        restart = (state.period == 1) & (state.delay <= 1)
+        return state._replace(
+            period=jnp.where(restart, period, jnp.maximum(1, state.period // 2)),
+            # A delay of 0 was asked for: it stays, nothing is to be made less blocking.
+            delay=jnp.where(restart, delay, jnp.maximum(min(1, delay), state.delay // 2)),
+            bad_epochs=jnp.int32(0),
+        )
+
+    def observe(state: CyclingState, loss: jax.Array) -> CyclingState:
+        margin = jnp.where(state.best >= 0, 1 - threshold, 1 + threshold)
+        better = loss < state.best * margin
+        state = state._replace(
+            best=jnp.where(better, loss, state.best),
+            bad_epochs=jnp.where(better, 0, state.bad_epochs + 1),
+        )
+        changed = halve_or_restart(state)
+        plateau = state.bad_epochs > patience
+        return jax.tree.map(lambda old, new: jnp.where(plateau, new, old), state, changed)
+
+    return Schedule(init=init, plan=plan, observe=observe)
+
+
+def _check_period_and_delay(period: int, delay: int) -> None:
+    if period < 1 or period != int(period):
+        raise ValueError(f"period must be a whole number of at least 1 step, got {period}.")
+    if delay < 0 or delay != int(delay):
+        raise ValueError(f"delay must be a whole number of at least 0 steps, got {delay}.")
+    if delay > period:
+        raise ValueError(
+            f"delay must not exceed period, got delay={delay} and period={period}: the next "
+            "exchange would be due while the last one is still in flight."
+        )
+
+
+def _check_phases(period: int, warmup: int, cooldown: int, total: int, epoch: int | None) -> None:
+    for name, steps in (("warmup", warmup), ("cooldown", cooldown)):
+        if steps < 0:
+            raise ValueError(f"{name} must be at least 0 steps, got {steps}.")
+    if total < 1:
+        raise ValueError(f"total must be at least 1 step, got {total}.")
+    if epoch is not None and epoch < 1:
+        raise ValueError(f"epoch must be at least 1 step, got {epoch}.")
+    if warmup + cooldown > total:
+        raise ValueError(
+            f"warmup + cooldown must not exceed total, got {warmup} + {cooldown} > {total}."
+        )
+    steps = total - warmup - cooldown
+    if 0 < steps < period:
+        raise ValueError(
+            f"period must fit into the cycling phase, got period={period} and a phase of "
+            f"{steps} steps (total - warmup - cooldown)."
+        )
