@@ -60,13 +60,14 @@ class Exchange(NamedTuple):
     """How bytes cross between nodes; the only part that knows a network.
 
     An exchange sums lists of arrays, and the header, a float32 vector of ``HEADER_SIZE`` that is
-    never rounded, over all nodes. It is posted by ``start``, which returns at once where the network
-    allows it, and collected by ``finish``.
+    never rounded, over all nodes. It is posted by ``start``, which returns at once where the
+    network allows it, and collected by ``finish``.
 
     Attributes:
         num_nodes: members of the exchange, one per node.
         wire: dtype name forced on an algorithm's exchanges, or None: the algorithm chooses.
-        init: ``(leaves) -> state``, arrays only. Nodes whose leaves differ raise here.
+        init: ``(params) -> state``, arrays only. Nodes whose params differ in structure, shape
+            or dtype raise here.
         start: ``(state, number, step, leaves, header, wire) -> state``. ``number`` (int32)
             counts the exchanges alike on all nodes; -1 stands for one that is finished in the
             same step and not counted. ``step`` (int32) must be equal on all nodes, too.
@@ -78,7 +79,7 @@ class Exchange(NamedTuple):
 
     num_nodes: int
     wire: str | None
-    init: Callable[[Leaves], PyTree]
+    init: Callable[[PyTree], PyTree]
     start: Callable[[PyTree, jax.Array, jax.Array, Leaves, jax.Array, str | None], PyTree]
     finish: Callable[[PyTree, jax.Array, Leaves], tuple[Leaves, jax.Array, PyTree]]
     broadcast: Callable[[Leaves, int], Leaves]

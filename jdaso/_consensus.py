@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jdaso._base import HEADER_SIZE, Exchange, PyTree
-from jdaso._wire import is_float
+from jdaso._wire import float_leaves, is_float
 
 _UNCOUNTED = -1
 
@@ -31,12 +31,12 @@ def consensus(exchange: Exchange, tree: PyTree) -> PyTree:
     [1.0, 1.0]
     """
     flat, treedef = jax.tree.flatten(tree)
-    leaves = [jnp.asarray(x) for x in flat if is_float(x)]
+    leaves = float_leaves(tree)
     if not leaves:
         return tree
     number = jnp.int32(_UNCOUNTED)
     header = jnp.zeros((HEADER_SIZE,), jnp.float32)
-    state = exchange.start(exchange.init(leaves), number, number, leaves, header, None)
+    state = exchange.start(exchange.init(tree), number, number, leaves, header, None)
     total, _, _ = exchange.finish(state, number, leaves)
     means = iter(total)
     mean = [
@@ -45,7 +45,7 @@ def consensus(exchange: Exchange, tree: PyTree) -> PyTree:
         else x
         for x in flat
     ]
-    return treedef.unflatten(mean)
+    return jax.tree.unflatten(treedef, mean)
 
 
 def broadcast(exchange: Exchange, tree: PyTree, root: int = 0) -> PyTree:
@@ -73,7 +73,7 @@ def broadcast(exchange: Exchange, tree: PyTree, root: int = 0) -> PyTree:
     flat, treedef = jax.tree.flatten(tree)
     leaves = [jnp.asarray(x) for x in flat]
     sent = exchange.broadcast(leaves, root)
-    return treedef.unflatten([_placed(y, x) for y, x in zip(sent, flat, strict=True)])
+    return jax.tree.unflatten(treedef, [_placed(y, x) for y, x in zip(sent, flat, strict=True)])
 
 
 def _placed(value: jax.Array, like) -> jax.Array:

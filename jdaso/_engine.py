@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 from jdaso._base import Arrival, Exchange, JdasoError, Leaves, Merge, Plan, PyTree, Schedule
-from jdaso._wire import all_finite, is_float, sum_dtype, wire_dtype
+from jdaso._wire import all_finite, float_leaves, is_float, sum_dtype, wire_dtype
 
 
 class Flight(NamedTuple):
@@ -105,22 +105,24 @@ def averaging(
         raise ValueError(f"nonfinite must be 'skip' or 'raise', got {nonfinite!r}.")
 
     def init(params: PyTree) -> AveragingState:
-        leaves = _float_leaves(params)
+        leaves = float_leaves(params)
         if not leaves:
             raise ValueError(f"{name}: params hold no floating-point leaf, nothing to average.")
         zero = jnp.zeros((), jnp.int32)
-        state = schedule.init()
-        return AveragingState(
+        at_start = schedule.init()
+        state = AveragingState(
             step=zero,
             exchanges=zero,
             left_out=zero,
             flight=Flight(jnp.zeros((), bool), zero, zero),
-            plan=_stable(schedule.plan(state, zero)),
+            plan=_stable(schedule.plan(at_start, zero)),
             losses=jnp.zeros((2,), jnp.float32),
-            schedule=state,
-            exchange=exchange.init(leaves),
+            schedule=at_start,
+            exchange=exchange.init(params),
             merge=merge.init(leaves),
         )
+        # A buffer of its own for every field, or the state could not be donated.
+        return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
 
     def post(leaves: Leaves, state: AveragingState, plan: Plan) -> AveragingState:
         def send(wire: str | None, exchange_state: PyTree) -> tuple[PyTree, jax.Array]:
@@ -306,17 +308,13 @@ def averaging_state(opt_state: PyTree) -> AveragingState:
     return found[0]
 
 
-def _float_leaves(tree: PyTree) -> Leaves:
-    return [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if is_float(leaf)]
-
-
 def _split(tree: PyTree) -> tuple[Leaves, Callable[[Leaves], PyTree]]:
     """The floating-point leaves of a tree, and the function that puts others in their place."""
     leaves, treedef = jax.tree.flatten(tree)
 
     def where(floats: Leaves) -> PyTree:
         rest = iter(floats)
-        return treedef.unflatten([next(rest) if is_float(x) else x for x in leaves])
+        return jax.tree.unflatten(treedef, [next(rest) if is_float(x) else x for x in leaves])
 
     return [x for x in leaves if is_float(x)], where
 

@@ -38,9 +38,19 @@ def sum_dtype(dtype) -> np.dtype:
     return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
 
 
-def returns_mean(dtype) -> bool:
-    """Whether the mean travels back instead of the sum: float16 ends at 65504."""
-    return np.dtype(dtype) == np.float16
+def back_factor(dtype, num_nodes: int) -> int:
+    """By what a sum is divided while it travels back: float16 ends at 65504, so the mean goes."""
+    return num_nodes if np.dtype(dtype) == np.float16 else 1
+
+
+def pack_sum(total, dtype, num_nodes: int):
+    """A sum in the wire dtype, as it travels back to the nodes; numpy and jax arrays."""
+    return (total / back_factor(dtype, num_nodes)).astype(dtype)
+
+
+def unpack_sum(packed, num_nodes: int):
+    """The sum that :func:`pack_sum` packed, rounded to the wire, in its ``sum_dtype``."""
+    return packed.astype(sum_dtype(packed.dtype)) * back_factor(packed.dtype, num_nodes)
 
 
 def is_float(leaf) -> bool:
@@ -63,3 +73,8 @@ def all_finite(leaves) -> jax.Array:
     for leaf in leaves:
         finite &= jnp.all(jnp.isfinite(leaf))
     return finite
+
+
+def float_leaves(tree) -> list[jax.Array]:
+    """The leaves of a tree that take part in exchanges."""
+    return [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if is_float(leaf)]

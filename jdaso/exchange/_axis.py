@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
 from jax import lax
 
 from jdaso._base import Exchange, Leaves
-from jdaso._wire import returns_mean, sum_dtype
+from jdaso._wire import pack_sum, sum_dtype, unpack_sum
 from jdaso.exchange._stored import stored_exchange
 
 
@@ -44,14 +42,18 @@ def axis_exchange(axis_name: str, num_nodes: int, wire: str | None = None) -> Ex
     if num_nodes < 1:
         raise ValueError(f"num_nodes must be at least 1, got {num_nodes}.")
 
-    def all_reduce(x: jax.Array) -> jax.Array:
+    def all_reduce(arrays: Leaves) -> Leaves:
         size = lax.axis_size(axis_name)
         if size != num_nodes:
             raise ValueError(
                 f"axis_exchange was made for num_nodes={num_nodes}, but axis {axis_name!r} has "
                 f"{size} positions."
             )
-        return round_sum(lax.psum(x.astype(sum_dtype(x.dtype)), axis_name), x.dtype, num_nodes)
+        sums = lax.psum([x.astype(sum_dtype(x.dtype)) for x in arrays], axis_name)
+        return [
+            unpack_sum(pack_sum(total, x.dtype, num_nodes), num_nodes)
+            for total, x in zip(sums, arrays, strict=True)
+        ]
 
     def broadcast(leaves: Leaves, root: int) -> Leaves:
         return [lax.all_gather(x, axis_name)[root] for x in leaves]
@@ -76,13 +78,6 @@ def single_exchange(wire: str | None = None) -> Exchange:
     return stored_exchange(
         1,
         wire,
-        all_reduce=lambda x: round_sum(x.astype(sum_dtype(x.dtype)), x.dtype, 1),
+        all_reduce=lambda arrays: [x.astype(sum_dtype(x.dtype)) for x in arrays],
         broadcast=lambda leaves, root: leaves,
     )
-
-
-def round_sum(total: jax.Array, wire, num_nodes: int) -> jax.Array:
-    """A sum as it arrives after having travelled back in the wire dtype."""
-    if returns_mean(wire):
-        return (total / num_nodes).astype(wire).astype(total.dtype) * num_nodes
-    return jnp.asarray(total.astype(wire).astype(total.dtype))

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdaso._base import HEADER_SIZE, Exchange, Leaves
-from jdaso._wire import check_wire, sum_dtype, wire_dtype
+from jdaso._base import HEADER_SIZE, Exchange, Leaves, PyTree
+from jdaso._wire import check_wire, float_leaves, sum_dtype, wire_dtype
 
 
 class StoredState(NamedTuple):
@@ -22,7 +22,7 @@ class StoredState(NamedTuple):
 def stored_exchange(
     num_nodes: int,
     wire: str | None,
-    all_reduce: Callable[[jax.Array], jax.Array],
+    all_reduce: Callable[[Leaves], Leaves],
     broadcast: Callable[[Leaves, int], Leaves],
 ) -> Exchange:
     """An exchange whose network is a function inside the program.
@@ -30,25 +30,25 @@ def stored_exchange(
     Args:
         num_nodes: members of the exchange.
         wire: dtype name forced on what crosses, or None.
-        all_reduce: adds up one array, given in its wire dtype, over the nodes; returns the sum
-            rounded to the wire, in the dtype in which it was accumulated.
+        all_reduce: adds up arrays, given in their wire dtypes, over the nodes; returns the sums
+            rounded to the wire, in the dtype in which they were accumulated.
         broadcast: the leaves of one node.
 
     Returns:
         An :class:`jdaso.Exchange` that is finished as soon as it has started.
     """
 
-    def init(leaves: Leaves) -> StoredState:
-        sums = [jnp.zeros(x.shape, sum_dtype(x.dtype)) for x in leaves]
+    def init(params: PyTree) -> StoredState:
+        sums = [jnp.zeros(x.shape, sum_dtype(x.dtype)) for x in float_leaves(params)]
         return StoredState(sums, jnp.zeros((HEADER_SIZE,), jnp.float32))
 
     def start(state, number, step, leaves, header, wire):
         del state, number, step
-        sums = [
-            all_reduce(x.astype(wire_dtype(x.dtype, wire))).astype(sum_dtype(x.dtype))
-            for x in leaves
-        ]
-        return StoredState(sums, all_reduce(header))
+        cast = [x.astype(wire_dtype(x.dtype, wire)) for x in leaves]
+        *sums, header = all_reduce([*cast, header])
+        return StoredState(
+            [s.astype(sum_dtype(x.dtype)) for s, x in zip(sums, leaves, strict=True)], header
+        )
 
     def finish(state, number, like):
         del number, like

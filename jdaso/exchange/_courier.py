@@ -1,0 +1,202 @@
+"""The host's side of an MPI exchange: communicators, memory, and what is in flight."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jdaso._base import JdasoError
+from jdaso.exchange import _operations as operations
+from jdaso.exchange._farewell import Farewell
+from jdaso.exchange._progress import Progress, Request
+from jdaso.exchange._staging import Spec, Staging
+from jdaso.topology import Topology
+
+# The number of an exchange that is finished in the same step and not counted.
+UNCOUNTED = -1
+
+
+class Channel(NamedTuple):
+    """The communicators of one local index.
+
+    Attributes:
+        group: over the nodes; None in a process that does not carry this index.
+        node: over the processes of this node; None where a node is one process.
+        carrier: rank within ``node`` of the process that carries this index.
+    """
+
+    group: Any
+    node: Any
+    carrier: int
+
+
+class Flight(NamedTuple):
+    """An exchange that was posted: its request, its memory."""
+
+    request: Request
+    staging: Staging
+
+
+class Courier:
+    """Carries exchanges between this process and the others.
+
+    Args:
+        topology: who the others are.
+        chunk_bytes: size of one message at most.
+        timeout: seconds after which an exchange that has not ended is an error.
+    """
+
+    def __init__(self, topology: Topology, chunk_bytes: int, timeout: float):
+        self._topology = topology
+        self._name = topology.describe(topology.rank)
+        self._chunk_bytes = chunk_bytes
+        self._channels = _channels(topology)
+        # For consensus, broadcast and comparison, which must not meet what is in flight.
+        self._aside = _channels(topology)[0]
+        self._world = topology.comm.Dup()
+        self._progress = Progress(
+            topology.describe,
+            timeout,
+            farewell=Farewell(topology.comm.Dup()),
+            abort=lambda: topology.comm.Abort(1),
+        )
+        self._lock = threading.Lock()
+        self._flights: dict[int, Flight] = {}
+        self._taken: dict[int, int] = {}
+        self._spare: Staging | None = None
+        self._compared: set[bytes] = set()
+        self._report: dict[str, float] = {"exchanges": 0, "bytes_sent": 0, "seconds_blocked": 0.0}
+
+    def report(self) -> dict[str, float]:
+        """Exchanges collected, bytes this process sent for them, seconds it waited for them."""
+        return dict(self._report)
+
+    def post(
+        self,
+        number: int,
+        step: int,
+        header: np.ndarray,
+        specs: Sequence[Spec],
+        leaves: Sequence[np.ndarray],
+    ) -> None:
+        """Copies the leaves and lets them fly."""
+        with self._lock:
+            if number in self._flights:
+                raise JdasoError(
+                    f"{_called(number)} was posted twice in {self._name}: one optimizer state "
+                    "was stepped twice, or tx.update ran once per device. Step each state once; "
+                    "call tx.update outside shard_map, or inside one over the axis 'local'."
+                )
+            staging = Staging(specs) if number == UNCOUNTED else self._memory(specs)
+            staging.put(leaves)
+            self._flights[number] = Flight(
+                self._progress.submit(
+                    self._exchange(number, step, header, staging),
+                    f"{_called(number)}, posted by {self._name} after step {step},",
+                ),
+                staging,
+            )
+
+    def collect(self, number: int, takers: int) -> tuple[list[np.ndarray], np.ndarray]:
+        """Waits for an exchange; forgets it when ``takers`` devices have taken it."""
+        with self._lock:
+            flight = self._flights.get(number)
+        if flight is None:
+            raise JdasoError(
+                f"{_called(number)} is not in flight in {self._name}: the optimizer state is "
+                "from before a restart, or was stepped twice. Call jdaso.drain before saving."
+            )
+        since = time.monotonic()
+        header, sent = self._progress.wait(flight.request)
+        blocked = time.monotonic() - since
+        sums = flight.staging.sums
+        if takers > 1:
+            # One device may post the next exchange while another still reads this one.
+            sums = [total.copy() for total in sums]
+        with self._lock:
+            taken = self._taken.pop(number, 0) + 1
+            if taken == 1 and number != UNCOUNTED:
+                self._report["exchanges"] += 1
+                self._report["bytes_sent"] += sent
+                self._report["seconds_blocked"] += blocked
+            if taken < takers:
+                self._taken[number] = taken
+            else:
+                del self._flights[number]
+                if number != UNCOUNTED:
+                    self._spare = flight.staging
+        return sums, header
+
+    def broadcast(self, leaves: Sequence[np.ndarray], root: int) -> list[np.ndarray]:
+        """The leaves of node ``root``."""
+        copies = [np.array(leaf, order="C") for leaf in leaves]
+        first = next(r for r, place in enumerate(self._topology.places) if place.node == root)
+        self._run(operations.broadcast(self._world, copies, first), "a broadcast")
+        return copies
+
+    def compare(self, outline: Sequence[str]) -> None:
+        """Raises, on every node, if the nodes' trees are not alike."""
+        digest = hashlib.sha256("\n".join(outline).encode()).digest()
+        if digest not in self._compared:
+            describe = self._topology.describe
+            operation = operations.compare(self._world, outline, digest, describe)
+            self._run(operation, "the comparison of parameters")
+            self._compared.add(digest)
+
+    def _run(self, operation: operations.Waits, what: str) -> Any:
+        request = self._progress.submit(operation, f"{what}, called by {self._name},")
+        return self._progress.wait(request)
+
+    def _exchange(
+        self, number: int, step: int, header: np.ndarray, staging: Staging
+    ) -> operations.Waits:
+        channel = (
+            self._aside if number == UNCOUNTED else self._channels[number % len(self._channels)]
+        )
+        header = np.array(header, np.float32)
+        sent = 0
+        if channel.group is not None:
+            index = self._topology.local_rank
+            ranks = [r for r, p in enumerate(self._topology.places) if p.local_rank == index]
+            header, sent = yield from operations.in_world_ranks(
+                operations.exchange(
+                    channel.group,
+                    staging,
+                    number,
+                    step,
+                    header,
+                    self._chunk_bytes,
+                    lambda member: self._topology.describe(ranks[member]),
+                ),
+                ranks,
+            )
+        if channel.node is not None:
+            node = self._topology.node
+            ranks = [r for r, p in enumerate(self._topology.places) if p.node == node]
+            arrays = [header, *(sums for _, sums in staging.pairs)]
+            yield from operations.in_world_ranks(
+                operations.broadcast(channel.node, arrays, channel.carrier), ranks
+            )
+        return header, sent
+
+    def _memory(self, specs: Sequence[Spec]) -> Staging:
+        """The memory of the last exchange if it fits and is free, or new memory."""
+        spare, self._spare = self._spare, None
+        return spare if spare is not None and spare.specs == tuple(specs) else Staging(specs)
+
+
+def _channels(topology: Topology) -> list[Channel]:
+    several = topology.processes_per_node > 1
+    return [
+        Channel(group, topology.node_communicator() if several else None, index)
+        for index, group in enumerate(topology.group_communicators())
+    ]
+
+
+def _called(number: int) -> str:
+    return "an uncounted exchange" if number == UNCOUNTED else f"exchange {number}"

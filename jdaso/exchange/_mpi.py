@@ -1,0 +1,119 @@
+"""Nodes as MPI processes; exchanges fly while training goes on."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import io_callback
+
+from jdaso._base import HEADER_SIZE, Exchange, Leaves, PyTree
+from jdaso._wire import check_wire, sum_dtype, wire_dtype
+from jdaso.exchange._axis import single_exchange
+from jdaso.exchange._courier import Courier
+from jdaso.exchange._staging import Spec
+from jdaso.local import LOCAL_AXIS
+from jdaso.topology import Topology
+
+
+def mpi_exchange(
+    topology: Topology,
+    wire: str | None = None,
+    chunk_bytes: int = 1 << 20,
+    timeout: float = 600.0,
+) -> Exchange:
+    """Nodes are MPI processes; what is posted is carried by a thread of its own.
+
+    ``start`` copies the parameters to the host and returns; a thread exchanges them in chunks,
+    adding up in float32; ``finish`` returns the sums, waiting if it must. A process sends
+    ``2 (P-1)/P`` times the bytes of its parameters on the wire, as a ring all-reduce does. The
+    k-th exchange is carried by local index ``k mod L``. Collective over all processes.
+
+    The program calls the host once per node and exchange, from jit on replicated values as well
+    as from inside ``shard_map`` over the axis ``"local"``.
+
+    Args:
+        topology: from :func:`jdaso.discover_topology`.
+        wire: dtype name forced on all exchanges of algorithms, ``float32``, ``bfloat16`` or
+            ``float16``; None leaves it to the algorithm.
+        chunk_bytes: size of one message at most.
+        timeout: seconds after which an exchange that has not ended is an error. It must cover
+            everything that one node does alone, such as an evaluation or a checkpoint.
+
+    Returns:
+        A :class:`jdaso.Exchange`. Its state is one int32; what is in flight is with the host,
+        two copies of the parameters at most. With one node, :func:`jdaso.single_exchange`.
+
+    Raises:
+        ValueError: for an unknown wire, or numbers that are not positive.
+        JdasoError: in ``init``, if the nodes' parameters differ in structure, shape or dtype;
+            in ``update``, if nodes are at different steps, or one is missing at the deadline.
+
+    >>> import jdaso
+    >>> exchange = jdaso.mpi_exchange(jdaso.discover_topology())
+    >>> exchange.num_nodes
+    1
+    """
+    wire = check_wire("wire", wire)
+    if not 16 <= chunk_bytes < 2**31:
+        raise ValueError(f"chunk_bytes must be in [16, 2**31), got {chunk_bytes}.")
+    if timeout <= 0:
+        raise ValueError(f"timeout must be positive seconds, got {timeout}.")
+    if topology.num_nodes == 1:
+        return single_exchange(wire)
+    courier = Courier(topology, chunk_bytes, timeout)
+    local_devices = len(topology.devices)
+
+    def init(params: PyTree) -> jax.Array:
+        courier.compare(_outline(params))
+        return jnp.zeros((), jnp.int32)
+
+    def start(ticket, number, step, leaves: Leaves, header, wire):
+        specs = [Spec(x.shape, wire_dtype(x.dtype, wire)) for x in leaves]
+        cast = [x.astype(spec.dtype) for x, spec in zip(leaves, specs, strict=True)]
+
+        def post(ticket, number, step, header, *leaves):
+            courier.post(int(number), int(step), np.asarray(header), specs, leaves)
+            return ticket
+
+        def call(ticket):
+            return io_callback(post, ticket, ticket, number, step, header, *cast)
+
+        device = _local_device()
+        if device is None:
+            return call(ticket)
+        carrier = jnp.maximum(number, 0) % local_devices
+        return lax.cond(device == carrier, call, lambda ticket: ticket, ticket)
+
+    def finish(ticket, number, like: Leaves):
+        takers = 1 if _local_device() is None else local_devices
+
+        def collect(ticket, number):
+            sums, header = courier.collect(int(number), takers)
+            return list(sums), header, ticket
+
+        shapes = [jax.ShapeDtypeStruct(x.shape, sum_dtype(x.dtype)) for x in like]
+        header = jax.ShapeDtypeStruct((HEADER_SIZE,), jnp.float32)
+        return io_callback(collect, (shapes, header, ticket), ticket, number)
+
+    def broadcast(leaves: Leaves, root: int) -> Leaves:
+        return io_callback(lambda *leaves: courier.broadcast(leaves, root), leaves, *leaves)
+
+    return Exchange(topology.num_nodes, wire, init, start, finish, broadcast, report=courier.report)
+
+
+def _outline(params: PyTree) -> list[str]:
+    """Path, dtype and shape of every leaf, as text that can be compared and shown."""
+    return [
+        f"{jax.tree_util.keystr(path) or 'params'}: {jnp.result_type(leaf).name}{jnp.shape(leaf)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    ]
+
+
+def _local_device() -> jax.Array | None:
+    """Index of the local device inside shard_map over them; None outside."""
+    try:
+        return lax.axis_index(LOCAL_AXIS)
+    except NameError:
+        return None

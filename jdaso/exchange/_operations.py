@@ -1,0 +1,133 @@
+"""What crosses between nodes, as operations of the progress thread.
+
+Every operation yields the ranks, in its communicator, from which it still waits for something.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jdaso._base import HEADER_SIZE, JdasoError
+from jdaso.exchange._all_reduce import all_reduce, wait_for
+from jdaso.exchange._staging import Staging
+
+_GREETING_TAG, _OUTLINE_TAG, _FIRST_TAG = 0, 1, 2
+_BROADCAST_BYTES = 1 << 26
+_GREETING = np.dtype(
+    [("number", "<i8"), ("step", "<i8"), ("specs", "<i8"), ("header", "<f4", (HEADER_SIZE,))]
+)
+Waits = Generator[frozenset[int], None, Any]
+
+
+def exchange(
+    comm: Any,
+    staging: Staging,
+    number: int,
+    step: int,
+    header: np.ndarray,
+    chunk_bytes: int,
+    describe: Callable[[int], str],
+) -> Waits:
+    """Sums what is staged over the members of a communicator.
+
+    First the members greet each other, each with what it is about to send, so that nodes that
+    have fallen out of step find out before any number is added to another.
+
+    Returns:
+        The summed header, and the bytes sent for the sums.
+    """
+    greeting = np.zeros(1, _GREETING)
+    greeting[0] = (number, step, zlib.crc32(repr(staging.specs).encode()), header)
+    greetings = yield from _gather(comm, greeting, _GREETING_TAG)
+    for rank, other in enumerate(greetings):
+        for what in ("number", "step", "specs"):
+            if other[what][0] != greeting[what][0]:
+                raise JdasoError(
+                    f"nodes are out of step at exchange {number}: {what} is "
+                    f"{greeting[what][0]} in {describe(comm.Get_rank())} but {other[what][0]} in "
+                    f"{describe(rank)}. All nodes must use the same schedule and start from the "
+                    "same step."
+                )
+    # Added in the order of ranks by every member, so that all get the same bits.
+    total = np.zeros(HEADER_SIZE, np.float32)
+    for other in greetings:
+        total += other["header"][0]
+    sent = 0
+    for vector, sums in staging.pairs:
+        elements = max(1, chunk_bytes // vector.itemsize)
+        sent += yield from all_reduce(comm, vector, sums, elements, _FIRST_TAG)
+    return total, sent
+
+
+def broadcast(comm: Any, arrays: Sequence[np.ndarray], root: int) -> Waits:
+    """Overwrites arrays with those of one member."""
+    for array in arrays:
+        raw = array.reshape(-1).view(np.uint8)
+        for start in range(0, len(raw), _BROADCAST_BYTES):
+            request = comm.Ibcast(raw[start : start + _BROADCAST_BYTES], root=root)
+            yield from wait_for({root: request})
+
+
+def compare(
+    comm: Any, outline: Sequence[str], digest: bytes, describe: Callable[[int], str]
+) -> Waits:
+    """Raises on every member, naming rank and leaf, if the outlines of a tree differ."""
+    digests = yield from _gather(comm, np.frombuffer(digest, np.uint8).copy(), _GREETING_TAG)
+    if all(np.array_equal(digests[0], other) for other in digests):
+        return
+    text = np.frombuffer("\n".join(outline).encode(), np.uint8).copy()
+    lengths = yield from _gather(comm, np.array([len(text)], np.int64), _OUTLINE_TAG)
+    longest = max(int(length[0]) for length in lengths)
+    padded = np.zeros(longest, np.uint8)
+    padded[: len(text)] = text
+    texts = yield from _gather(comm, padded, _OUTLINE_TAG)
+    outlines = [
+        raw[: int(length[0])].tobytes().decode().split("\n")
+        for raw, length in zip(texts, lengths, strict=True)
+    ]
+    for rank, other in enumerate(outlines):
+        if other != outlines[0]:
+            index = next(
+                (
+                    i
+                    for i, pair in enumerate(zip(outlines[0], other, strict=False))
+                    if len(set(pair)) > 1
+                ),
+                min(len(outlines[0]), len(other)),
+            )
+            first, second = (
+                lines[index] if index < len(lines) else "no such leaf"
+                for lines in (outlines[0], other)
+            )
+            raise JdasoError(
+                f"the nodes' parameters differ: {describe(0)} has {first}, {describe(rank)} has "
+                f"{second}. Build the same model on every node."
+            )
+    raise AssertionError("digests differ, but outlines do not")
+
+
+def in_world_ranks(operation: Waits, ranks: Sequence[int]) -> Waits:
+    """The same operation, yielding ``ranks[r]`` for a rank r of its communicator."""
+    while True:
+        try:
+            waiting = next(operation)
+        except StopIteration as end:
+            return end.value
+        yield frozenset(ranks[rank] for rank in waiting)
+
+
+def _gather(comm: Any, own: np.ndarray, tag: int) -> Generator[frozenset[int], None, list]:
+    """What every member gave, by rank; all of one shape and dtype."""
+    size, rank = comm.Get_size(), comm.Get_rank()
+    given = [np.empty_like(own) for _ in range(size)]
+    given[rank] = own
+    peers = [(rank + i) % size for i in range(1, size)]
+    receives = {p: comm.Irecv(given[p].view(np.uint8), source=p, tag=tag) for p in peers}
+    sends = {p: comm.Isend(own.view(np.uint8), dest=p, tag=tag) for p in peers}
+    yield from wait_for(receives)
+    yield from wait_for(sends)
+    return given
