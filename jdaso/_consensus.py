@@ -31,7 +31,7 @@ def consensus(exchange: Exchange, tree: PyTree) -> PyTree:
     [1.0, 1.0]
     """
     flat, treedef = jax.tree.flatten(tree)
-    leaves = float_leaves(tree)
+    leaves = [_on_one_device(x) for x in float_leaves(tree)]
     if not leaves:
         return tree
     number = jnp.int32(_UNCOUNTED)
@@ -71,9 +71,16 @@ def broadcast(exchange: Exchange, tree: PyTree, root: int = 0) -> PyTree:
     if not 0 <= root < exchange.num_nodes:
         raise ValueError(f"root must be in [0, {exchange.num_nodes}), got {root}.")
     flat, treedef = jax.tree.flatten(tree)
-    leaves = [jnp.asarray(x) for x in flat]
+    leaves = [_on_one_device(jnp.asarray(x)) for x in flat]
     sent = exchange.broadcast(leaves, root)
     return jax.tree.unflatten(treedef, [_placed(y, x) for y, x in zip(sent, flat, strict=True)])
+
+
+def _on_one_device(x: jax.Array) -> jax.Array:
+    """The whole array on one device: outside jit, the host is called from one device only."""
+    if isinstance(x, jax.core.Tracer) or len(x.devices()) == 1:
+        return x
+    return jax.device_put(x, min(x.devices(), key=lambda device: device.id))
 
 
 def _placed(value: jax.Array, like) -> jax.Array:

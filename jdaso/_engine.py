@@ -210,7 +210,15 @@ def averaging(
         def pass_on(updates, state):
             return updates, state, jnp.zeros((2,), jnp.float32)
 
-        updates, state, sums = lax.cond(due | plan.post, talk, pass_on, updates, state)
+        try:
+            updates, state, sums = lax.cond(due | plan.post, talk, pass_on, updates, state)
+        except TypeError as error:
+            if "manual axis types" not in str(error):
+                raise
+            raise ValueError(
+                f"{name}: inside shard_map, update needs shard_map(..., check_vma=False); that "
+                "exchanged values are equal on all nodes is more than JAX can know."
+            ) from error
         # Sum and number of the epoch's losses over all nodes: the same floats everywhere.
         heard = plan.epoch_end & (sums[1] > 0)
         observed = schedule.observe(state.schedule, sums[0] / jnp.maximum(sums[1], 1))
@@ -223,6 +231,7 @@ def averaging(
         )
         return updates, state
 
+    @jax.jit
     def finish(params, state):
         leaves, where = _split(params)
         leaves, state, _ = lax.cond(

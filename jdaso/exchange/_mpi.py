@@ -91,7 +91,9 @@ def mpi_exchange(
 
         def collect(ticket, number):
             sums, header = courier.collect(int(number), takers)
-            return list(sums), header, ticket
+            # A float64 leaf that crossed in a narrower wire arrives as float32.
+            wide = [s.astype(x.dtype, copy=False) for s, x in zip(sums, shapes, strict=True)]
+            return wide, header, ticket
 
         shapes = [jax.ShapeDtypeStruct(x.shape, sum_dtype(x.dtype)) for x in like]
         header = jax.ShapeDtypeStruct((HEADER_SIZE,), jnp.float32)

@@ -1,0 +1,124 @@
+"""What an exchange in flight costs a training step, in paired runs of one process group.
+
+    mpiexec -n 2 python bench/overlap.py [--megabytes 100] [--seconds 1.0] [--pairs 7]
+
+Every process takes steps of a model whose parameters have the given size. A step computes for
+about the given time, on one core of its own, and updates all parameters by SGD. "alone" does
+nothing else; the others add jdaso.daso with an exchange posted every ``period`` steps. Each pair
+runs the same number of steps alone and with exchanges, one after the other; printed is the median
+of the pairs' ratios, with its range.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import statistics
+import time
+
+# One core a process, as a node whose device does the computing would leave it.
+os.environ.setdefault("NPROC", "16")
+cores = sorted(os.sched_getaffinity(0))
+os.sched_setaffinity(0, {cores[int(os.environ.get("PMI_RANK", "0")) % len(cores)]})
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import optax  # noqa: E402
+from machine import machine  # noqa: E402
+
+import jdaso  # noqa: E402
+
+
+def make_step(tx, matmuls):
+    """A jitted training step: matmuls that stand for the gradient, then the optimizer."""
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, opt_state, matrix):
+        matrix = jax.lax.fori_loop(0, matmuls, lambda _, m: m @ matrix, matrix)
+        # The gradient depends on the matmuls, so the update cannot run before they have ended.
+        slope = 1e-6 + 0.0 * matrix[0, 0]
+        grads = jax.tree.map(lambda p: slope * p, params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, slope
+
+    return step
+
+
+def calibrate(matrix, seconds):
+    """The number of matmuls that take about the given time."""
+    run = jax.jit(lambda m, n: jax.lax.fori_loop(0, n, lambda _, x: x @ m, m))
+    run(matrix, 20).block_until_ready()
+    start = time.perf_counter()
+    run(matrix, 100).block_until_ready()
+    return max(1, round(100 * seconds / (time.perf_counter() - start)))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes", type=float, default=100)
+    parser.add_argument("--leaves", type=int, default=160, help="as many as ResNet-50 has")
+    parser.add_argument("--seconds", type=float, default=1.0, help="computing time of a step")
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=4, help="steps of one run")
+    arguments = parser.parse_args()
+
+    topology = jdaso.discover_topology(processes_per_node=1)
+    exchange = jdaso.mpi_exchange(topology)
+    comm = topology.comm.Dup()
+    say = print if topology.rank == 0 else lambda *_: None
+    size = int(arguments.megabytes * 250_000 / arguments.leaves)
+    params = [jnp.full((size,), float(i + topology.rank)) for i in range(arguments.leaves)]
+    matrix = jnp.full((384, 384), 1 / 384)
+    matmuls = max(comm.allgather(calibrate(matrix, arguments.seconds)))
+
+    def prepare(schedule):
+        tx = optax.sgd(1.0)
+        if schedule is not None:
+            tx = optax.chain(tx, jdaso.daso(exchange, schedule, wire="float32"))
+        step = make_step(tx, matmuls)
+        state = [jax.tree.map(jnp.copy, params), tx.init(params)]
+
+        def run(steps):
+            comm.Barrier()
+            start = time.perf_counter()
+            for _ in range(steps):
+                *state[:], slope = step(*state, matrix)
+            slope.block_until_ready()
+            jax.block_until_ready(state)
+            comm.Barrier()
+            return (time.perf_counter() - start) / steps
+
+        run(arguments.steps)
+        return run
+
+    alone = prepare(None)
+    variants = {
+        "every step, blocking (period 1, delay 0)": jdaso.constant(1, 0),
+        "every step, overlapped (period 1, delay 1)": jdaso.constant(1, 1),
+        "every 4th step, overlapped (period 4, delay 1)": jdaso.constant(4, 1),
+    }
+    say(machine())
+    say(
+        f"{topology.num_nodes} processes, one core each; {arguments.megabytes:g} MB of float32 "
+        f"parameters in {arguments.leaves} leaves; {arguments.pairs} pairs of "
+        f"{arguments.steps} steps"
+    )
+    say(f"{'exchange':47} {'alone':>8} {'with':>8} {'ratio':>7}  range        blocked/exchange")
+    for name, schedule in variants.items():
+        run = prepare(schedule)
+        before = exchange.report()
+        pairs = [(alone(arguments.steps), run(arguments.steps)) for _ in range(arguments.pairs)]
+        after = exchange.report()
+        count = after["exchanges"] - before["exchanges"]
+        blocked = (after["seconds_blocked"] - before["seconds_blocked"]) / max(count, 1)
+        ratios = [with_exchange / base for base, with_exchange in pairs]
+        say(
+            f"{name:47} {statistics.median(p[0] for p in pairs):7.3f}s "
+            f"{statistics.median(p[1] for p in pairs):7.3f}s {statistics.median(ratios):7.3f}  "
+            f"{min(ratios):.3f}..{max(ratios):.3f}  {1e3 * blocked:.1f} ms"
+        )
+
+
+if __name__ == "__main__":
+    main()

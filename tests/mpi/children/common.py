@@ -1,0 +1,69 @@
+"""What the child programs share: a small model, gradients that depend on node and step."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jdaso
+
+
+def first_params(dtypes=("float32",)):
+    """Leaves of several shapes, none a multiple of the number of nodes, for each dtype."""
+    shapes = {"kernel": (3, 5), "bias": (7,), "scale": ()}
+    rng = np.random.default_rng(0)
+    return {
+        dtype: {name: jnp.asarray(rng.normal(size=s), dtype) for name, s in shapes.items()}
+        for dtype in dtypes
+    }
+
+
+def gradients(params, node, step):
+    """Random gradients, a function of node and step."""
+    rng = np.random.default_rng((node, step))
+    return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params)
+
+
+def loss(node, step):
+    """A loss that falls for a while and then stays: plateaus occur."""
+    return jnp.float32(max(1.0, 5.0 - 0.2 * step) + 0.01 * node)
+
+
+def daso(exchange, schedule, **options):
+    """The optimizer under test."""
+    return optax.chain(optax.sgd(0.1, momentum=0.9), jdaso.daso(exchange, schedule, **options))
+
+
+def make_step(tx):
+    """An unjitted optimizer step."""
+
+    def step(params, state, grads, value):
+        updates, state = tx.update(grads, state, params, value=value)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def run_on_axis(num_nodes, steps, schedule, params, **options):
+    """The same run as a virtual cluster; leaves have a leading axis of nodes."""
+    tx = daso(jdaso.axis_exchange("node", num_nodes), schedule, **options)
+    params = jax.tree.map(lambda x: jnp.stack([x] * num_nodes), params)
+    state = jax.vmap(tx.init)(params)
+    step = jax.jit(jax.vmap(make_step(tx), axis_name="node"))
+    for t in range(steps):
+        grads = [
+            gradients(jax.tree.map(lambda x: x[0], params), node, t) for node in range(num_nodes)
+        ]
+        grads = jax.tree.map(lambda *leaves: jnp.stack(leaves), *grads)
+        losses = jnp.stack([loss(node, t) for node in range(num_nodes)])
+        params, state = step(params, state, grads, losses)
+    return params, state
+
+
+def assert_close(actual, expected, rtol=1e-6):
+    """Relative to the largest number of the leaf: sums may differ in the order of their terms."""
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        np.testing.assert_allclose(x, y, rtol=0, atol=rtol * (np.abs(y).max() + 1e-30))

@@ -1,0 +1,68 @@
+"""Starts a child program on several MPI processes; a hanging one is killed, never waited for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+CHILDREN = Path(__file__).parent / "children"
+BESIDE_PYTHON = str(Path(sys.executable).parent)
+
+
+class Ended(NamedTuple):
+    """Exit status and everything a job printed."""
+
+    returncode: int
+    output: str
+
+
+def mpiexec(processes: int, child: str, *arguments: object, timeout: float = 180, **env: str):
+    """Runs tests/mpi/children/<child> and returns how it ended.
+
+    The job gets a process group of its own, which is killed when the time is over; the test then
+    fails and shows what the job has printed until then.
+    """
+    path = os.pathsep.join([BESIDE_PYTHON, os.environ.get("PATH", "")])
+    launcher = shutil.which("mpiexec", path=path)
+    if launcher is None:
+        pytest.skip("no mpiexec on PATH: pip install mpich")
+    environment = {**os.environ, "PATH": path, "JAX_PLATFORMS": "cpu", **env}
+    if "Open MPI" in subprocess.run([launcher, "--version"], capture_output=True, text=True).stdout:
+        environment["OMPI_ALLOW_RUN_AS_ROOT"] = environment["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+        environment["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
+    command = [launcher, "-n", str(processes), sys.executable, str(CHILDREN / child)]
+    return run([*command, *map(str, arguments)], environment, timeout)
+
+
+def run(command: list[str], environment: dict[str, str], timeout: float) -> Ended:
+    """Runs a command in a process group of its own, for a limited time."""
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"still running after {timeout} s: {' '.join(command)}\n{output}")
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return Ended(process.returncode, output)
+
+
+def passes(ended: Ended) -> None:
+    """Asserts that every process of a job ended well; shows its output if not."""
+    assert ended.returncode == 0, ended.output

@@ -1,0 +1,49 @@
+"""The same transformation gives the same numbers on a virtual cluster, a mesh, and over MPI."""
+
+import pytest
+from launch import mpiexec, passes
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_mpi_equals_virtual_cluster(processes):
+    passes(mpiexec(processes, "parity.py"))
+
+
+def test_mpi_with_two_devices_per_node_equals_virtual_cluster():
+    passes(mpiexec(2, "parity.py", "--devices", 2))
+
+
+def test_one_process_per_device_equals_virtual_cluster():
+    passes(mpiexec(4, "parity.py", "--processes-per-node", 2))
+
+
+def test_chunks_smaller_than_a_leaf_change_nothing():
+    passes(mpiexec(3, "parity.py", "--chunk-bytes", 16))
+
+
+def test_mixed_dtypes_cross_in_one_tree():
+    dtypes = ("float32", "bfloat16", "float16", "float64")
+    # XLA keeps more bits than bfloat16 has where it fuses operations, and it fuses those of the
+    # virtual cluster in another way: that is the optimizer's rounding, not the exchange's.
+    flags = "--xla_allow_excess_precision=false"
+    passes(mpiexec(2, "parity.py", "--dtypes", *dtypes, XLA_FLAGS=flags))
+
+
+def test_float16_wire():
+    passes(mpiexec(3, "parity.py", "--wires", "float16", "float16"))
+
+
+def test_mpi4jax_equals_virtual_cluster_with_a_delay():
+    passes(mpiexec(2, "parity.py", "--exchange", "mpi4jax"))
+
+
+def test_mpi4jax_equals_mpi_bit_for_bit_at_delay_0():
+    passes(mpiexec(3, "mpi4jax_equals_mpi.py"))
+
+
+def test_mesh_equals_virtual_cluster():
+    passes(mpiexec(1, "mesh.py"))
+
+
+def test_update_inside_shard_map_equals_update_outside():
+    passes(mpiexec(2, "inside_shard_map.py"))
