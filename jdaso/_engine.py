@@ -12,6 +12,7 @@ On all other steps the updates pass untouched.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -39,7 +40,9 @@ class AveragingState(NamedTuple):
     Attributes:
         step: int32, optimizer steps taken.
         exchanges: int32, exchanges posted so far; the number of the next one.
-        left_out: int32, posts to which this node did not contribute: its numbers were not finite.
+        sound: bool, whether this node's numbers have been finite since the last merge.
+        skipped: int32, steps of this node that were skipped: their updates were not finite.
+        left_out: int32, exchanges to which this node did not contribute, as it was not sound.
         flight: what is in the air.
         plan: what the schedule asked for at the last step.
         losses: float32[2], sum and number of the losses seen in this epoch.
@@ -48,6 +51,8 @@ class AveragingState(NamedTuple):
 
     step: jax.Array
     exchanges: jax.Array
+    sound: jax.Array
+    skipped: jax.Array
     left_out: jax.Array
     flight: Flight
     plan: Plan
@@ -90,9 +95,9 @@ def averaging(
         merge: what a late sum does to the parameters.
         wire: dtype name on the wire, or None for the leaves' own.
         blocking_wire: the same where the plan says ``blocking``.
-        nonfinite: what a node does that is about to post a number that is not finite: ``skip``
-            leaves it out of the sum, counts it, and lets it take the others' mean; ``raise``
-            stops.
+        nonfinite: what happens to updates, or parameters to be posted, that are not finite:
+            ``skip`` leaves out the step, and the node of the next sum, counts both, and lets the
+            node take the others' mean; ``raise`` stops.
 
     Returns:
         An :class:`optax.GradientTransformationExtraArgs` whose ``update`` needs ``params``. It
@@ -113,6 +118,8 @@ def averaging(
         state = AveragingState(
             step=zero,
             exchanges=zero,
+            sound=jnp.ones((), bool),
+            skipped=zero,
             left_out=zero,
             flight=Flight(jnp.zeros((), bool), zero, zero),
             plan=_stable(schedule.plan(at_start, zero)),
@@ -124,23 +131,29 @@ def averaging(
         # A buffer of its own for every field, or the state could not be donated.
         return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
 
+    def checked(finite: jax.Array, step: jax.Array) -> jax.Array:
+        def stop():
+            io_callback(functools.partial(_raise_unless_finite, name), None, finite, step)
+
+        if nonfinite == "raise":
+            lax.cond(finite, lambda: None, stop)
+        return finite
+
     def post(leaves: Leaves, state: AveragingState, plan: Plan) -> AveragingState:
         def send(wire: str | None, exchange_state: PyTree) -> tuple[PyTree, jax.Array]:
             rounded = [x.astype(wire_dtype(x.dtype, wire)) for x in leaves]
-            finite = all_finite(rounded)
-            if nonfinite == "raise":
-                io_callback(_raise_unless_finite, None, name, finite, state.step)
-            contribution = [jnp.where(finite, x, jnp.zeros_like(x)) for x in leaves]
-            header = jnp.concatenate([finite.astype(jnp.float32)[None], state.losses])
+            sound = state.sound & checked(all_finite(rounded), state.step)
+            contribution = [jnp.where(sound, x, jnp.zeros_like(x)) for x in leaves]
+            header = jnp.concatenate([sound.astype(jnp.float32)[None], state.losses])
             sent = exchange.start(
                 exchange_state, state.exchanges, state.step, contribution, header, wire
             )
-            return sent, finite
+            return sent, sound
 
         if wire == blocking_wire:
-            sent, finite = send(wire, state.exchange)
+            sent, sound = send(wire, state.exchange)
         else:
-            sent, finite = lax.cond(
+            sent, sound = lax.cond(
                 plan.blocking,
                 lambda s: send(blocking_wire, s),
                 lambda s: send(wire, s),
@@ -149,7 +162,7 @@ def averaging(
         return state._replace(
             exchange=sent,
             exchanges=state.exchanges + 1,
-            left_out=state.left_out + jnp.where(finite, 0, 1),
+            left_out=state.left_out + jnp.where(sound, 0, 1),
             flight=Flight(jnp.ones((), bool), jnp.zeros((), jnp.int32), plan.delay),
         )
 
@@ -158,8 +171,8 @@ def averaging(
         members = header[0]
         mean = [t / jnp.maximum(members, 1).astype(t.dtype) for t in total]
         own = [x.astype(t.dtype) for x, t in zip(leaves, total, strict=True)]
-        # A node that has lost its numbers starts again from what the others agree on.
-        sound = all_finite(own)
+        # A node that has lost its way starts again from what the others agree on.
+        sound = state.sound & all_finite(own)
         own = [jnp.where(sound, x, m) for x, m in zip(own, mean, strict=True)]
         merged, merge_state = merge.merge(
             own, Arrival(total, members, state.flight.age), state.merge
@@ -174,6 +187,7 @@ def averaging(
         state = state._replace(
             exchange=exchange_state,
             merge=merge_state,
+            sound=jnp.ones((), bool),
             flight=state.flight._replace(posted=jnp.zeros((), bool)),
         )
         return merged, state, header[1:]
@@ -198,8 +212,16 @@ def averaging(
             value = jnp.asarray(value, jnp.float32)
             seen = jnp.isfinite(value)
             losses = losses + jnp.where(seen, jnp.stack([value, jnp.ones_like(value)]), 0.0)
+        finite = checked(all_finite(float_leaves(updates)), state.step)
+        updates = jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), updates)
         flight = state.flight._replace(age=state.flight.age + state.flight.posted)
-        state = state._replace(flight=flight, plan=plan, losses=losses)
+        state = state._replace(
+            flight=flight,
+            plan=plan,
+            losses=losses,
+            sound=state.sound & finite,
+            skipped=state.skipped + jnp.where(finite, 0, 1),
+        )
         due = flight.posted & ((flight.age >= flight.delay) | plan.post | plan.flush)
 
         def talk(updates, state):
@@ -349,6 +371,6 @@ def _stable(plan: Plan) -> Plan:
 def _raise_unless_finite(name, finite, step):
     if not finite:
         raise JdasoError(
-            f"{name}: parameters are not finite before the exchange after step {int(step)}; "
-            "lower the learning rate, or let nonfinite='skip' leave this node out of the sum."
+            f"{name}: updates or parameters are not finite at step {int(step)}. Lower the "
+            "learning rate, or let nonfinite='skip' leave this node out of the next exchange."
         )

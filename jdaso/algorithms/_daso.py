@@ -31,9 +31,9 @@ def daso(
             ``float16``, or None for the parameters' own; never wider than a leaf itself. Sums
             are accumulated in float32 whatever the wire.
         blocking_wire: the same in warm-up and cool-down, where training waits for it.
-        nonfinite: ``skip`` leaves a node whose parameters are not finite out of the sum and of
-            P, counts that in ``left_out``, and lets the node take the others' mean; ``raise``
-            stops.
+        nonfinite: ``skip`` leaves out a step whose updates are not finite, and its node out of
+            the next sum and out of P, and lets the node take the others' mean (counted in
+            ``skipped`` and ``left_out``); ``raise`` stops.
 
     Returns:
         An optax transformation, to be the last of a chain. ``update`` needs ``params`` and takes

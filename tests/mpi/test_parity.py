@@ -47,3 +47,16 @@ def test_mesh_equals_virtual_cluster():
 
 def test_update_inside_shard_map_equals_update_outside():
     passes(mpiexec(2, "inside_shard_map.py"))
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16"])
+def test_bytes_on_the_wire_are_those_of_a_ring_all_reduce(wire):
+    passes(mpiexec(3, "wire_bytes.py", wire))
+
+
+def test_two_nodes_of_two_devices_equal_one_large_batch():
+    passes(mpiexec(2, "data_parallel.py", "--devices", 2))
+
+
+def test_processes_of_a_node_average_their_gradients():
+    passes(mpiexec(4, "data_parallel.py", "--devices", 1, "--processes-per-node", 2))

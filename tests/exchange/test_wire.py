@@ -1,0 +1,60 @@
+"""What crosses the network, in which dtype, and what is said of a wire that is none."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdaso
+from jdaso._wire import pack_sum, unpack_sum, wire_dtype
+from jdaso.exchange._all_reduce import widened
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wire", [None, "float32", "bfloat16", "float16"])
+def test_a_leaf_never_travels_in_a_wider_dtype_than_its_own(dtype, wire):
+    travels = wire_dtype(jnp.dtype(dtype), wire)
+    assert travels.itemsize <= jnp.dtype(dtype).itemsize
+    assert wire is None or travels.itemsize <= max(jnp.dtype(wire).itemsize, 2)
+
+
+def test_a_sum_too_large_for_float16_survives_the_way_back():
+    largest = np.float32(60000)
+    total = np.array([3 * largest], np.float32)
+    assert total[0] > np.finfo(np.float16).max
+    np.testing.assert_allclose(unpack_sum(pack_sum(total, np.float16, 3), 3), total, rtol=2**-11)
+
+
+def test_widening_bfloat16_by_shifting_bits_is_the_cast():
+    every_pattern = np.arange(2**16, dtype=np.uint16).view(jnp.bfloat16)
+    finite = every_pattern[np.isfinite(every_pattern.astype(np.float32))]
+    np.testing.assert_array_equal(widened(finite), finite.astype(np.float32))
+
+
+@pytest.mark.parametrize("wire", ["int8", "float64", "complex64", "no dtype", 3.5])
+def test_an_unknown_wire_names_itself_and_the_choice(wire):
+    with pytest.raises(ValueError, match=r"wire must be one of float32, bfloat16, float16 or None"):
+        jdaso.axis_exchange("node", 2, wire=wire)
+    with pytest.raises(ValueError, match="blocking_wire must be one of"):
+        jdaso.daso(jdaso.single_exchange(), jdaso.constant(1), blocking_wire=wire)
+
+
+def test_complex_parameters_are_refused():
+    tx = jdaso.daso(jdaso.single_exchange(), jdaso.constant(1))
+    with pytest.raises(ValueError, match="complex parameters are not supported"):
+        tx.init({"w": jnp.ones(2, jnp.complex64)})
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"chunk_bytes": 8}, "chunk_bytes must be in"),
+        ({"chunk_bytes": 2**31}, "chunk_bytes must be in"),
+        ({"timeout": 0}, "timeout must be positive"),
+        ({"wire": "int8"}, "wire must be one of"),
+    ],
+)
+def test_mpi_exchange_refuses_bad_options(option, message):
+    with pytest.raises(ValueError, match=message):
+        jdaso.mpi_exchange(jdaso.discover_topology(), **option)

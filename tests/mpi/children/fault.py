@@ -1,0 +1,88 @@
+"""One thing goes wrong between nodes; how the job ends is for the test to judge."""
+
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import mpi4py
+import numpy as np
+import optax
+
+import jdaso
+
+case = sys.argv[1]
+if case == "thread level":
+    mpi4py.rc.thread_level = "single"
+if case == "unequal devices":
+    from mpi4py import MPI
+
+    jdaso.use_virtual_devices(1 + MPI.COMM_WORLD.Get_rank())
+processes_per_node = 2 if case == "uneven nodes" else None
+
+topology = jdaso.discover_topology(processes_per_node)
+rank = topology.rank
+exchange = jdaso.mpi_exchange(topology, timeout=3 if case == "stuck" else 60)
+
+
+def train(steps, schedule, params=None, between=lambda t: None, bad_step=-1, **options):
+    tx = optax.chain(optax.sgd(0.1), jdaso.daso(exchange, schedule, **options))
+    params = {"kernel": jnp.ones((4, 2)), "bias": jnp.ones(3)} if params is None else params
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state, scale=1.0):
+        grads = jax.tree.map(lambda p: scale * jnp.ones_like(p), params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for t in range(steps):
+        between(t)
+        params, state = step(params, state, jnp.nan if t == bad_step else 1.0)
+        jax.block_until_ready(params)
+    return params, state, step
+
+
+if case == "other shape":
+    train(1, jdaso.constant(1), {"kernel": jnp.ones((4, 2 + rank)), "bias": jnp.ones(3)})
+elif case == "other structure":
+    train(1, jdaso.constant(1), {"kernel": jnp.ones(3)} | ({"bias": jnp.ones(3)} if rank else {}))
+elif case == "other dtype":
+    train(1, jdaso.constant(1), {"kernel": jnp.ones(3, jnp.bfloat16 if rank else jnp.float32)})
+elif case == "other schedule":
+    train(8, jdaso.constant(2 + 2 * rank))
+elif case == "stuck":
+    train(4, jdaso.constant(2), between=lambda t: time.sleep(60 * rank * (t == 1)))
+elif case == "fewer steps":
+    train(8 - 4 * rank, jdaso.constant(2))
+elif case == "exception":
+    train(8, jdaso.constant(2), between=lambda t: 1 / 0 if rank == 1 and t == 3 else None)
+elif case == "exit in flight":
+    train(3, jdaso.constant(2, 2))
+elif case == "exit in flight alone":
+    train(2 - rank, jdaso.constant(2, 2))
+elif case == "stepped twice":
+    params, state, step = train(2, jdaso.constant(3, 2))
+    step(params, state)
+    jax.block_until_ready(step(params, state))
+elif case == "restored in flight":
+    params, state, step = train(3, jdaso.constant(3, 2))
+    old = jax.tree.map(np.asarray, (params, state))
+    for _ in range(2):
+        params, state = step(params, state)
+    jax.block_until_ready(params)
+    params, state = old
+    for _ in range(2):
+        params, state = step(params, state)
+    jax.block_until_ready(params)
+elif case == "not finite, skip":
+    # Rank 1 computes a gradient that is not finite: it is left out and takes the other's mean.
+    params, state, _ = train(2, jdaso.constant(2), bad_step=rank - 1)
+    np.testing.assert_allclose(params["kernel"], 1.0 - 2 * 0.1, rtol=1e-6)
+    averaging = jdaso.averaging_state(state)
+    assert (int(averaging.skipped), int(averaging.left_out)) == (rank, rank)
+elif case == "not finite, raise":
+    train(2, jdaso.constant(2), bad_step=rank - 1, nonfinite="raise")
+elif case not in ("thread level", "unequal devices", "uneven nodes"):
+    raise SystemExit(f"no such case: {case}")
+print("came to its end", flush=True)

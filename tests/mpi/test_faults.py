@@ -1,0 +1,60 @@
+"""What goes wrong between nodes ends with an error that says who and what, never in a hang."""
+
+import time
+
+import pytest
+from launch import BESIDE_PYTHON, mpiexec, passes, run
+
+# case -> what the error must say
+ERRORS = {
+    "other shape": ["parameters differ", "['kernel']: float32(4, 2)", "rank 1", "(4, 3)"],
+    "other structure": ["parameters differ", "['bias']", "rank 1"],
+    "other dtype": ["parameters differ", "bfloat16(3,)", "rank 1"],
+    "other schedule": ["out of step", "step is 1 in rank 0", "3 in rank 1"],
+    "stuck": ["exchange 0", "did not end within 3 s", "nothing came from rank 1"],
+    "fewer steps": ["exchange 2", "rank 1", "ended without taking part"],
+    "exception": ["ZeroDivisionError", "rank 1", "ending all processes"],
+    "exit in flight alone": ["exit with an exchange in flight", "rank 1", "without taking part"],
+    "stepped twice": ["exchange 0 was posted twice", "rank"],
+    "restored in flight": ["exchange 0 is not in flight", "drain"],
+    "not finite, raise": ["updates or parameters are not finite at step 0"],
+    "thread level": ["thread level SINGLE", "MPI_THREAD_MULTIPLE"],
+    "unequal devices": ["unequal numbers of devices", "node 0", "node 1", "CUDA_VISIBLE_DEVICES"],
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_error_names_who_and_what(case):
+    start = time.monotonic()
+    ended = mpiexec(2, "fault.py", case, timeout=120)
+    assert ended.returncode != 0, ended.output
+    for text in ERRORS[case]:
+        assert text in ended.output, f"{text!r} not in:\n{ended.output}"
+    # The stuck process sleeps for a minute: it was not waited for.
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize("case", ["exit in flight", "not finite, skip"])
+def test_job_ends_well(case):
+    passes(mpiexec(2, "fault.py", case, timeout=120))
+
+
+def test_uneven_nodes_are_named():
+    ended = mpiexec(3, "fault.py", "uneven nodes")
+    assert ended.returncode != 0
+    assert "cannot make nodes of 2 processes each: there are 3 on" in ended.output
+
+
+def test_launcher_without_its_mpi_plugin_is_detected():
+    """Under srun without a matching --mpi every process is alone, and would train alone."""
+    environment = {
+        "PATH": BESIDE_PYTHON,
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "2",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "JAX_PLATFORMS": "cpu",
+    }
+    ended = run([f"{BESIDE_PYTHON}/python", "-m", "jdaso", "topology"], environment, 60)
+    assert ended.returncode != 0
+    assert "srun started 4 processes" in ended.output
+    assert "--mpi=pmi2" in ended.output
