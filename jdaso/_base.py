@@ -47,8 +47,9 @@ class Schedule(NamedTuple):
     Attributes:
         init: ``() -> state``, arrays only.
         plan: ``(state, step) -> Plan``; ``step`` is an int32 scalar counted from 0.
-        observe: ``(state, loss) -> state``, called at the end of an epoch with the mean loss of
-            that epoch over all nodes (float32 scalar), the same number on every node.
+        observe: ``(state, loss) -> state``, called at the end of an epoch, unless its plan says
+            ``blocking``, with the mean loss of that epoch over all nodes (float32 scalar), the
+            same number on every node.
     """
 
     init: Callable[[], PyTree]
@@ -71,6 +72,7 @@ class Exchange(NamedTuple):
         start: ``(state, number, step, leaves, header, wire) -> state``. ``number`` (int32)
             counts the exchanges alike on all nodes; -1 stands for one that is finished in the
             same step and not counted. ``step`` (int32) must be equal on all nodes, too.
+            ``header[0]`` is 1, or 0: then this node's leaves count as zeros, whatever they hold.
         finish: ``(state, number, like) -> (sums, header, state)``; sums have the shapes of
             ``like`` and the dtype in which they were accumulated, float32 or float64.
         broadcast: ``(leaves, root) -> leaves``, those of node ``root``, bit for bit.

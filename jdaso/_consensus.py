@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jdaso._base import HEADER_SIZE, Exchange, PyTree
-from jdaso._wire import float_leaves, is_float
+from jdaso._wire import divide, float_leaves, is_float
 
 _UNCOUNTED = -1
 
@@ -35,12 +35,12 @@ def consensus(exchange: Exchange, tree: PyTree) -> PyTree:
     if not leaves:
         return tree
     number = jnp.int32(_UNCOUNTED)
-    header = jnp.zeros((HEADER_SIZE,), jnp.float32)
+    header = jnp.zeros((HEADER_SIZE,), jnp.float32).at[0].set(1.0)
     state = exchange.start(exchange.init(tree), number, number, leaves, header, None)
     total, _, _ = exchange.finish(state, number, leaves)
     means = iter(total)
     mean = [
-        _placed((next(means) / exchange.num_nodes).astype(jnp.result_type(x)), x)
+        _placed(divide(next(means), exchange.num_nodes).astype(jnp.result_type(x)), x)
         if is_float(x)
         else x
         for x in flat
@@ -85,6 +85,8 @@ def _on_one_device(x: jax.Array) -> jax.Array:
 
 def _placed(value: jax.Array, like) -> jax.Array:
     """Value where like lies, so that a step compiled for the one accepts the other."""
-    if isinstance(value, jax.core.Tracer) or not isinstance(like, jax.Array):
+    if isinstance(value, jax.core.Tracer) or isinstance(like, jax.core.Tracer):
+        return value
+    if not isinstance(like, jax.Array):
         return value
     return jax.device_put(value, like.sharding)

@@ -20,10 +20,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.experimental import io_callback
 
 from jdaso._base import Arrival, Exchange, JdasoError, Leaves, Merge, Plan, PyTree, Schedule
-from jdaso._wire import all_finite, float_leaves, is_float, sum_dtype, wire_dtype
+from jdaso._wire import all_finite, divide, float_leaves, is_float, sum_dtype, wire_dtype
 
 
 class Flight(NamedTuple):
@@ -133,7 +132,8 @@ def averaging(
 
     def checked(finite: jax.Array, step: jax.Array) -> jax.Array:
         def stop():
-            io_callback(functools.partial(_raise_unless_finite, name), None, finite, step)
+            # Not io_callback: that is not allowed in a cond on a virtual cluster.
+            jax.debug.callback(functools.partial(_raise_unless_finite, name), finite, step)
 
         if nonfinite == "raise":
             lax.cond(finite, lambda: None, stop)
@@ -143,11 +143,8 @@ def averaging(
         def send(wire: str | None, exchange_state: PyTree) -> tuple[PyTree, jax.Array]:
             rounded = [x.astype(wire_dtype(x.dtype, wire)) for x in leaves]
             sound = state.sound & checked(all_finite(rounded), state.step)
-            contribution = [jnp.where(sound, x, jnp.zeros_like(x)) for x in leaves]
             header = jnp.concatenate([sound.astype(jnp.float32)[None], state.losses])
-            sent = exchange.start(
-                exchange_state, state.exchanges, state.step, contribution, header, wire
-            )
+            sent = exchange.start(exchange_state, state.exchanges, state.step, leaves, header, wire)
             return sent, sound
 
         if wire == blocking_wire:
@@ -169,11 +166,10 @@ def averaging(
     def receive(leaves: Leaves, state: AveragingState) -> tuple[Leaves, AveragingState, jax.Array]:
         total, header, exchange_state = exchange.finish(state.exchange, state.exchanges - 1, leaves)
         members = header[0]
-        mean = [t / jnp.maximum(members, 1).astype(t.dtype) for t in total]
+        mean = [divide(t, jnp.maximum(members, 1).astype(t.dtype)) for t in total]
         own = [x.astype(t.dtype) for x, t in zip(leaves, total, strict=True)]
         # A node that has lost its way starts again from what the others agree on.
-        sound = state.sound & all_finite(own)
-        own = [jnp.where(sound, x, m) for x, m in zip(own, mean, strict=True)]
+        own = [jnp.where(state.sound, x, m) for x, m in zip(own, mean, strict=True)]
         merged, merge_state = merge.merge(
             own, Arrival(total, members, state.flight.age), state.merge
         )
@@ -213,7 +209,6 @@ def averaging(
             seen = jnp.isfinite(value)
             losses = losses + jnp.where(seen, jnp.stack([value, jnp.ones_like(value)]), 0.0)
         finite = checked(all_finite(float_leaves(updates)), state.step)
-        updates = jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), updates)
         flight = state.flight._replace(age=state.flight.age + state.flight.posted)
         state = state._replace(
             flight=flight,
@@ -225,6 +220,7 @@ def averaging(
         due = flight.posted & ((flight.age >= flight.delay) | plan.post | plan.flush)
 
         def talk(updates, state):
+            updates = jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), updates)
             moved, where = _split(optax.apply_updates(params, updates))
             moved, state, sums = communicate(moved, state, plan, due)
             return _difference(params, updates, where(moved)), state, sums
@@ -233,7 +229,9 @@ def averaging(
             return updates, state, jnp.zeros((2,), jnp.float32)
 
         try:
-            updates, state, sums = lax.cond(due | plan.post, talk, pass_on, updates, state)
+            updates, state, sums = lax.cond(
+                due | plan.post | ~finite, talk, pass_on, updates, state
+            )
         except TypeError as error:
             if "manual axis types" not in str(error):
                 raise
@@ -242,7 +240,7 @@ def averaging(
                 "exchanged values are equal on all nodes is more than JAX can know."
             ) from error
         # Sum and number of the epoch's losses over all nodes: the same floats everywhere.
-        heard = plan.epoch_end & (sums[1] > 0)
+        heard = plan.epoch_end & ~plan.blocking & (sums[1] > 0)
         observed = schedule.observe(state.schedule, sums[0] / jnp.maximum(sums[1], 1))
         state = state._replace(
             step=state.step + 1,

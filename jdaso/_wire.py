@@ -6,7 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-WIRES = ("float32", "bfloat16", "float16")
+WIRES = ("float64", "float32", "bfloat16", "float16")
+
+
+def divide(numerator, denominator):
+    """Numerator over a scalar denominator, without a bias.
+
+    XLA turns the division by a scalar into a product with its rounded reciprocal, which errs
+    in one direction for every number: too little to see once, but it adds up over thousands of
+    means. One step of Newton's method on the quotient takes the bias away.
+    """
+    quotient = numerator / denominator
+    return quotient + (numerator - quotient * denominator) / denominator
 
 
 def check_wire(name: str, wire: str | None) -> str | None:
@@ -20,6 +31,21 @@ def check_wire(name: str, wire: str | None) -> str | None:
     if canonical not in WIRES:
         raise ValueError(f"{name} must be one of {', '.join(WIRES)} or None, got {wire!r}.")
     return canonical
+
+
+def chosen_wire(name: str, wire: str | None, of_exchange: str | None, default: str) -> str:
+    """The wire of an algorithm: what was asked for, that of its exchange, or its default.
+
+    Raises:
+        ValueError: if what was asked for is no wire, or the exchange is bound to another.
+    """
+    wire = check_wire(name, wire)
+    if wire is not None and of_exchange not in (None, wire):
+        raise ValueError(
+            f"{name}={wire!r} contradicts the exchange, which was made with "
+            f"wire={of_exchange!r}; give it in one place."
+        )
+    return wire or of_exchange or default
 
 
 def wire_dtype(dtype, wire: str | None) -> np.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import NamedTuple
 
 import jax
@@ -104,13 +105,13 @@ def cycling(
     >>> PHASES[int(plan.phase)], int(plan.period), int(plan.delay), bool(plan.post)
     ('cycling', 4, 1, True)
     """
+    _check_whole("period", period, 1)
     delay = max(1, period // 4) if delay is None else delay
     _check_period_and_delay(period, delay)
     _check_phases(period, warmup, cooldown, total, epoch)
     if threshold < 0 or threshold >= 1:
         raise ValueError(f"threshold must be in [0, 1), got {threshold}.")
-    if patience < 0:
-        raise ValueError(f"patience must be at least 0 epochs, got {patience}.")
+    _check_whole("patience", patience, 0)
     cooldown_start = total - cooldown
 
     def init() -> CyclingState:
@@ -166,10 +167,8 @@ def cycling(
 
 
 def _check_period_and_delay(period: int, delay: int) -> None:
-    if period < 1 or period != int(period):
-        raise ValueError(f"period must be a whole number of at least 1 step, got {period}.")
-    if delay < 0 or delay != int(delay):
-        raise ValueError(f"delay must be a whole number of at least 0 steps, got {delay}.")
+    _check_whole("period", period, 1)
+    _check_whole("delay", delay, 0)
     if delay > period:
         raise ValueError(
             f"delay must not exceed period, got delay={delay} and period={period}: the next "
@@ -178,13 +177,11 @@ def _check_period_and_delay(period: int, delay: int) -> None:
 
 
 def _check_phases(period: int, warmup: int, cooldown: int, total: int, epoch: int | None) -> None:
-    for name, steps in (("warmup", warmup), ("cooldown", cooldown)):
-        if steps < 0:
-            raise ValueError(f"{name} must be at least 0 steps, got {steps}.")
-    if total < 1:
-        raise ValueError(f"total must be at least 1 step, got {total}.")
-    if epoch is not None and epoch < 1:
-        raise ValueError(f"epoch must be at least 1 step, got {epoch}.")
+    _check_whole("warmup", warmup, 0)
+    _check_whole("cooldown", cooldown, 0)
+    _check_whole("total", total, 1)
+    if epoch is not None:
+        _check_whole("epoch", epoch, 1)
     if warmup + cooldown > total:
         raise ValueError(
             f"warmup + cooldown must not exceed total, got {warmup} + {cooldown} > {total}."
@@ -195,3 +192,8 @@ def _check_phases(period: int, warmup: int, cooldown: int, total: int, epoch: in
             f"period must fit into the cycling phase, got period={period} and a phase of "
             f"{steps} steps (total - warmup - cooldown)."
         )
+
+
+def _check_whole(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")

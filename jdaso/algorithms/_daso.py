@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from jdaso._base import Arrival, Exchange, Leaves, Merge, PyTree, Schedule
 from jdaso._engine import Averaging, averaging
-from jdaso._wire import check_wire
+from jdaso._wire import chosen_wire, divide
 
 
 def daso(
     exchange: Exchange,
     schedule: Schedule,
-    wire: str | None = "float32",
-    blocking_wire: str | None = "bfloat16",
+    wire: str | None = None,
+    blocking_wire: str | None = None,
     nonfinite: str = "skip",
 ) -> Averaging:
     """Distributed asynchronous and selective optimization.
@@ -27,10 +27,11 @@ def daso(
     Args:
         exchange: how nodes reach each other.
         schedule: :func:`jdaso.cycling`, as published, or :func:`jdaso.constant`.
-        wire: dtype that crosses the network in the cycling phase, ``float32``, ``bfloat16``,
-            ``float16``, or None for the parameters' own; never wider than a leaf itself. Sums
-            are accumulated in float32 whatever the wire.
-        blocking_wire: the same in warm-up and cool-down, where training waits for it.
+        wire: dtype that crosses the network in the cycling phase: ``float64``, ``float32``,
+            ``bfloat16`` or ``float16``, never one wider than a leaf itself. None: that of the
+            exchange, or float32. Sums are accumulated in float32 (float64 for float64 wires).
+        blocking_wire: the same in warm-up and cool-down, where training waits for it. None: that
+            of the exchange, or bfloat16.
         nonfinite: ``skip`` leaves out a step whose updates are not finite, and its node out of
             the next sum and out of P, and lets the node take the others' mean (counted in
             ``skipped`` and ``left_out``); ``raise`` stops.
@@ -54,10 +55,14 @@ def daso(
     >>> state = tx.init(params)
     >>> updates, state = tx.update({"w": jnp.ones(3)}, state, params, value=0.5)
     """
-    wire = exchange.wire or check_wire("wire", wire)
-    blocking_wire = exchange.wire or check_wire("blocking_wire", blocking_wire)
     return averaging(
-        "daso", exchange, schedule, Merge(_init, _merge), wire, blocking_wire, nonfinite
+        "daso",
+        exchange,
+        schedule,
+        Merge(_init, _merge),
+        wire=chosen_wire("wire", wire, exchange.wire, "float32"),
+        blocking_wire=chosen_wire("blocking_wire", blocking_wire, exchange.wire, "bfloat16"),
+        nonfinite=nonfinite,
     )
 
 
@@ -69,7 +74,7 @@ def _init(leaves: Leaves) -> PyTree:
 def _merge(leaves: Leaves, arrival: Arrival, state: PyTree) -> tuple[Leaves, PyTree]:
     own_weight = 2.0 * arrival.age
     merged = [
-        (own_weight.astype(t.dtype) * x + t) / (own_weight + arrival.members).astype(t.dtype)
+        divide(own_weight.astype(t.dtype) * x + t, (own_weight + arrival.members).astype(t.dtype))
         for x, t in zip(leaves, arrival.total, strict=True)
     ]
     return merged, state

@@ -93,7 +93,7 @@ class Courier:
                     "call tx.update outside shard_map, or inside one over the axis 'local'."
                 )
             staging = Staging(specs) if number == UNCOUNTED else self._memory(specs)
-            staging.put(leaves)
+            staging.put(leaves if header[0] > 0 else [np.zeros((), leaf.dtype) for leaf in leaves])
             self._flights[number] = Flight(
                 self._progress.submit(
                     self._exchange(number, step, header, staging),

@@ -44,7 +44,10 @@ def stored_exchange(
 
     def start(state, number, step, leaves, header, wire):
         del state, number, step
-        cast = [x.astype(wire_dtype(x.dtype, wire)) for x in leaves]
+        cast = [
+            jnp.where(header[0] > 0, x, jnp.zeros_like(x)).astype(wire_dtype(x.dtype, wire))
+            for x in leaves
+        ]
         *sums, header = all_reduce([*cast, header])
         return StoredState(
             [s.astype(sum_dtype(x.dtype)) for s, x in zip(sums, leaves, strict=True)], header

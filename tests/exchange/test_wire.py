@@ -32,9 +32,9 @@ def test_widening_bfloat16_by_shifting_bits_is_the_cast():
     np.testing.assert_array_equal(widened(finite), finite.astype(np.float32))
 
 
-@pytest.mark.parametrize("wire", ["int8", "float64", "complex64", "no dtype", 3.5])
+@pytest.mark.parametrize("wire", ["int8", "complex64", "no dtype", 3.5])
 def test_an_unknown_wire_names_itself_and_the_choice(wire):
-    with pytest.raises(ValueError, match=r"wire must be one of float32, bfloat16, float16 or None"):
+    with pytest.raises(ValueError, match=r"wire must be one of float64, float32, bfloat16"):
         jdaso.axis_exchange("node", 2, wire=wire)
     with pytest.raises(ValueError, match="blocking_wire must be one of"):
         jdaso.daso(jdaso.single_exchange(), jdaso.constant(1), blocking_wire=wire)

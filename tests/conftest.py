@@ -1,0 +1,3 @@
+"""Children are programs that tests start under mpiexec; pytest must not import them."""
+
+collect_ignore_glob = ["mpi/children/*"]

@@ -1,0 +1,73 @@
+"""Imports point downwards only, and MPI stays out of what does not need it."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jdaso
+
+PACKAGE = Path(jdaso.__file__).parent
+ENGINE = {"_base", "_engine", "_wire"}
+FOUNDATION = {"_base", "_wire"}
+LEAVES = {"schedules", "local", "perf"}
+# What files of a row may import from jdaso; a name stands for the module and all below it.
+ROWS = {
+    "_wire": set(),
+    "_base": {"_wire"},
+    "_engine": FOUNDATION,
+    "_consensus": FOUNDATION,
+    **dict.fromkeys(LEAVES, FOUNDATION),
+    "topology": FOUNDATION | LEAVES,
+    "exchange": FOUNDATION | LEAVES | {"exchange", "topology"},
+    "center": FOUNDATION | LEAVES | {"center", "topology"},
+    "algorithms": ENGINE | {"algorithms"},
+}
+TOP = {"__init__", "__main__", "checkpoint", "metrics"}  # may import all of them
+
+
+def imports(path):
+    """Full names of the modules that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute here"
+            # "from jdaso import x" imports jdaso.x, if there is such a module.
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def row(path):
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+FILES = [p for p in sorted(PACKAGE.rglob("*.py")) if row(p) in ROWS]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_file_imports_only_from_rows_below_it(path):
+    for name in imports(path):
+        package, _, rest = name.partition(".")
+        if package == "jdaso":
+            assert rest, "import the module, not the package"
+            assert rest.partition(".")[0] in ROWS[row(path)], name
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for p in FILES if row(p) in ENGINE | {"algorithms", "schedules"}],
+    ids=lambda path: str(path.relative_to(PACKAGE)),
+)
+def test_algorithms_know_no_network(path):
+    assert {name.partition(".")[0] for name in imports(path)}.isdisjoint({"mpi4py", "mpi4jax"})
+
+
+def test_every_file_belongs_to_a_row():
+    assert {row(p) for p in PACKAGE.rglob("*.py")} <= ROWS.keys() | TOP
+
+
+def test_import_jdaso_imports_no_mpi():
+    code = "import sys, jdaso; sys.exit(any(m in sys.modules for m in ('mpi4py', 'mpi4jax')))"
+    subprocess.run([sys.executable, "-c", code], check=True)

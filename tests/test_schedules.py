@@ -1,0 +1,172 @@
+"""Schedules: the timeline of the NumPy recursion, and every argument that does not fit."""
+
+import golden
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdaso
+
+VALID = {"period": 4, "warmup": 10, "cooldown": 10, "total": 100, "epoch": 10, "delay": 1}
+
+
+def timeline(schedule, steps):
+    """plan() of the first steps, without a loss ever heard."""
+    return jax.vmap(schedule.plan, (None, 0))(schedule.init(), jnp.arange(steps))
+
+
+def golden_run(schedule, steps):
+    return golden.daso(np.zeros((1, 1)), np.zeros((steps, 1, 1)), schedule, lr=1.0)
+
+
+def in_flight(plan):
+    """Whether an exchange is in flight after each step, by what the plan says alone."""
+    due, flying = None, []
+    for t in range(len(plan.post)):
+        if due is not None and (t == due or plan.flush[t]):
+            due = None
+        if plan.post[t] and plan.delay[t] > 0:
+            due = t + int(plan.delay[t])
+        flying.append(due is not None)
+    return flying
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 6])
+@pytest.mark.parametrize("delay", [0, 1, 3, 6])
+def test_constant_plans_the_golden_timeline(period, delay):
+    delay = min(delay, period)
+    plan = timeline(jdaso.constant(period, delay), 30)
+    expected = golden_run(golden.Schedule(period, delay), 30)
+    assert (plan.period == period).all()
+    assert (plan.delay == delay).all()
+    assert plan.post.tolist() == [(t + 1) % period == 0 for t in range(30)]
+    assert in_flight(plan) == expected.in_flight.tolist()
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        golden.Schedule(4, 2, warmup=6, cooldown=5, total=40, epoch=7),
+        golden.Schedule(3, 3, warmup=0, cooldown=0, total=31, epoch=10),
+        golden.Schedule(5, 0, warmup=1, cooldown=1, total=20, epoch=20),
+        golden.Schedule(6, 4, warmup=2, cooldown=12, total=20, epoch=1),
+        golden.Schedule(2, 1, warmup=10, cooldown=10, total=20, epoch=3),  # no cycling phase
+        golden.Schedule(4, 4, warmup=7, cooldown=6, total=30, epoch=30),  # phases cut periods
+    ],
+)
+def test_cycling_plans_the_golden_timeline(schedule):
+    steps = schedule.total
+    plan = timeline(jdaso.cycling(**vars(schedule)), steps)
+    expected = golden_run(schedule, steps)
+    assert plan.phase.tolist() == expected.phase.tolist()
+    assert plan.period.tolist() == expected.period.tolist()
+    assert plan.delay.tolist() == expected.delay.tolist()
+    assert in_flight(plan) == expected.in_flight.tolist()
+    assert plan.epoch_end.tolist() == [schedule.epoch_ends(t) for t in range(steps)]
+    assert plan.blocking.tolist() == (expected.phase != golden.CYCLING).tolist()
+
+
+def test_steps_are_counted_anew_in_each_phase():
+    plan = timeline(jdaso.cycling(period=4, warmup=3, cooldown=0, total=20), 20)
+    assert np.flatnonzero(plan.post).tolist() == [0, 1, 2, 3 + 3, 3 + 7, 3 + 11, 3 + 15, 19]
+
+
+def test_without_epochs_only_the_end_is_one():
+    plan = timeline(jdaso.cycling(period=4, warmup=2, cooldown=2, total=20), 20)
+    assert np.flatnonzero(plan.epoch_end).tolist() == [19]
+
+
+@pytest.mark.parametrize(("period", "delay"), [(1, 1), (3, 1), (4, 1), (8, 2), (11, 2)])
+def test_the_default_delay_is_a_quarter_of_the_period(period, delay):
+    schedule = jdaso.cycling(period=period, warmup=0, cooldown=0, total=100)
+    assert int(schedule.plan(schedule.init(), 0).delay) == delay == max(1, period // 4)
+
+
+def heard(schedule, losses):
+    """(period, delay) after each of the losses."""
+    state, pairs = schedule.init(), []
+    for loss in losses:
+        state = schedule.observe(state, jnp.float32(loss))
+        plan = schedule.plan(state, 0)
+        pairs.append((int(plan.period), int(plan.delay)))
+    return pairs
+
+
+def cycling_forever(period, delay, patience, threshold=0.05):
+    return jdaso.cycling(period, 0, 0, 10**6, 10, delay, threshold, patience)
+
+
+@pytest.mark.parametrize("patience", [0, 1, 2])
+def test_more_than_patience_bad_epochs_are_a_plateau(patience):
+    pairs = heard(cycling_forever(4, 2, patience), [1.0] * (2 + patience))
+    assert pairs[: patience + 1] == [(4, 2)] * (patience + 1)  # the first is the best so far
+    assert pairs[-1] == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("period", "delay", "cycle"),
+    [
+        (6, 6, [(6, 6), (3, 3), (1, 1)]),
+        (6, 2, [(6, 2), (3, 1), (1, 1)]),
+        (5, 1, [(5, 1), (2, 1), (1, 1)]),
+        (1, 1, [(1, 1)]),
+        (4, 0, [(4, 0), (2, 0), (1, 0)]),  # blocking was asked for, and stays
+    ],
+)
+def test_each_plateau_halves_both_and_the_lowest_starts_anew(period, delay, cycle):
+    pairs = heard(cycling_forever(period, delay, patience=0), [1.0] * 7)
+    assert pairs == (cycle * 7)[:7]
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_threshold_is_relative_also_for_negative_losses(sign):
+    # As Heat: an improvement by more than 5 % of the best, whatever its sign.
+    good, poor = 1.0 - sign * 0.06, 1.0 - sign * 0.04
+    assert heard(cycling_forever(4, 2, 0), [sign, sign * good]) == [(4, 2), (4, 2)]
+    assert heard(cycling_forever(4, 2, 0), [sign, sign * poor]) == [(4, 2), (2, 1)]
+
+
+def test_plateaus_follow_the_golden_test_for_random_losses():
+    losses = np.random.default_rng(0).choice([3.0, 2.0, 1.0, 0.98, 0.5, -1.0, -1.02, -2.0], 60)
+    cycle = golden.Cycle(golden.Schedule(12, 7, patience=1))
+    expected = []
+    for loss in losses:
+        cycle.epoch_loss(loss)
+        expected.append((cycle.period, cycle.delay))
+    assert heard(cycling_forever(12, 7, patience=1), losses) == expected
+    assert set(expected) == {(12, 7), (6, 3), (3, 1), (1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"period": 0}, "period .*got 0"),
+        ({"period": 2.5}, "period .*got 2.5"),
+        ({"delay": -1}, "delay .*got -1"),
+        ({"delay": 5}, "delay=5 and period=4"),
+        ({"warmup": -1}, "warmup .*got -1"),
+        ({"cooldown": -2}, "cooldown .*got -2"),
+        ({"total": 0, "warmup": 0, "cooldown": 0}, "total .*got 0"),
+        ({"epoch": 0}, "epoch .*got 0"),
+        ({"warmup": 95}, r"warmup \+ cooldown .*95 \+ 10 > 100"),
+        ({"warmup": 45, "cooldown": 52}, "period=4 .*3 steps"),
+        ({"threshold": -0.1}, "threshold .*got -0.1"),
+        ({"threshold": 1.0}, "threshold .*got 1.0"),
+        ({"patience": -1}, "patience .*got -1"),
+        ({"warmup": 2.5}, "warmup .*got 2.5"),
+        ({"epoch": 7.5}, "epoch .*got 7.5"),
+    ],
+)
+def test_cycling_names_the_argument_that_does_not_fit_and_its_value(bad, message):
+    with pytest.raises(ValueError, match=message):
+        jdaso.cycling(**VALID | bad)
+
+
+@pytest.mark.parametrize(
+    ("period", "delay", "message"),
+    [(0, 0, "period .*got 0"), (4, -1, "delay .*got -1"), (4, 5, "delay=5 and period=4")],
+)
+def test_constant_names_the_argument_that_does_not_fit_and_its_value(period, delay, message):
+    with pytest.raises(ValueError, match=message):
+        jdaso.constant(period, delay)
