@@ -8,10 +8,10 @@ from jdaso._base import Plan as Plan
 from jdaso._base import Schedule as Schedule
 from jdaso._consensus import broadcast as broadcast
 from jdaso._consensus import consensus as consensus
-from jdaso._engine import AveragingState as AveragingState
 from jdaso._engine import averaging as averaging
-from jdaso._engine import averaging_state as averaging_state
 from jdaso._engine import drain as drain
+from jdaso._state import AveragingState as AveragingState
+from jdaso._state import averaging_state as averaging_state
 from jdaso.algorithms._daso import daso as daso
 from jdaso.exchange._axis import axis_exchange as axis_exchange
 from jdaso.exchange._axis import single_exchange as single_exchange

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jdaso._base import HEADER_SIZE, Exchange, PyTree
-from jdaso._wire import divide, float_leaves, is_float
+from jdaso._leaves import divide, float_leaves, is_float
 
 _UNCOUNTED = -1
 

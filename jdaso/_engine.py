@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,43 +21,9 @@ import optax
 from jax import lax
 
 from jdaso._base import Arrival, Exchange, JdasoError, Leaves, Merge, Plan, PyTree, Schedule
-from jdaso._wire import all_finite, divide, float_leaves, is_float, sum_dtype, wire_dtype
-
-
-class Flight(NamedTuple):
-    """The exchange in the air: whether there is one, its age, the delay it was posted with."""
-
-    posted: jax.Array
-    age: jax.Array
-    delay: jax.Array
-
-
-class AveragingState(NamedTuple):
-    """State of every algorithm; arrays only, their shapes and dtypes never change.
-
-    Attributes:
-        step: int32, optimizer steps taken.
-        exchanges: int32, exchanges posted so far; the number of the next one.
-        sound: bool, whether this node's numbers have been finite since the last merge.
-        skipped: int32, steps of this node that were skipped: their updates were not finite.
-        left_out: int32, exchanges to which this node did not contribute, as it was not sound.
-        flight: what is in the air.
-        plan: what the schedule asked for at the last step.
-        losses: float32[2], sum and number of the losses seen in this epoch.
-        schedule, exchange, merge: states of the three parts.
-    """
-
-    step: jax.Array
-    exchanges: jax.Array
-    sound: jax.Array
-    skipped: jax.Array
-    left_out: jax.Array
-    flight: Flight
-    plan: Plan
-    losses: jax.Array
-    schedule: PyTree
-    exchange: PyTree
-    merge: PyTree
+from jdaso._leaves import all_finite, difference, divide, float_leaves, split
+from jdaso._state import AveragingState, Flight, averaging_state
+from jdaso._wire import wire_dtype
 
 
 class Averaging(optax.GradientTransformationExtraArgs):
@@ -221,9 +186,9 @@ def averaging(
 
         def talk(updates, state):
             updates = jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), updates)
-            moved, where = _split(optax.apply_updates(params, updates))
+            moved, where = split(optax.apply_updates(params, updates))
             moved, state, sums = communicate(moved, state, plan, due)
-            return _difference(params, updates, where(moved)), state, sums
+            return difference(params, updates, where(moved)), state, sums
 
         def pass_on(updates, state):
             return updates, state, jnp.zeros((2,), jnp.float32)
@@ -253,7 +218,7 @@ def averaging(
 
     @jax.jit
     def finish(params, state):
-        leaves, where = _split(params)
+        leaves, where = split(params)
         leaves, state, _ = lax.cond(
             state.flight.posted,
             receive,
@@ -303,61 +268,6 @@ def drain(transformation: Averaging, opt_state: PyTree, params: PyTree) -> tuple
         replace, opt_state, is_leaf=lambda node: isinstance(node, AveragingState)
     )
     return done[0], opt_state
-
-
-def averaging_state(opt_state: PyTree) -> AveragingState:
-    """Finds the one state of a jdaso algorithm inside an optimizer's state.
-
-    The numbers one watches are its fields: ``step``, ``exchanges``, ``left_out``,
-    ``flight.posted``, and ``plan.phase``, ``plan.period``, ``plan.delay``.
-
-    Args:
-        opt_state: an optax state, however deeply chained or wrapped.
-
-    Raises:
-        ValueError: if there is none, or more than one.
-
-    >>> import jax.numpy as jnp, jdaso, optax
-    >>> averaging = jdaso.daso(jdaso.single_exchange(), jdaso.constant(period=4, delay=2))
-    >>> state = optax.chain(optax.sgd(0.1), averaging).init({"w": jnp.ones(3)})
-    >>> int(jdaso.averaging_state(state).plan.period)
-    4
-    """
-    found = [
-        node
-        for node in jax.tree.leaves(
-            opt_state, is_leaf=lambda node: isinstance(node, AveragingState)
-        )
-        if isinstance(node, AveragingState)
-    ]
-    if len(found) != 1:
-        raise ValueError(
-            f"opt_state holds {len(found)} states of a jdaso algorithm, exactly one is needed."
-        )
-    return found[0]
-
-
-def _split(tree: PyTree) -> tuple[Leaves, Callable[[Leaves], PyTree]]:
-    """The floating-point leaves of a tree, and the function that puts others in their place."""
-    leaves, treedef = jax.tree.flatten(tree)
-
-    def where(floats: Leaves) -> PyTree:
-        rest = iter(floats)
-        return jax.tree.unflatten(treedef, [next(rest) if is_float(x) else x for x in leaves])
-
-    return [x for x in leaves if is_float(x)], where
-
-
-def _difference(params: PyTree, updates: PyTree, moved: PyTree) -> PyTree:
-    """The updates that lead from params to moved, in the dtypes of the updates."""
-
-    def difference(p, u, m):
-        if u is None or not is_float(p):
-            return u
-        wide = sum_dtype(jnp.result_type(p))
-        return (m.astype(wide) - p.astype(wide)).astype(u.dtype)
-
-    return jax.tree.map(difference, params, updates, moved, is_leaf=lambda x: x is None)
 
 
 def _stable(plan: Plan) -> Plan:

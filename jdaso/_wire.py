@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 WIRES = ("float64", "float32", "bfloat16", "float16")
-
-
-def divide(numerator, denominator):
-    """Numerator over a scalar denominator, without a bias.
-
-    XLA turns the division by a scalar into a product with its rounded reciprocal, which errs
-    in one direction for every number: too little to see once, but it adds up over thousands of
-    means. One step of Newton's method on the quotient takes the bias away.
-    """
-    quotient = numerator / denominator
-    return quotient + (numerator - quotient * denominator) / denominator
 
 
 def check_wire(name: str, wire: str | None) -> str | None:
@@ -77,30 +65,3 @@ def pack_sum(total, dtype, num_nodes: int):
 def unpack_sum(packed, num_nodes: int):
     """The sum that :func:`pack_sum` packed, rounded to the wire, in its ``sum_dtype``."""
     return packed.astype(sum_dtype(packed.dtype)) * back_factor(packed.dtype, num_nodes)
-
-
-def is_float(leaf) -> bool:
-    """Whether a leaf takes part in exchanges; integers and booleans stay as they are.
-
-    Raises:
-        ValueError: for complex leaves, which no wire format is defined for.
-    """
-    if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
-        raise ValueError(
-            f"complex parameters are not supported, got a leaf of dtype {jnp.result_type(leaf)}; "
-            "keep real and imaginary parts as two leaves."
-        )
-    return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
-
-
-def all_finite(leaves) -> jax.Array:
-    """Whether every number in a list of arrays is finite."""
-    finite = jnp.bool_(True)
-    for leaf in leaves:
-        finite &= jnp.all(jnp.isfinite(leaf))
-    return finite
-
-
-def float_leaves(tree) -> list[jax.Array]:
-    """The leaves of a tree that take part in exchanges."""
-    return [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if is_float(leaf)]

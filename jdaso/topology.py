@@ -8,31 +8,15 @@ import os
 import socket
 import sys
 import traceback
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jdaso._base import JdasoError
+from jdaso._layout import Place, Process, arrange
 from jdaso.local import LOCAL_AXIS, use_enough_threads
-
-
-class Process(NamedTuple):
-    """What a process tells the others of itself."""
-
-    rank: int
-    host: str
-    shared_with: int  # smallest rank among the processes that share this one's memory
-    platform: str
-    num_devices: int
-
-
-class Place(NamedTuple):
-    """Where a process stands: its node, and its index among the node's processes."""
-
-    node: int
-    local_rank: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,75 +145,6 @@ def discover_topology(processes_per_node: int | None = None) -> Topology:
     return Topology(rank, processes, places, per_node, devices, comm)
 
 
-def arrange(
-    processes: tuple[Process, ...], processes_per_node: int | None
-) -> tuple[int, tuple[Place, ...]]:
-    """Assigns processes to nodes; a pure function, so every process finds the same.
-
-    Args:
-        processes: all of them, by rank.
-        processes_per_node: as in :func:`discover_topology`.
-
-    Returns:
-        Processes per node, and the place of each process.
-
-    Raises:
-        JdasoError: if processes and devices do not match, naming the hosts.
-    """
-    hosts: dict[int, list[Process]] = {}
-    for process in processes:
-        hosts.setdefault(process.shared_with, []).append(process)
-    groups = list(hosts.values())
-    if processes_per_node is None:
-        on_cpu = all(process.platform == "cpu" for process in processes)
-        per_node = 1 if on_cpu else max(len(group) for group in groups)
-    else:
-        per_node = processes_per_node
-    if per_node < 1:
-        raise ValueError(f"processes_per_node must be at least 1, got {processes_per_node}.")
-    uneven = [group for group in groups if len(group) % per_node]
-    if uneven:
-        raise JdasoError(
-            f"cannot make nodes of {per_node} processes each: there are "
-            + _listed(f"{len(group)} on {group[0].host}" for group in groups)
-            + ". Start the same number on every host, or say processes_per_node=1 to make each "
-            "process a node."
-        )
-    nodes = [
-        group[first : first + per_node]
-        for group in groups
-        for first in range(0, len(group), per_node)
-    ]
-    _check_devices(nodes, per_node)
-    places = {
-        process.rank: Place(node, local_rank)
-        for node, members in enumerate(nodes)
-        for local_rank, process in enumerate(members)
-    }
-    return per_node, tuple(places[rank] for rank in range(len(processes)))
-
-
-def _check_devices(nodes: list[list[Process]], per_node: int) -> None:
-    counts = [[process.num_devices for process in node] for node in nodes]
-    if len({count for node in counts for count in node}) > 1:
-        raise JdasoError(
-            "nodes have unequal numbers of devices: "
-            + _listed(
-                f"node {i} ({node[0].host}) {'+'.join(map(str, count))}"
-                for i, (node, count) in enumerate(zip(nodes, counts, strict=True))
-            )
-            + ". Make the same number visible on every node (CUDA_VISIBLE_DEVICES)."
-        )
-    visible = counts[0][0]
-    if per_node > 1 and visible not in (1, per_node):
-        problem = "more ranks than devices" if visible < per_node else "more devices than ranks"
-        raise JdasoError(
-            f"{problem}: {per_node} processes of node 0 ({nodes[0][0].host}) see {visible} "
-            f"devices each. Start one process per node, or {visible} for one per device; if each "
-            "process has devices of its own, say processes_per_node=1."
-        )
-
-
 def _world() -> Any:
     """A duplicate of MPI's world, or None where there is no MPI and none is needed."""
     expected, launcher = _launched_processes()
@@ -247,12 +162,12 @@ def _world() -> Any:
         raise JdasoError(
             f"{launcher} started {expected} processes on {socket.gethostname()} and others, but "
             f"MPI sees only this one. The launcher does not speak the language of this MPI "
-            f"({_library(MPI)}): with srun, MPICH and its relatives need --mpi=pmi2, Open MPI "
+            f"({library(MPI)}): with srun, MPICH and its relatives need --mpi=pmi2, Open MPI "
             "needs --mpi=pmix; mpiexec must be the one that belongs to this MPI library."
         )
     if size > 1 and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise JdasoError(
-            f"MPI was initialised with thread level {_thread_level(MPI)}, but exchanges in the "
+            f"MPI was initialised with thread level {thread_level(MPI)}, but exchanges in the "
             "background need MPI_THREAD_MULTIPLE. Leave mpi4py.rc.thread_level at 'multiple', "
             "and let nothing initialise MPI before mpi4py does."
         )
@@ -281,65 +196,13 @@ def _abort_on_exception(comm: Any, who: str) -> None:
     sys.excepthook = hook
 
 
-def _library(mpi: Any) -> str:
-    return mpi.Get_library_version().splitlines()[0].strip("\x00 ")
+def library(mpi: Any) -> str:
+    """Name and version of the MPI library, on one line."""
+    return " ".join(mpi.Get_library_version().strip("\x00").splitlines()[0].split())
 
 
-def _thread_level(mpi: Any) -> str:
+def thread_level(mpi: Any) -> str:
+    """The thread level that MPI was initialised with."""
     levels = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
     values = [getattr(mpi, f"THREAD_{level}") for level in levels]
     return levels[values.index(mpi.Query_thread())]
-
-
-def _listed(parts) -> str:
-    return ", ".join(parts)
-
-
-def table(topology: Topology) -> str:
-    """The topology as text, a line per process; collective over all processes.
-
-    >>> import jdaso
-    >>> print(table(jdaso.discover_topology()).splitlines()[0].split()[:3])
-    ['rank', 'host', 'node']
-    """
-    if topology.comm is None:
-        library, level = "none", "-"
-    else:
-        from mpi4py import MPI
-
-        library, level = _library(MPI), _thread_level(MPI)
-    groups = topology.group_communicators()
-    joined = " ".join(
-        f"{index}:{'-' if group is None else group.Get_size()}"
-        for index, group in enumerate(groups)
-    )
-    for group in groups:
-        if group is not None:
-            group.Free()
-    last = topology.local_rank + len(topology.devices) - 1
-    row = (
-        str(topology.rank),
-        topology.host,
-        str(topology.node),
-        str(topology.local_rank) if topology.processes_per_node > 1 else f"0..{last}",
-        ",".join(f"{d.platform}:{d.id}" for d in topology.devices),
-        joined,
-        level,
-        library,
-    )
-    rows = [row] if topology.comm is None else topology.comm.allgather(row)
-    head = (
-        "rank",
-        "host",
-        "node",
-        "local index",
-        "devices",
-        "communicators (index:size)",
-        "threads",
-        "MPI library",
-    )
-    widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in [head, *rows]
-    )

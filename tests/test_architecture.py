@@ -10,17 +10,20 @@ import pytest
 import jdaso
 
 PACKAGE = Path(jdaso.__file__).parent
-ENGINE = {"_base", "_engine", "_wire"}
-FOUNDATION = {"_base", "_wire"}
+ENGINE = {"_base", "_engine", "_leaves", "_state", "_wire"}
+FOUNDATION = {"_base", "_leaves", "_wire"}
 LEAVES = {"schedules", "local", "perf"}
 # What files of a row may import from jdaso; a name stands for the module and all below it.
 ROWS = {
     "_wire": set(),
-    "_base": {"_wire"},
-    "_engine": FOUNDATION,
+    "_base": set(),
+    "_layout": {"_base"},
+    "_leaves": {"_base", "_wire"},
+    "_state": {"_base"},
+    "_engine": FOUNDATION | {"_state"},
     "_consensus": FOUNDATION,
     **dict.fromkeys(LEAVES, FOUNDATION),
-    "topology": FOUNDATION | LEAVES,
+    "topology": FOUNDATION | LEAVES | {"_layout"},
     "exchange": FOUNDATION | LEAVES | {"exchange", "topology"},
     "center": FOUNDATION | LEAVES | {"center", "topology"},
     "algorithms": ENGINE | {"algorithms"},

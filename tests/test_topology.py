@@ -3,7 +3,7 @@
 import pytest
 
 from jdaso import JdasoError, discover_topology
-from jdaso.topology import Process, arrange
+from jdaso._layout import Process, arrange
 
 
 def hosts(*processes_on_host, platform="gpu", devices=1):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from jdaso._base import Arrival, Exchange, Leaves, Merge, PyTree, Schedule
 from jdaso._engine import Averaging, averaging
-from jdaso._wire import chosen_wire, divide
+from jdaso._leaves import divide
+from jdaso._wire import chosen_wire
 
 
 def daso(

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jdaso._base import HEADER_SIZE, Exchange, Leaves, PyTree
-from jdaso._wire import check_wire, float_leaves, sum_dtype, wire_dtype
+from jdaso._leaves import float_leaves
+from jdaso._wire import check_wire, sum_dtype, wire_dtype
 
 
 class StoredState(NamedTuple):

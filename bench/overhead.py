@@ -1,0 +1,92 @@
+"""What jdaso.daso costs a training step between two synchronizations, in paired runs.
+
+    python bench/overhead.py [--millions 25] [--rows 256] [--pairs 9]
+
+One process, one node, SGD with momentum on a network of dense layers with the given number of
+parameters. No exchange is due in any of the measured steps: what is left is the transformation
+itself. Each pair runs the same number of steps without and with it, one after the other, and the
+order alternates; printed is the median of the pairs' ratios, with its range.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import optax
+from machine import machine
+
+import jdaso
+
+LAYERS = 10
+
+
+def loss_fn(params, x):
+    """Mean square of the output of a network of dense layers."""
+    for kernel in params:
+        x = jnp.tanh(x @ kernel)
+    return jnp.mean(x**2)
+
+
+def prepare(tx, width, rows):
+    """A function that takes a number of training steps and returns the seconds for one."""
+    keys = jax.random.split(jax.random.key(0), LAYERS)
+    params = [jax.random.normal(key, (width, width)) / width**0.5 for key in keys]
+    state = [params, tx.init(params)]
+    batch = jax.random.normal(jax.random.key(1), (rows, width))
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, opt_state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state
+
+    def run(steps):
+        start = time.perf_counter()
+        for _ in range(steps):
+            state[:] = step(*state, batch)
+        jax.block_until_ready(state)
+        return (time.perf_counter() - start) / steps
+
+    run(2)
+    return run
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--millions", type=float, default=25, help="of parameters")
+    parser.add_argument("--rows", type=int, default=256, help="of a batch")
+    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=4, help="steps of one run")
+    arguments = parser.parse_args()
+
+    width = round((arguments.millions * 1e6 / LAYERS) ** 0.5)
+    sgd = optax.sgd(1e-3, momentum=0.9)
+    # A period no run reaches.
+    averaging = jdaso.daso(jdaso.single_exchange(), jdaso.constant(period=10**6, delay=1))
+    without = prepare(optax.chain(sgd), width, arguments.rows)
+    within = prepare(optax.chain(sgd, averaging), width, arguments.rows)
+    pairs = []
+    for i in range(arguments.pairs):
+        if i % 2:
+            after, before = within(arguments.steps), without(arguments.steps)
+        else:
+            before, after = without(arguments.steps), within(arguments.steps)
+        pairs.append((before, after))
+    ratios = [after / before for before, after in pairs]
+    print(machine())
+    print(
+        f"{LAYERS * width**2 / 1e6:.1f} M float32 parameters, {arguments.rows} rows, "
+        f"{arguments.pairs} pairs of {arguments.steps} steps"
+    )
+    print(f"without jdaso.daso  {1e3 * statistics.median(p[0] for p in pairs):8.1f} ms per step")
+    print(f"with jdaso.daso     {1e3 * statistics.median(p[1] for p in pairs):8.1f} ms per step")
+    print(f"ratio {statistics.median(ratios):.4f}  ({min(ratios):.4f}..{max(ratios):.4f})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""The floating-point leaves of a tree: finding them, replacing them, arithmetic on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jdaso._base import Leaves, PyTree
+from jdaso._wire import sum_dtype
+
+
+def is_float(leaf) -> bool:
+    """Whether a leaf takes part in exchanges; integers and booleans stay as they are.
+
+    Raises:
+        ValueError: for complex leaves, which no wire format is defined for.
+    """
+    if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
+        raise ValueError(
+            f"complex parameters are not supported, got a leaf of dtype {jnp.result_type(leaf)}; "
+            "keep real and imaginary parts as two leaves."
+        )
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+
+
+def all_finite(leaves) -> jax.Array:
+    """Whether every number in a list of arrays is finite, in one pass over them.
+
+    One that is not makes their sum so, too. That numbers which are finite add up to infinity
+    takes some of 1e30 and more, and counts as not finite as well.
+    """
+    finite = jnp.bool_(True)
+    for leaf in leaves:
+        finite &= jnp.isfinite(jnp.sum(leaf, dtype=sum_dtype(leaf.dtype)))
+    return finite
+
+
+def float_leaves(tree) -> list[jax.Array]:
+    """The leaves of a tree that take part in exchanges."""
+    return [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if is_float(leaf)]
+
+
+def split(tree: PyTree) -> tuple[Leaves, Callable[[Leaves], PyTree]]:
+    """The floating-point leaves of a tree, and the function that puts others in their place."""
+    leaves, treedef = jax.tree.flatten(tree)
+
+    def where(floats: Leaves) -> PyTree:
+        rest = iter(floats)
+        return jax.tree.unflatten(treedef, [next(rest) if is_float(x) else x for x in leaves])
+
+    return [x for x in leaves if is_float(x)], where
+
+
+def difference(params: PyTree, updates: PyTree, moved: PyTree) -> PyTree:
+    """The updates that lead from params to moved, in the dtypes of the updates."""
+
+    def one(p, u, m):
+        if u is None or not is_float(p):
+            return u
+        wide = sum_dtype(jnp.result_type(p))
+        return (m.astype(wide) - p.astype(wide)).astype(u.dtype)
+
+    return jax.tree.map(one, params, updates, moved, is_leaf=lambda x: x is None)
+
+
+def divide(numerator, denominator):
+    """Numerator over a scalar denominator, without a bias.
+
+    XLA turns the division by a scalar into a product with its rounded reciprocal, which errs
+    in one direction for every number: too little to see once, but it adds up over thousands of
+    means. One step of Newton's method on the quotient takes the bias away.
+    """
+    quotient = numerator / denominator
+    return quotient + (numerator - quotient * denominator) / denominator
