@@ -1,6 +1,6 @@
 """What an exchange in flight costs a training step, in paired runs of one process group.
 
-    mpiexec -n 2 python bench/overlap.py [--megabytes 100] [--seconds 1.0] [--pairs 7]
+    mpiexec -n 2 python bench/overlap.py [--megabytes 100] [--seconds 2] [--pairs 7]
 
 Every process takes steps of a model whose parameters have the given size. A step computes for
 about the given time, on one core of its own, and updates all parameters by SGD. "alone" does
@@ -58,13 +58,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=float, default=100)
     parser.add_argument("--leaves", type=int, default=160, help="as many as ResNet-50 has")
-    parser.add_argument("--seconds", type=float, default=1.0, help="computing time of a step")
+    parser.add_argument("--seconds", type=float, default=2.0, help="computing time of a step")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--steps", type=int, default=4, help="steps of one run")
     arguments = parser.parse_args()
 
     topology = jdaso.discover_topology(processes_per_node=1)
-    exchange = jdaso.mpi_exchange(topology)
     comm = topology.comm.Dup()
     say = print if topology.rank == 0 else lambda *_: None
     size = int(arguments.megabytes * 250_000 / arguments.leaves)
@@ -72,10 +71,8 @@ def main():
     matrix = jnp.full((384, 384), 1 / 384)
     matmuls = max(comm.allgather(calibrate(matrix, arguments.seconds)))
 
-    def prepare(schedule):
-        tx = optax.sgd(1.0)
-        if schedule is not None:
-            tx = optax.chain(tx, jdaso.daso(exchange, schedule, wire="float32"))
+    def prepare(*averaging):
+        tx = optax.chain(optax.sgd(1.0), *averaging)
         step = make_step(tx, matmuls)
         state = [jax.tree.map(jnp.copy, params), tx.init(params)]
 
@@ -92,11 +89,11 @@ def main():
         run(arguments.steps)
         return run
 
-    alone = prepare(None)
+    alone = prepare()
     variants = {
-        "every step, blocking (period 1, delay 0)": jdaso.constant(1, 0),
-        "every step, overlapped (period 1, delay 1)": jdaso.constant(1, 1),
-        "every 4th step, overlapped (period 4, delay 1)": jdaso.constant(4, 1),
+        "period 4, delay 1": jdaso.constant(4, 1),
+        "period 1, delay 1": jdaso.constant(1, 1),
+        "period 1, delay 0 (blocking)": jdaso.constant(1, 0),
     }
     say(machine())
     say(
@@ -104,9 +101,10 @@ def main():
         f"parameters in {arguments.leaves} leaves; {arguments.pairs} pairs of "
         f"{arguments.steps} steps"
     )
-    say(f"{'exchange':47} {'alone':>8} {'with':>8} {'ratio':>7}  range        blocked/exchange")
+    say(f"{'exchange':28} {'alone':>8} {'with':>8} {'ratio':>7}  range        blocked/exchange")
     for name, schedule in variants.items():
-        run = prepare(schedule)
+        exchange = jdaso.mpi_exchange(topology)
+        run = prepare(jdaso.daso(exchange, schedule))
         before = exchange.report()
         pairs = [(alone(arguments.steps), run(arguments.steps)) for _ in range(arguments.pairs)]
         after = exchange.report()
@@ -114,7 +112,7 @@ def main():
         blocked = (after["seconds_blocked"] - before["seconds_blocked"]) / max(count, 1)
         ratios = [with_exchange / base for base, with_exchange in pairs]
         say(
-            f"{name:47} {statistics.median(p[0] for p in pairs):7.3f}s "
+            f"{name:28} {statistics.median(p[0] for p in pairs):7.3f}s "
             f"{statistics.median(p[1] for p in pairs):7.3f}s {statistics.median(ratios):7.3f}  "
             f"{min(ratios):.3f}..{max(ratios):.3f}  {1e3 * blocked:.1f} ms"
         )
