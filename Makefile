@@ -35,9 +35,6 @@ lint: $(VENV)/.installed
 test: lint
 	$(BIN)/python -m pytest
 
-# Huge pages: without them a step on a CPU spends more on first touches of fresh memory than on
-# the exchange. It goes for the runs with and without jdaso alike.
-bench: export GLIBC_TUNABLES := glibc.malloc.hugetlb=1
 bench: $(VENV)/.installed
 	mpiexec -n 2 $(BIN)/python bench/overlap.py
 	$(BIN)/python bench/overhead.py

@@ -20,7 +20,7 @@ import time
 import jax
 import jax.numpy as jnp
 import optax
-from machine import machine
+from machine import keep_memory, machine
 
 import jdaso
 
@@ -65,6 +65,7 @@ def main():
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--steps", type=int, default=1, help="steps of one run")
     arguments = parser.parse_args()
+    keep_memory()
 
     width = round((arguments.millions * 1e6 / LAYERS) ** 0.5)
     sgd = optax.sgd(1e-3, momentum=0.9)

@@ -186,8 +186,7 @@ def main() -> None:
     progress.close()
     if rank == 0:
         plots.plot(args.out)
-        # One node alone has nothing to report.
-        report = {"exchanges": 0, "seconds_blocked": 0, "bytes_sent": 0} | world.report()
+        report = world.report()
         print(
             f"test accuracy {accuracy:.4f}  (sync={args.sync}, {topology.num_nodes} nodes x "
             f"{topology.num_local_devices} devices, {metrics['seconds']:.1f} s, "

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdaso._base import JdasoError
+from jdaso._base import JdasoError, nothing_to_report
 from jdaso.exchange import _operations as operations
 from jdaso.exchange._farewell import Farewell
 from jdaso.exchange._progress import Progress, Request
@@ -70,7 +70,7 @@ class Courier:
         self._taken: dict[int, int] = {}
         self._spare: Staging | None = None
         self._compared: set[bytes] = set()
-        self._report: dict[str, float] = {"exchanges": 0, "bytes_sent": 0, "seconds_blocked": 0.0}
+        self._report = nothing_to_report()
 
     def report(self) -> dict[str, float]:
         """Exchanges collected, bytes this process sent for them, seconds it waited for them."""
