@@ -37,15 +37,17 @@ def consensus(exchange: Exchange, tree: PyTree) -> PyTree:
     number = jnp.int32(_UNCOUNTED)
     header = jnp.zeros((HEADER_SIZE,), jnp.float32).at[0].set(1.0)
     state = exchange.start(exchange.init(tree), number, number, leaves, header, None)
-    total, _, _ = exchange.finish(state, number, leaves)
-    means = iter(total)
+    total, header, _ = exchange.finish(state, number, leaves)
+    # All nodes have contributed, so this chooses the mean; but in a program for several devices
+    # what the host returned lies on one of them, until it meets a leaf that lies on all.
     mean = [
-        _placed(divide(next(means), exchange.num_nodes).astype(jnp.result_type(x)), x)
-        if is_float(x)
-        else x
-        for x in flat
+        jnp.where(header[0] > 0, divide(t, exchange.num_nodes).astype(x.dtype), x)
+        for t, x in zip(total, leaves, strict=True)
     ]
-    return jax.tree.unflatten(treedef, mean)
+    means = iter(mean)
+    return jax.tree.unflatten(
+        treedef, [_placed(next(means), x) if is_float(x) else x for x in flat]
+    )
 
 
 def broadcast(exchange: Exchange, tree: PyTree, root: int = 0) -> PyTree:
@@ -85,8 +87,8 @@ def _on_one_device(x: jax.Array) -> jax.Array:
 
 def _placed(value: jax.Array, like) -> jax.Array:
     """Value where like lies, so that a step compiled for the one accepts the other."""
-    if isinstance(value, jax.core.Tracer) or isinstance(like, jax.core.Tracer):
+    if isinstance(value, jax.core.Tracer):
         return value
-    if not isinstance(like, jax.Array):
+    if isinstance(like, jax.core.Tracer) or not isinstance(like, jax.Array):
         return value
     return jax.device_put(value, like.sharding)

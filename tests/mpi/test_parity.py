@@ -60,3 +60,11 @@ def test_two_nodes_of_two_devices_equal_one_large_batch():
 
 def test_processes_of_a_node_average_their_gradients():
     passes(mpiexec(4, "data_parallel.py", "--devices", 1, "--processes-per-node", 2))
+
+
+def test_consensus_and_broadcast_of_replicated_trees():
+    passes(mpiexec(2, "collectives.py"))
+
+
+def test_the_local_index_rotates_with_every_exchange():
+    passes(mpiexec(2, "rotation.py"))

@@ -61,6 +61,9 @@ narrow = {"bfloat16": 2**-7, "float16": 2**-10}
 for dtype in arguments.dtypes:
     own = jax.tree.map(lambda x: x[topology.node], expected[dtype])
     assert_close(params[dtype], own, rtol=narrow.get(dtype, 1e-6))
+for leaf in jax.tree.leaves(params):
+    for shard in leaf.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), np.asarray(leaf))
 assert len(traces) == 1, f"traced {len(traces)} times"
 assert {4, 2, 1} <= set(periods), "the run had no plateaus, it proves too little"
 mine, theirs = jdaso.averaging_state(state), jdaso.averaging_state(expected_state)
