@@ -9,6 +9,7 @@ import jax
 
 PyTree = Any
 Leaves = list[jax.Array]
+Number = jax.Array | int
 
 # Numbers that travel with every exchange, unrounded: whether the node contributes, and the sum
 # and number of the losses it has seen in this epoch.
@@ -75,8 +76,8 @@ class Exchange(NamedTuple):
         init: ``(params) -> state``, arrays only. Nodes whose params differ in structure, shape
             or dtype raise here.
         start: ``(state, number, step, leaves, header, wire) -> state``. ``number`` (int32)
-            counts the exchanges alike on all nodes; -1 stands for one that is finished in the
-            same step and not counted. ``step`` (int32) must be equal on all nodes, too.
+            counts the exchanges alike on all nodes; the Python int -1 stands for one that is
+            finished at once and not counted. ``step`` (int32) must be equal on all nodes, too.
             ``header[0]`` is 1, or 0: then this node's leaves count as zeros, whatever they hold.
         finish: ``(state, number, like) -> (sums, header, state)``; sums have the shapes of
             ``like`` and the dtype in which they were accumulated, float32 or float64.
@@ -87,8 +88,8 @@ class Exchange(NamedTuple):
     num_nodes: int
     wire: str | None
     init: Callable[[PyTree], PyTree]
-    start: Callable[[PyTree, jax.Array, jax.Array, Leaves, jax.Array, str | None], PyTree]
-    finish: Callable[[PyTree, jax.Array, Leaves], tuple[Leaves, jax.Array, PyTree]]
+    start: Callable[[PyTree, Number, Number, Leaves, jax.Array, str | None], PyTree]
+    finish: Callable[[PyTree, Number, Leaves], tuple[Leaves, jax.Array, PyTree]]
     broadcast: Callable[[Leaves, int], Leaves]
     report: Callable[[], dict[str, float]] = nothing_to_report
 

@@ -34,7 +34,7 @@ def consensus(exchange: Exchange, tree: PyTree) -> PyTree:
     leaves = [_on_one_device(x) for x in float_leaves(tree)]
     if not leaves:
         return tree
-    number = jnp.int32(_UNCOUNTED)
+    number = _UNCOUNTED
     header = jnp.zeros((HEADER_SIZE,), jnp.float32).at[0].set(1.0)
     state = exchange.start(exchange.init(tree), number, number, leaves, header, None)
     total, header, _ = exchange.finish(state, number, leaves)
@@ -74,6 +74,7 @@ def broadcast(exchange: Exchange, tree: PyTree, root: int = 0) -> PyTree:
         raise ValueError(f"root must be in [0, {exchange.num_nodes}), got {root}.")
     flat, treedef = jax.tree.flatten(tree)
     leaves = [_on_one_device(jnp.asarray(x)) for x in flat]
+    exchange.init(tree)  # raises where trees differ
     sent = exchange.broadcast(leaves, root)
     return jax.tree.unflatten(treedef, [_placed(y, x) for y, x in zip(sent, flat, strict=True)])
 

@@ -74,3 +74,11 @@ def divide(numerator, denominator):
     """
     quotient = numerator / denominator
     return quotient + (numerator - quotient * denominator) / denominator
+
+
+def outline(params: PyTree) -> list[str]:
+    """Path, dtype and shape of every leaf, as text that can be compared and shown."""
+    return [
+        f"{jax.tree_util.keystr(path) or 'params'}: {jnp.result_type(leaf).name}{jnp.shape(leaf)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    ]

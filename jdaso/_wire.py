@@ -37,14 +37,14 @@ def chosen_wire(name: str, wire: str | None, of_exchange: str | None, default: s
 
 
 def wire_dtype(dtype, wire: str | None) -> np.dtype:
-    """The dtype in which a leaf travels: the wire's, but never one wider than the leaf's own.
+    """The dtype in which a leaf travels: the wire's if it is narrower, otherwise the leaf's own.
 
     >>> wire_dtype(np.float64, "float32").name, wire_dtype(np.float16, "float32").name
     ('float32', 'float16')
     """
     own = np.dtype(dtype)
     chosen = own if wire is None else np.dtype(jnp.dtype(wire))
-    return chosen if chosen.itemsize <= own.itemsize else own
+    return chosen if chosen.itemsize < own.itemsize else own
 
 
 def sum_dtype(dtype) -> np.dtype:

@@ -19,6 +19,10 @@ LOCAL_AXIS = "local"
 # devices wait for each other inside that pool, and so do host callbacks for their operands: with
 # as many threads as cores, which is the default, both can wait for ever.
 _POOL_THREADS = "16"
+# XLA ends a process whose virtual devices wait for each other for 40 s; but one of them may be
+# waiting for another node, for which the exchange's own deadline holds.
+_COLLECTIVE_FLAG = "--xla_cpu_collective_call_terminate_timeout_seconds"
+_COLLECTIVE_SECONDS = 24 * 3600
 
 
 def local_value_and_grad(
@@ -33,7 +37,7 @@ def local_value_and_grad(
     DASO's local synchronization (daso-journal Fig. 2): with L devices, each on its own part of
     the node's batch, ``g = (1/L) sum_l g_l``. Loss, gradients and the floating-point leaves of
     aux cross the devices in one collective. ``loss_fn`` runs inside ``shard_map`` with the axis
-    ``"local"`` bound, so a BatchNorm with ``axis_name="local"`` sees the node's whole batch.
+    ``"local"`` bound, so a BatchNorm with ``axis_name="local"`` sees the process's whole batch.
 
     Args:
         loss_fn: ``(params, *args) -> loss`` or, with ``has_aux``, ``(loss, aux)``.
@@ -149,6 +153,8 @@ def use_virtual_devices(num_devices: int) -> None:
     if num_devices < 1:
         raise ValueError(f"num_devices must be at least 1, got {num_devices}.")
     use_enough_threads()
+    if _COLLECTIVE_FLAG not in (flags := os.environ.get("XLA_FLAGS", "")):
+        os.environ["XLA_FLAGS"] = f"{flags} {_COLLECTIVE_FLAG}={_COLLECTIVE_SECONDS}".strip()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", num_devices)
 

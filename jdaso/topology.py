@@ -79,13 +79,14 @@ class Topology:
     def group_communicators(self) -> list[Any]:
         """New communicators, one per local index; collective over all processes.
 
-        The l-th one joins the devices of local index l, one per node; None where this process
-        has no such device. Each user of MPI asks for its own, none is ever shared.
+        The l-th one joins the devices of local index l, one per node in the order of nodes; None
+        where this process has no such device. Each user asks for its own, none is ever shared.
         """
         if self.comm is None:
             return [None] * self.num_local_devices
         if self.processes_per_node == 1:
-            return [self.comm.Dup() for _ in range(self.num_local_devices)]
+            indices = range(self.num_local_devices)
+            return [self.comm.Split(color=0, key=self.node) for _ in indices]
         own = self.comm.Split(color=self.local_rank, key=self.node)
         return [own if i == self.local_rank else None for i in range(self.num_local_devices)]
 

@@ -44,8 +44,8 @@ def all_reduce(
     """
     step = chunk_elements * comm.Get_size()
     chunks = (
-        # A member is at most WINDOW chunks ahead of another: with twice as many tags, no message
-        # can be taken for one of another chunk.
+        # A member has chunks of 2 * WINDOW consecutive numbers under way with another at most:
+        # with as many tags, no message can be taken for one of another chunk.
         _all_reduce_chunk(comm, vector[lo : lo + step], sums[lo : lo + step], first_tag + tag)
         for lo, tag in zip(range(0, len(vector), step), cycle(range(2 * WINDOW)), strict=False)
     )
@@ -53,20 +53,27 @@ def all_reduce(
 
 
 def _side_by_side(operations: Iterable[Waiting]) -> Waiting:
-    """Runs operations at most WINDOW at a time, started in order; returns the sum of results."""
-    rest = iter(operations)
-    active: list[Waiting] = []
-    result = 0
+    """Runs operations side by side; returns the sum of their results.
+
+    An operation starts when all but the last WINDOW before it have ended: it is not enough that
+    fewer than WINDOW are active, since one that is late would let the others run far ahead.
+    """
+    rest = enumerate(operations)
+    active: dict[int, Waiting] = {}
+    result = started = 0
     while True:
-        active += islice(rest, WINDOW - len(active))
+        oldest = min(active, default=started)
+        for number, operation in islice(rest, oldest + WINDOW - started):
+            active[number] = operation
+            started += 1
         if not active:
             return result
         waiting: frozenset[int] = frozenset()
-        for operation in list(active):
+        for number, operation in list(active.items()):
             try:
                 waiting |= next(operation)
             except StopIteration as end:
-                active.remove(operation)
+                del active[number]
                 result += end.value
         if waiting:
             yield waiting

@@ -17,6 +17,8 @@ from jdaso.exchange._progress import Progress, Request
 from jdaso.exchange._staging import Spec, Staging
 from jdaso.topology import Topology
 
+# How long devices of a node wait for the one among them that posts.
+_POST_SECONDS = 30.0
 # The number of an exchange that is finished in the same step and not counted.
 UNCOUNTED = -1
 
@@ -27,7 +29,7 @@ class Channel(NamedTuple):
     Attributes:
         group: over the nodes; None in a process that does not carry this index.
         node: over the processes of this node; None where a node is one process.
-        carrier: rank within ``node`` of the process that carries this index.
+        carrier: local rank of the processes that carry this index.
     """
 
     group: Any
@@ -59,17 +61,17 @@ class Courier:
         # For consensus, broadcast and comparison, which must not meet what is in flight.
         self._aside = _channels(topology)[0]
         self._world = topology.comm.Dup()
+        self._greetings = topology.comm.Dup()
         self._progress = Progress(
             topology.describe,
             timeout,
             farewell=Farewell(topology.comm.Dup()),
             abort=lambda: topology.comm.Abort(1),
         )
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._flights: dict[int, Flight] = {}
         self._taken: dict[int, int] = {}
         self._spare: Staging | None = None
-        self._compared: set[bytes] = set()
         self._report = nothing_to_report()
 
     def report(self) -> dict[str, float]:
@@ -89,8 +91,9 @@ class Courier:
             if number in self._flights:
                 raise JdasoError(
                     f"{_called(number)} was posted twice in {self._name}: one optimizer state "
-                    "was stepped twice, or tx.update ran once per device. Step each state once; "
-                    "call tx.update outside shard_map, or inside one over the axis 'local'."
+                    "was stepped twice, two states share this exchange, or tx.update ran once per "
+                    "device. Step each state once, make an mpi_exchange for each, and call "
+                    "tx.update outside shard_map, or inside one over the axis 'local'."
                 )
             staging = Staging(specs) if number == UNCOUNTED else self._memory(specs)
             staging.put(leaves if header[0] > 0 else [np.zeros((), leaf.dtype) for leaf in leaves])
@@ -101,10 +104,14 @@ class Courier:
                 ),
                 staging,
             )
+            self._lock.notify_all()
 
     def collect(self, number: int, takers: int) -> tuple[list[np.ndarray], np.ndarray]:
         """Waits for an exchange; forgets it when ``takers`` devices have taken it."""
         with self._lock:
+            if takers > 1:
+                # The device that posts may be later than this one, which only collects.
+                self._lock.wait_for(lambda: number in self._flights, _POST_SECONDS)
             flight = self._flights.get(number)
         if flight is None:
             raise JdasoError(
@@ -142,11 +149,9 @@ class Courier:
     def compare(self, outline: Sequence[str]) -> None:
         """Raises, on every node, if the nodes' trees are not alike."""
         digest = hashlib.sha256("\n".join(outline).encode()).digest()
-        if digest not in self._compared:
-            describe = self._topology.describe
-            operation = operations.compare(self._world, outline, digest, describe)
-            self._run(operation, "the comparison of parameters")
-            self._compared.add(digest)
+        describe = self._topology.describe
+        operation = operations.compare(self._world, outline, digest, describe)
+        self._run(operation, "the comparison of parameters")
 
     def _run(self, operation: operations.Waits, what: str) -> Any:
         request = self._progress.submit(operation, f"{what}, called by {self._name},")
@@ -158,31 +163,34 @@ class Courier:
         channel = (
             self._aside if number == UNCOUNTED else self._channels[number % len(self._channels)]
         )
-        header = np.array(header, np.float32)
+        places, own = self._topology.places, self._topology.places[self._topology.rank]
+        by_node = sorted(range(len(places)), key=lambda rank: places[rank].node)
+        total = yield from operations.greet(
+            self._greetings,
+            staging.specs,
+            number,
+            step,
+            header,
+            [rank for rank in by_node if places[rank].local_rank == channel.carrier],
+            self._topology.describe,
+        )
         sent = 0
         if channel.group is not None:
-            index = self._topology.local_rank
-            ranks = [r for r, p in enumerate(self._topology.places) if p.local_rank == index]
-            header, sent = yield from operations.in_world_ranks(
-                operations.exchange(
-                    channel.group,
-                    staging,
-                    number,
-                    step,
-                    header,
-                    self._chunk_bytes,
-                    lambda member: self._topology.describe(ranks[member]),
-                ),
-                ranks,
+            sent = yield from operations.in_world_ranks(
+                operations.sum_staged(channel.group, staging, self._chunk_bytes),
+                [rank for rank in by_node if places[rank].local_rank == own.local_rank],
             )
         if channel.node is not None:
-            node = self._topology.node
-            ranks = [r for r, p in enumerate(self._topology.places) if p.node == node]
-            arrays = [header, *(sums for _, sums in staging.pairs)]
-            yield from operations.in_world_ranks(
-                operations.broadcast(channel.node, arrays, channel.carrier), ranks
+            # Ranks within a node are in the order of local ranks, as those of its communicator.
+            members = sorted(
+                (rank for rank in by_node if places[rank].node == own.node),
+                key=lambda rank: places[rank].local_rank,
             )
-        return header, sent
+            sums = [sums for _, sums in staging.pairs]
+            yield from operations.in_world_ranks(
+                operations.broadcast(channel.node, sums, channel.carrier), members
+            )
+        return total, sent
 
     def _memory(self, specs: Sequence[Spec]) -> Staging:
         """The memory of the last exchange if it fits and is free, or new memory."""
@@ -193,7 +201,7 @@ class Courier:
 def _channels(topology: Topology) -> list[Channel]:
     several = topology.processes_per_node > 1
     return [
-        Channel(group, topology.node_communicator() if several else None, index)
+        Channel(group, topology.node_communicator() if several else None, index * several)
         for index, group in enumerate(topology.group_communicators())
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 _TAG = 0
 # What a process sent before it said farewell may arrive after it.
 _GRACE_SECONDS = 5.0
+_REMINDER_SECONDS = 60.0
 
 
 class Farewell:
@@ -43,6 +45,11 @@ class Farewell:
         """
         own = np.zeros(1, np.uint8)
         sends = [self._comm.Isend(own, dest=rank, tag=_TAG) for rank in self._bytes]
+        reminder = time.monotonic() + _REMINDER_SECONDS
         while self._expected or not all(send.Test() for send in sends):
             self.gone()
             time.sleep(1e-3)
+            if time.monotonic() > reminder:
+                reminder += _REMINDER_SECONDS
+                ranks = ", ".join(map(str, self._expected))
+                print(f"jdaso: at exit, waiting for ranks {ranks}", file=sys.stderr, flush=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +12,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 from jdaso._base import HEADER_SIZE, Exchange, Leaves, PyTree
+from jdaso._leaves import outline
 from jdaso._wire import check_wire, sum_dtype, wire_dtype
 from jdaso.exchange._axis import single_exchange
 from jdaso.exchange._courier import Courier
@@ -30,8 +34,9 @@ def mpi_exchange(
     ``2 (P-1)/P`` times the bytes of its parameters on the wire, as a ring all-reduce does. The
     k-th exchange is carried by local index ``k mod L``. Collective over all processes.
 
-    The program calls the host once per node and exchange, from jit on replicated values as well
-    as from inside ``shard_map`` over the axis ``"local"``.
+    From jit on replicated values the program calls the host once per node; from inside
+    ``shard_map`` over the axis ``"local"`` one device posts, and each collects a copy. One
+    exchange serves one optimizer state: make another for another.
 
     Args:
         topology: from :func:`jdaso.discover_topology`.
@@ -43,7 +48,8 @@ def mpi_exchange(
 
     Returns:
         A :class:`jdaso.Exchange`. Its state is one int32; what is in flight is with the host,
-        two copies of the parameters at most. With one node, :func:`jdaso.single_exchange`.
+        two copies of the parameters. ``init`` compares the nodes' parameters, so all must call
+        it. With one node, :func:`jdaso.single_exchange`.
 
     Raises:
         ValueError: for an unknown wire, or numbers that are not positive.
@@ -66,7 +72,7 @@ def mpi_exchange(
     local_devices = len(topology.devices)
 
     def init(params: PyTree) -> jax.Array:
-        courier.compare(_outline(params))
+        courier.compare(outline(params))
         return jnp.zeros((), jnp.int32)
 
     def start(ticket, number, step, leaves: Leaves, header, wire):
@@ -74,7 +80,8 @@ def mpi_exchange(
         cast = [x.astype(spec.dtype) for x, spec in zip(leaves, specs, strict=True)]
 
         def post(ticket, number, step, header, *leaves):
-            courier.post(int(number), int(step), np.asarray(header), specs, leaves)
+            with _ending_all_devices(topology):
+                courier.post(int(number), int(step), np.asarray(header), specs, leaves)
             return ticket
 
         def call(ticket):
@@ -83,6 +90,11 @@ def mpi_exchange(
         device = _local_device()
         if device is None:
             return call(ticket)
+        if isinstance(number, int):
+            raise ValueError(
+                "consensus cannot be called inside shard_map over the node's devices; call it "
+                "outside, on replicated values."
+            )
         carrier = jnp.maximum(number, 0) % local_devices
         return lax.cond(device == carrier, call, lambda ticket: ticket, ticket)
 
@@ -90,7 +102,8 @@ def mpi_exchange(
         takers = 1 if _local_device() is None else local_devices
 
         def collect(ticket, number):
-            sums, header = courier.collect(int(number), takers)
+            with _ending_all_devices(topology):
+                sums, header = courier.collect(int(number), takers)
             # A float64 leaf that crossed in a narrower wire arrives as float32.
             wide = [s.astype(x.dtype, copy=False) for s, x in zip(sums, shapes, strict=True)]
             return wide, header, ticket
@@ -101,7 +114,8 @@ def mpi_exchange(
 
     def broadcast(leaves: Leaves, root: int) -> Leaves:
         def call(*leaves):
-            return np.bool_(True), courier.broadcast(leaves, root)
+            with _ending_all_devices(topology):
+                return np.bool_(True), courier.broadcast(leaves, root)
 
         shape = jax.ShapeDtypeStruct((), bool)
         arrived, sent = io_callback(call, (shape, leaves), *leaves)
@@ -112,12 +126,20 @@ def mpi_exchange(
     return Exchange(topology.num_nodes, wire, init, start, finish, broadcast, report=courier.report)
 
 
-def _outline(params: PyTree) -> list[str]:
-    """Path, dtype and shape of every leaf, as text that can be compared and shown."""
-    return [
-        f"{jax.tree_util.keystr(path) or 'params'}: {jnp.result_type(leaf).name}{jnp.shape(leaf)}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-    ]
+@contextlib.contextmanager
+def _ending_all_devices(topology: Topology):
+    """Ends the job on an error where a node has several devices.
+
+    The others are in a collective by then, waiting for the one that called the host: the error
+    would never come out of the program.
+    """
+    try:
+        yield
+    except Exception as error:
+        if len(topology.devices) > 1:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            topology.comm.Abort(1)
+        raise
 
 
 def _local_device() -> jax.Array | None:

@@ -13,8 +13,10 @@ import numpy as np
 from jax import lax
 
 from jdaso._base import Exchange, Leaves, PyTree
+from jdaso._leaves import outline
 from jdaso._wire import pack_sum, sum_dtype, unpack_sum
 from jdaso.exchange._axis import single_exchange
+from jdaso.exchange._operations import check_alike
 from jdaso.exchange._stored import stored_exchange
 from jdaso.topology import Topology
 
@@ -36,6 +38,7 @@ def mpi4jax_exchange(topology: Topology, wire: str | None = None) -> Exchange:
 
     Raises:
         ValueError: for several devices per process, or an unknown wire.
+        JdasoError: in ``init``, if the nodes' parameters differ in structure, shape or dtype.
 
     >>> import jdaso
     >>> jdaso.mpi4jax_exchange(jdaso.discover_topology()).num_nodes
@@ -55,7 +58,12 @@ def mpi4jax_exchange(topology: Topology, wire: str | None = None) -> Exchange:
     def broadcast(leaves: Leaves, root: int) -> Leaves:
         return [_from_bits(mpi4jax.bcast(_bits(x), root, comm=comm), x.dtype) for x in leaves]
 
-    return stored_exchange(size, wire, all_reduce, broadcast)
+    aside = topology.comm.Dup()
+
+    def compare(params: PyTree) -> None:
+        check_alike(aside.allgather(outline(params)), topology.describe)
+
+    return stored_exchange(size, wire, all_reduce, broadcast, compare)
 
 
 def process_mean(topology: Topology) -> Callable[[PyTree], PyTree] | None:

@@ -23,25 +23,28 @@ _GREETING = np.dtype(
 Waits = Generator[frozenset[int], None, Any]
 
 
-def exchange(
+def greet(
     comm: Any,
-    staging: Staging,
+    specs: Any,
     number: int,
     step: int,
     header: np.ndarray,
-    chunk_bytes: int,
+    contributors: Sequence[int],
     describe: Callable[[int], str],
 ) -> Waits:
-    """Sums what is staged over the members of a communicator.
+    """Tells all members what this one is about to exchange, and adds up the headers.
 
-    First the members greet each other, each with what it is about to send, so that nodes that
-    have fallen out of step find out before any number is added to another.
+    Nodes that have fallen out of step find out here, before any number is added to another. The
+    communicator is the same for every exchange, whatever its number, or they would not meet.
+
+    Args:
+        contributors: ranks whose headers are summed, one per node.
 
     Returns:
-        The summed header, and the bytes sent for the sums.
+        The summed header.
     """
     greeting = np.zeros(1, _GREETING)
-    greeting[0] = (number, step, zlib.crc32(repr(staging.specs).encode()), header)
+    greeting[0] = (number, step, zlib.crc32(repr(specs).encode()), header)
     greetings = yield from _gather(comm, greeting, _GREETING_TAG)
     for rank, other in enumerate(greetings):
         for what in ("number", "step", "specs"):
@@ -52,15 +55,20 @@ def exchange(
                     f"{describe(rank)}. All nodes must use the same schedule and start from the "
                     "same step."
                 )
-    # Added in the order of ranks by every member, so that all get the same bits.
+    # Added in the same order by every member, so that all get the same bits.
     total = np.zeros(HEADER_SIZE, np.float32)
-    for other in greetings:
-        total += other["header"][0]
+    for rank in contributors:
+        total += greetings[rank]["header"][0]
+    return total
+
+
+def sum_staged(comm: Any, staging: Staging, chunk_bytes: int) -> Waits:
+    """Sums what is staged over the members of a communicator; returns the bytes sent."""
     sent = 0
     for vector, sums in staging.pairs:
         elements = max(1, chunk_bytes // vector.itemsize)
         sent += yield from all_reduce(comm, vector, sums, elements, _FIRST_TAG)
-    return total, sent
+    return sent
 
 
 def broadcast(comm: Any, arrays: Sequence[np.ndarray], root: int) -> Waits:
@@ -69,7 +77,9 @@ def broadcast(comm: Any, arrays: Sequence[np.ndarray], root: int) -> Waits:
         raw = array.reshape(-1).view(np.uint8)
         for start in range(0, len(raw), _BROADCAST_BYTES):
             request = comm.Ibcast(raw[start : start + _BROADCAST_BYTES], root=root)
-            yield from wait_for({root: request})
+            # The root waits for it knows not whom, and says so by an empty set.
+            while not request.Test():
+                yield frozenset({root} - {comm.Get_rank()})
 
 
 def compare(
@@ -89,25 +99,25 @@ def compare(
         raw[: int(length[0])].tobytes().decode().split("\n")
         for raw, length in zip(texts, lengths, strict=True)
     ]
+    check_alike(outlines, describe)
+
+
+def check_alike(outlines: Sequence[Sequence[str]], describe: Callable[[int], str]) -> None:
+    """Raises, naming rank and leaf, if the outlines of the members' trees differ."""
+    first = outlines[0]
     for rank, other in enumerate(outlines):
-        if other != outlines[0]:
-            index = next(
-                (
-                    i
-                    for i, pair in enumerate(zip(outlines[0], other, strict=False))
-                    if len(set(pair)) > 1
-                ),
-                min(len(outlines[0]), len(other)),
-            )
-            first, second = (
-                lines[index] if index < len(lines) else "no such leaf"
-                for lines in (outlines[0], other)
-            )
-            raise JdasoError(
-                f"the nodes' parameters differ: {describe(0)} has {first}, {describe(rank)} has "
-                f"{second}. Build the same model on every node."
-            )
-    raise AssertionError("digests differ, but outlines do not")
+        if list(other) == list(first):
+            continue
+        index = 0
+        while index < min(len(first), len(other)) and first[index] == other[index]:
+            index += 1
+        mine, theirs = (
+            lines[index] if index < len(lines) else "no such leaf" for lines in (first, other)
+        )
+        raise JdasoError(
+            f"the nodes' parameters differ: {describe(0)} has {mine}, {describe(rank)} has "
+            f"{theirs}. Build the same model on every node."
+        )
 
 
 def in_world_ranks(operation: Waits, ranks: Sequence[int]) -> Waits:

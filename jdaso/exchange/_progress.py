@@ -75,6 +75,8 @@ class Progress:
         self._farewell = farewell
         self._abort = abort
         self._requests: list[Request] = []
+        # What has failed may still be written to by MPI: it is kept, and its memory with it.
+        self._failed: list[Request] = []
         self._changed = threading.Condition()
         self._closing = False
         self._waiters = 0
@@ -127,6 +129,16 @@ class Progress:
         self._farewell.say()
 
     def _run(self) -> None:
+        try:
+            self._loop()
+        except BaseException as error:
+            # Nobody may wait for a thread that is no more.
+            with self._changed:
+                self._closing = True
+                for request in self._requests:
+                    request.fail(error)
+
+    def _loop(self) -> None:
         while True:
             with self._changed:
                 while not self._requests:
@@ -137,6 +149,7 @@ class Progress:
             for request in requests:
                 request.step()
                 self._check(request)
+            self._failed += [request for request in requests if request.error is not None]
             if any(request.done.is_set() for request in requests):
                 with self._changed:
                     self._requests = [r for r in self._requests if not r.done.is_set()]
@@ -165,4 +178,4 @@ class Progress:
             )
 
     def _names(self, ranks: frozenset[int]) -> str:
-        return ", ".join(self._describe(rank) for rank in sorted(ranks)) or "this process"
+        return ", ".join(self._describe(rank) for rank in sorted(ranks)) or "the other processes"

@@ -25,6 +25,7 @@ def stored_exchange(
     wire: str | None,
     all_reduce: Callable[[Leaves], Leaves],
     broadcast: Callable[[Leaves, int], Leaves],
+    compare: Callable[[PyTree], None] = lambda params: None,
 ) -> Exchange:
     """An exchange whose network is a function inside the program.
 
@@ -34,12 +35,14 @@ def stored_exchange(
         all_reduce: adds up arrays, given in their wire dtypes, over the nodes; returns the sums
             rounded to the wire, in the dtype in which they were accumulated.
         broadcast: the leaves of one node.
+        compare: raises if the nodes' parameters are not alike.
 
     Returns:
         An :class:`jdaso.Exchange` that is finished as soon as it has started.
     """
 
     def init(params: PyTree) -> StoredState:
+        compare(params)
         sums = [jnp.zeros(x.shape, sum_dtype(x.dtype)) for x in float_leaves(params)]
         return StoredState(sums, jnp.zeros((HEADER_SIZE,), jnp.float32))
 

@@ -12,6 +12,9 @@ ERRORS = {
     "other dtype": ["parameters differ", "bfloat16(3,)", "rank 1"],
     "other schedule": ["out of step", "step is 1 in rank 0", "3 in rank 1"],
     "stuck": ["exchange 0", "did not end within 3 s", "nothing came from rank 1"],
+    "stuck, two devices": ["did not end within 3 s", "nothing came from rank 1"],
+    "broadcast of other trees": ["parameters differ", "['bias']", "rank 1"],
+    "other number, two devices": ["out of step", "number is 0 in rank 0", "1 in rank 1"],
     "fewer steps": ["exchange 2", "rank 1", "ended without taking part"],
     "exception": ["ZeroDivisionError", "rank 1", "ending all processes"],
     "exit in flight alone": ["exit with an exchange in flight", "rank 1", "without taking part"],
@@ -30,8 +33,8 @@ def test_error_names_who_and_what(case):
     assert ended.returncode != 0, ended.output
     for text in ERRORS[case]:
         assert text in ended.output, f"{text!r} not in:\n{ended.output}"
-    # The stuck process sleeps for a minute: it was not waited for.
-    assert time.monotonic() - start < 60
+    # The stuck process sleeps for a minute, XLA waits 40 s for a device: they were not waited for.
+    assert time.monotonic() - start < 40
 
 
 @pytest.mark.parametrize("case", ["exit in flight", "not finite, skip"])

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import mpi4py
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jdaso
 
@@ -18,16 +19,19 @@ if case == "unequal devices":
     from mpi4py import MPI
 
     jdaso.use_virtual_devices(1 + MPI.COMM_WORLD.Get_rank())
+if case.endswith("two devices"):
+    jdaso.use_virtual_devices(2)
 processes_per_node = 2 if case == "uneven nodes" else None
 
 topology = jdaso.discover_topology(processes_per_node)
 rank = topology.rank
-exchange = jdaso.mpi_exchange(topology, timeout=3 if case == "stuck" else 60)
+exchange = jdaso.mpi_exchange(topology, timeout=3 if case.startswith("stuck") else 60)
 
 
 def train(steps, schedule, params=None, between=lambda t: None, bad_step=-1, **options):
     tx = optax.chain(optax.sgd(0.1), jdaso.daso(exchange, schedule, **options))
     params = {"kernel": jnp.ones((4, 2)), "bias": jnp.ones(3)} if params is None else params
+    params = jax.device_put(params, NamedSharding(topology.mesh, PartitionSpec()))
     state = tx.init(params)
 
     @jax.jit
@@ -51,7 +55,15 @@ elif case == "other dtype":
     train(1, jdaso.constant(1), {"kernel": jnp.ones(3, jnp.bfloat16 if rank else jnp.float32)})
 elif case == "other schedule":
     train(8, jdaso.constant(2 + 2 * rank))
-elif case == "stuck":
+elif case == "broadcast of other trees":
+    jdaso.broadcast(exchange, {"kernel": jnp.ones(3)} | ({"bias": jnp.ones(3)} if rank else {}))
+elif case == "other number, two devices":
+    # Rank 1 is one exchange ahead of rank 0, as after a restart from unequal checkpoints.
+    tx = jdaso.daso(exchange, jdaso.constant(1))
+    state = tx.init(jnp.ones(3))
+    state = state._replace(exchanges=state.exchanges + rank)
+    jax.block_until_ready(jax.jit(tx.update)(jnp.ones(3), state, jnp.ones(3)))
+elif case in ("stuck", "stuck, two devices"):
     train(4, jdaso.constant(2), between=lambda t: time.sleep(60 * rank * (t == 1)))
 elif case == "fewer steps":
     train(8 - 4 * rank, jdaso.constant(2))
