@@ -26,3 +26,32 @@ from jdaso.schedules import constant as constant
 from jdaso.schedules import cycling as cycling
 from jdaso.topology import Topology as Topology
 from jdaso.topology import discover_topology as discover_topology
+
+__all__ = [
+    "PHASES",
+    "Arrival",
+    "AveragingState",
+    "Exchange",
+    "JdasoError",
+    "Merge",
+    "Plan",
+    "Schedule",
+    "Topology",
+    "averaging",
+    "averaging_state",
+    "axis_exchange",
+    "broadcast",
+    "consensus",
+    "constant",
+    "cycling",
+    "daso",
+    "discover_topology",
+    "drain",
+    "local_value_and_grad",
+    "mpi4jax_exchange",
+    "mpi_exchange",
+    "pmean",
+    "process_mean",
+    "single_exchange",
+    "use_virtual_devices",
+]

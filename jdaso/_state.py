@@ -49,7 +49,7 @@ def averaging_state(opt_state: PyTree) -> AveragingState:
     """Finds the one state of a jdaso algorithm inside an optimizer's state.
 
     The numbers one watches are its fields: ``step``, ``exchanges``, ``left_out``,
-    ``flight.posted``, and ``plan.phase``, ``plan.period``, ``plan.delay``.
+    ``skipped``, ``flight.posted``, and ``plan.phase``, ``plan.period``, ``plan.delay``.
 
     Args:
         opt_state: an optax state, however deeply chained or wrapped.

@@ -32,10 +32,11 @@ def daso(
             ``bfloat16`` or ``float16``, never one wider than a leaf itself. None: that of the
             exchange, or float32. Sums are accumulated in float32 (float64 for float64 wires).
         blocking_wire: the same in warm-up and cool-down, where training waits for it. None: that
-            of the exchange, or bfloat16.
+            of the exchange, or bfloat16, in which updates below 1/256 of a parameter get lost.
         nonfinite: ``skip`` leaves out a step whose updates are not finite, and its node out of
-            the next sum and out of P, and lets the node take the others' mean (counted in
-            ``skipped`` and ``left_out``); ``raise`` stops.
+            sums and out of P until it has taken the others' mean (counted in ``skipped`` and
+            ``left_out``); ``raise`` stops. An optimizer with a memory has to be protected by
+            itself: ``chain(apply_if_finite(sgd(0.1, 0.9), 10), daso(...))``.
 
     Returns:
         An optax transformation, to be the last of a chain. ``update`` needs ``params`` and takes

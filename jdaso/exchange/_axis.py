@@ -65,8 +65,8 @@ def single_exchange(wire: str | None = None) -> Exchange:
     """An exchange with nobody: one node, no network.
 
     For running a distributed script on one machine. Algorithms do with it what their formulas
-    say for P = 1: a merge with delay 0 changes nothing, one with a delay mixes in the node's own
-    earlier parameters.
+    say for P = 1: a merge with delay 0 rounds to the wire and changes nothing else, one with a
+    delay mixes in the node's own earlier parameters.
 
     Args:
         wire: dtype name forced on what would cross; None leaves it to the algorithm.

@@ -1,0 +1,42 @@
+"""The main job: a ResNet on digits, two processes of two devices each, as `make demo` runs it."""
+
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from launch import BESIDE_PYTHON, run
+
+ROOT = Path(__file__).parents[2]
+
+
+def train(out, *options, timeout):
+    path = os.pathsep.join([BESIDE_PYTHON, os.environ.get("PATH", "")])
+    launcher = shutil.which("mpiexec", path=path)
+    if launcher is None:
+        pytest.skip("no mpiexec on PATH: pip install mpich")
+    script = [sys.executable, str(ROOT / "examples" / "train.py"), "--devices", "2"]
+    command = [launcher, "-n", "2", *script, "--out", str(out), *options]
+    ended = run(command, {**os.environ, "PATH": path}, timeout)
+    assert ended.returncode == 0, ended.output
+    accuracy = float(re.search(r"test accuracy ([\d.]+)", ended.output).group(1))
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert (out / "plot.png").stat().st_size > 1000
+    return accuracy, lines
+
+
+def test_daso_learns_digits(tmp_path):
+    accuracy, lines = train(tmp_path, timeout=900)
+    assert accuracy >= 0.96
+    assert lines[-1]["test_accuracy"] == pytest.approx(accuracy, abs=1e-4)
+    assert [line["phase"] for line in lines[::8]] == ["warm-up", "cycling", "cycling"]
+    assert {line["period"] for line in lines if line["phase"] == "cool-down"} == {1}
+
+
+def test_synchronous_baseline_runs(tmp_path):
+    options = ("--sync", "sync", "--epochs", "2", "--warmup-epochs", "1", "--cooldown-epochs", "1")
+    _, lines = train(tmp_path, *options, timeout=300)
+    assert lines[-1]["exchanges"] == lines[-1]["step"]
