@@ -312,3 +312,27 @@ def test_averaging_state_needs_exactly_one():
     for states in ((), (state, state)):
         with pytest.raises(ValueError, match=f"holds {len(states)} states"):
             jdaso.averaging_state(states)
+
+
+def test_an_optimizer_with_momentum_recovers_when_it_is_protected_by_itself():
+    """As the README advises; unprotected, its momentum would stay NaN and skip every later step."""
+    optimizer = optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), 10)
+    tx = optax.chain(optimizer, jdaso.daso(jdaso.axis_exchange("node", 3), jdaso.constant(4, 2)))
+
+    @jax.jit
+    @functools.partial(jax.vmap, axis_name="node")
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = jnp.ones((3, 2))
+    state = jax.vmap(tx.init)(params)
+    for t in range(24):
+        grads = jnp.ones((3, 2)).at[1].set(jnp.nan if t == 5 else 1.0)
+        params, state = step(params, state, grads)
+    averaging = jdaso.averaging_state(state)
+    assert jnp.isfinite(params).all()
+    assert averaging.skipped.tolist() == averaging.left_out.tolist() == [0, 0, 0]
+    assert averaging.exchanges.tolist() == [6, 6, 6]
+    # It has missed one of 24 steps, and the means have brought it near the others.
+    assert float(jnp.abs(params[1] - params[0]).max()) < 0.02 * float(jnp.abs(params[0]).max())
