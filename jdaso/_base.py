@@ -14,6 +14,8 @@ Number = jax.Array | int
 # Numbers that travel with every exchange, unrounded: whether the node contributes, and the sum
 # and number of the losses it has seen in this epoch.
 HEADER_SIZE = 3
+# The number of an exchange that is finished at once and not counted.
+UNCOUNTED = -1
 
 
 class JdasoError(RuntimeError):
@@ -76,8 +78,8 @@ class Exchange(NamedTuple):
         init: ``(params) -> state``, arrays only. Nodes whose params differ in structure, shape
             or dtype raise here.
         start: ``(state, number, step, leaves, header, wire) -> state``. ``number`` (int32)
-            counts the exchanges alike on all nodes; the Python int -1 stands for one that is
-            finished at once and not counted. ``step`` (int32) must be equal on all nodes, too.
+            counts the exchanges alike on all nodes; the Python int ``UNCOUNTED`` stands for one
+            that is finished at once. ``step`` (int32) must be equal on all nodes, too.
             ``header[0]`` is 1, or 0: then this node's leaves count as zeros, whatever they hold.
         finish: ``(state, number, like) -> (sums, header, state)``; sums have the shapes of
             ``like`` and the dtype in which they were accumulated, float32 or float64.

@@ -5,10 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jdaso._base import HEADER_SIZE, Exchange, PyTree
+from jdaso._base import HEADER_SIZE, UNCOUNTED, Exchange, PyTree
 from jdaso._leaves import divide, float_leaves, is_float
-
-_UNCOUNTED = -1
 
 
 def consensus(exchange: Exchange, tree: PyTree) -> PyTree:
@@ -34,7 +32,7 @@ def consensus(exchange: Exchange, tree: PyTree) -> PyTree:
     leaves = [_on_one_device(x) for x in float_leaves(tree)]
     if not leaves:
         return tree
-    number = _UNCOUNTED
+    number = UNCOUNTED
     header = jnp.zeros((HEADER_SIZE,), jnp.float32).at[0].set(1.0)
     state = exchange.start(exchange.init(tree), number, number, leaves, header, None)
     total, header, _ = exchange.finish(state, number, leaves)

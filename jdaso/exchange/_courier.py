@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdaso._base import JdasoError, nothing_to_report
+from jdaso._base import UNCOUNTED, JdasoError, nothing_to_report
 from jdaso.exchange import _operations as operations
 from jdaso.exchange._farewell import Farewell
 from jdaso.exchange._progress import Progress, Request
@@ -19,8 +19,6 @@ from jdaso.topology import Topology
 
 # How long devices of a node wait for the one among them that posts.
 _POST_SECONDS = 30.0
-# The number of an exchange that is finished in the same step and not counted.
-UNCOUNTED = -1
 
 
 class Channel(NamedTuple):
