@@ -10,9 +10,18 @@ from jdaso._consensus import broadcast as broadcast
 from jdaso._consensus import consensus as consensus
 from jdaso._engine import averaging as averaging
 from jdaso._engine import drain as drain
+from jdaso._memory import chain as chain
 from jdaso._state import AveragingState as AveragingState
 from jdaso._state import averaging_state as averaging_state
+from jdaso.algorithms._allreduce_gradients import allreduce_gradients as allreduce_gradients
+from jdaso.algorithms._dasgd import dasgd as dasgd
 from jdaso.algorithms._daso import daso as daso
+from jdaso.algorithms._diloco import diloco as diloco
+from jdaso.algorithms._eamsgd import eamsgd as eamsgd
+from jdaso.algorithms._eamsgd import eamsgd_eval_params as eamsgd_eval_params
+from jdaso.algorithms._easgd import easgd as easgd
+from jdaso.algorithms._easgd import easgd_center as easgd_center
+from jdaso.algorithms._local_sgd import local_sgd as local_sgd
 from jdaso.exchange._axis import axis_exchange as axis_exchange
 from jdaso.exchange._axis import single_exchange as single_exchange
 from jdaso.exchange._mpi import mpi_exchange as mpi_exchange
@@ -22,8 +31,10 @@ from jdaso.local import local_value_and_grad as local_value_and_grad
 from jdaso.local import pmean as pmean
 from jdaso.local import use_virtual_devices as use_virtual_devices
 from jdaso.schedules import PHASES as PHASES
+from jdaso.schedules import by_step as by_step
 from jdaso.schedules import constant as constant
 from jdaso.schedules import cycling as cycling
+from jdaso.schedules import linear as linear
 from jdaso.topology import Topology as Topology
 from jdaso.topology import discover_topology as discover_topology
 
@@ -37,16 +48,27 @@ __all__ = [
     "Plan",
     "Schedule",
     "Topology",
+    "allreduce_gradients",
     "averaging",
     "averaging_state",
     "axis_exchange",
     "broadcast",
+    "by_step",
+    "chain",
     "consensus",
     "constant",
     "cycling",
+    "dasgd",
     "daso",
+    "diloco",
     "discover_topology",
     "drain",
+    "eamsgd",
+    "eamsgd_eval_params",
+    "easgd",
+    "easgd_center",
+    "linear",
+    "local_sgd",
     "local_value_and_grad",
     "mpi4jax_exchange",
     "mpi_exchange",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 PyTree = Any
 Leaves = list[jax.Array]
@@ -29,19 +30,24 @@ class Plan(NamedTuple):
         phase: int32, which of the schedule's phases this step belongs to.
         period: int32, optimizer steps between two exchanges.
         delay: int32, optimizer steps that an exchange posted now may fly.
-        post: bool, post an exchange after this step's update.
+        clock: int32, steps taken since the present count of periods began, with this one.
         flush: bool, leave nothing in flight after this step.
         blocking: bool, the step belongs to a phase whose exchanges block (their wire may differ).
-        epoch_end: bool, this step's blocking mean carries an epoch's loss.
+        epoch_end: bool, a mean of everything ends this step, and carries an epoch's loss.
     """
 
     phase: jax.Array
     period: jax.Array
     delay: jax.Array
-    post: jax.Array
+    clock: jax.Array
     flush: jax.Array
     blocking: jax.Array
     epoch_end: jax.Array
+
+    def posts(self, fragment: int = 0, fragments: int = 1) -> jax.Array:
+        """Whether a fragment is posted after this step: each once in a period, taking turns."""
+        turn = fragment * self.period // fragments
+        return self.epoch_end | (jnp.mod(self.clock - turn, self.period) == 0)
 
 
 class Schedule(NamedTuple):
@@ -49,15 +55,17 @@ class Schedule(NamedTuple):
 
     Attributes:
         init: ``() -> state``, arrays only.
-        plan: ``(state, step) -> Plan``; ``step`` is an int32 scalar counted from 0.
+        plan: ``(state, step) -> (Plan, state)``; ``step`` is an int32 scalar counted from 0.
         observe: ``(state, loss) -> state``, called at the end of an epoch, unless its plan says
             ``blocking``, with the mean loss of that epoch over all nodes (float32 scalar), the
             same number on every node.
+        longest: the longest period that it starts with, in steps.
     """
 
     init: Callable[[], PyTree]
-    plan: Callable[[PyTree, jax.Array], Plan]
+    plan: Callable[[PyTree, jax.Array], tuple[Plan, PyTree]]
     observe: Callable[[PyTree, jax.Array], PyTree]
+    longest: int
 
 
 def nothing_to_report() -> dict[str, float]:
@@ -75,12 +83,13 @@ class Exchange(NamedTuple):
     Attributes:
         num_nodes: members of the exchange, one per node.
         wire: dtype name forced on an algorithm's exchanges, or None: the algorithm chooses.
-        init: ``(params) -> state``, arrays only. Nodes whose params differ in structure, shape
-            or dtype raise here.
-        start: ``(state, number, step, leaves, header, wire) -> state``. ``number`` (int32)
-            counts the exchanges alike on all nodes; the Python int ``UNCOUNTED`` stands for one
-            that is finished at once. ``step`` (int32) must be equal on all nodes, too.
-            ``header[0]`` is 1, or 0: then this node's leaves count as zeros, whatever they hold.
+        init: ``(params) -> state`` of one exchange in flight, arrays only. Nodes whose params
+            differ in structure, shape or dtype raise here.
+        start: ``(state, number, step, leaves, header, wire) -> (state, number)``. ``number``
+            (int32) counts the exchanges alike on all nodes, and the next one is returned; the
+            Python int ``UNCOUNTED`` stands for an exchange that is finished at once. ``step``
+            (int32) must be equal on all nodes, too. ``header[0]`` is 1, or 0: then this node's
+            leaves count as zeros, whatever they hold.
         finish: ``(state, number, like) -> (sums, header, state)``; sums have the shapes of
             ``like`` and the dtype in which they were accumulated, float32 or float64.
         broadcast: ``(leaves, root) -> leaves``, those of node ``root``, bit for bit.
@@ -90,7 +99,7 @@ class Exchange(NamedTuple):
     num_nodes: int
     wire: str | None
     init: Callable[[PyTree], PyTree]
-    start: Callable[[PyTree, Number, Number, Leaves, jax.Array, str | None], PyTree]
+    start: Callable[[PyTree, Number, Number, Leaves, jax.Array, str | None], tuple[PyTree, Number]]
     finish: Callable[[PyTree, Number, Leaves], tuple[Leaves, jax.Array, PyTree]]
     broadcast: Callable[[Leaves, int], Leaves]
     report: Callable[[], dict[str, float]] = nothing_to_report
@@ -101,23 +110,43 @@ class Arrival(NamedTuple):
 
     Attributes:
         total: sums over the nodes that contributed, float32 (float64 for float64 leaves).
+        mean: the same, divided by how many they are.
         members: float32 scalar, how many nodes contributed: P, less those left out.
         age: int32 scalar, steps since the exchange was posted.
     """
 
     total: Leaves
+    mean: Leaves
     members: jax.Array
     age: jax.Array
 
 
+def _stay(leaves: Leaves, state: PyTree) -> Leaves:
+    del state
+    return leaves
+
+
 class Merge(NamedTuple):
-    """What a late sum does to a node's own parameters.
+    """What an exchange does to a node's own parameters.
 
     Attributes:
-        init: ``(leaves) -> state``, arrays only.
-        merge: ``(leaves, arrival, state) -> (leaves, state)``; leaves are the node's parameters
-            in the dtype of ``arrival.total``.
+        init: ``(params) -> state``, arrays only; with fragments, of each fragment, a tree in
+            which :class:`optax.MaskedNode` stands for the leaves of the others.
+        merge: ``(leaves, arrival, state) -> (leaves, state)``, when a sum arrives; leaves are
+            the floating-point ones, in the dtype of ``arrival.total``.
+        depart: ``(leaves, state) -> leaves``, at the moment the node has posted its leaves.
+        own_weight: ``(arrival) -> w``, for the optimizer's memory ``m``, where it travels along:
+            ``m <- w m + (1 - w) mean_i m_i``. None: it cannot.
     """
 
-    init: Callable[[Leaves], PyTree]
+    init: Callable[[PyTree], PyTree]
     merge: Callable[[Leaves, Arrival, PyTree], tuple[Leaves, PyTree]]
+    depart: Callable[[Leaves, PyTree], Leaves] = _stay
+    own_weight: Callable[[Arrival], jax.Array | float] | None = None
+
+
+class Remembering(NamedTuple):
+    """Parameters, and the optimizer's memory that travels with them; what the engine is handed."""
+
+    params: PyTree
+    memory: PyTree

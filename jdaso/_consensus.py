@@ -34,7 +34,7 @@ def consensus(exchange: Exchange, tree: PyTree) -> PyTree:
         return tree
     number = UNCOUNTED
     header = jnp.zeros((HEADER_SIZE,), jnp.float32).at[0].set(1.0)
-    state = exchange.start(exchange.init(tree), number, number, leaves, header, None)
+    state, _ = exchange.start(exchange.init(tree), number, number, leaves, header, None)
     total, header, _ = exchange.finish(state, number, leaves)
     # All nodes have contributed, so this chooses the mean; but in a program for several devices
     # what the host returned lies on one of them, until it meets a leaf that lies on all.

@@ -1,6 +1,7 @@
 """schedule x exchange x merge -> an optax transformation.
 
-The one state machine under every algorithm. After the local optimizer's update of step t
+The one state machine under every algorithm. What is exchanged, the subject, is mostly the
+parameters after the local optimizer's update. After that of step t, for each fragment of them,
 
 1. what is in flight is merged, if it has flown as long as it was meant to, or if the schedule
    wants the air clear;
@@ -14,16 +15,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jdaso._base import Arrival, Exchange, JdasoError, Leaves, Merge, Plan, PyTree, Schedule
-from jdaso._leaves import all_finite, difference, divide, float_leaves, split
-from jdaso._state import AveragingState, Flight, averaging_state
-from jdaso._wire import wire_dtype
+from jdaso._base import Exchange, JdasoError, Merge, Plan, PyTree, Remembering, Schedule
+from jdaso._communicate import Moment, Told, communication
+from jdaso._fragments import cut, part
+from jdaso._leaves import all_finite, float_leaves, is_float
+from jdaso._state import AveragingState, Flight, the_state
+from jdaso._subject import AFTER, Subject
 
 
 class Averaging(optax.GradientTransformationExtraArgs):
@@ -31,13 +35,16 @@ class Averaging(optax.GradientTransformationExtraArgs):
 
     Attributes:
         finish: ``(params, state) -> (params, state)``, merges what is in flight with its age.
+        state_type: the type of the state that ``finish`` takes.
     """
 
-    finish: Callable[[PyTree, AveragingState], tuple[PyTree, AveragingState]]
+    finish: Callable[[PyTree, Any], tuple[PyTree, Any]]
+    state_type: type
 
-    def __new__(cls, init, update, finish):
+    def __new__(cls, init, update, finish, state_type=AveragingState):
         self = super().__new__(cls, init, update)
         self.finish = finish
+        self.state_type = state_type
         return self
 
 
@@ -49,6 +56,8 @@ def averaging(
     wire: str | None = None,
     blocking_wire: str | None = None,
     nonfinite: str = "skip",
+    fragments: int = 1,
+    subject: Subject = AFTER,
 ) -> Averaging:
     """Composes schedule, exchange and merge into an optax transformation.
 
@@ -62,40 +71,27 @@ def averaging(
         nonfinite: what happens to updates, or parameters to be posted, that are not finite:
             ``skip`` leaves out the step, and the node of the next sum, counts both, and lets the
             node take the others' mean; ``raise`` stops.
+        fragments: into how many parts of about equal bytes the parameters are cut; each is
+            exchanged once in a period, one after the other, so that the network's load is flat.
+        subject: what is exchanged; ``AFTER`` are the parameters after the update.
 
     Returns:
         An :class:`optax.GradientTransformationExtraArgs` whose ``update`` needs ``params``. It
         moves parameters, so it must come last in a chain.
 
     Raises:
-        ValueError: for a ``nonfinite`` that is not one of the two.
+        ValueError: for a ``nonfinite`` that is not one of the two, for more fragments than steps
+            in a period, and in ``init`` for more fragments than floating-point leaves.
     """
     if nonfinite not in ("skip", "raise"):
         raise ValueError(f"nonfinite must be 'skip' or 'raise', got {nonfinite!r}.")
-
-    def init(params: PyTree) -> AveragingState:
-        leaves = float_leaves(params)
-        if not leaves:
-            raise ValueError(f"{name}: params hold no floating-point leaf, nothing to average.")
-        zero = jnp.zeros((), jnp.int32)
-        at_start = schedule.init()
-        state = AveragingState(
-            step=zero,
-            exchanges=zero,
-            sound=jnp.ones((), bool),
-            skipped=zero,
-            left_out=zero,
-            flight=Flight(jnp.zeros((), bool), zero, zero),
-            plan=_stable(schedule.plan(at_start, zero)),
-            losses=jnp.zeros((2,), jnp.float32),
-            schedule=at_start,
-            exchange=exchange.init(params),
-            merge=merge.init(leaves),
+    if not 1 <= fragments <= schedule.longest:
+        raise ValueError(
+            f"fragments must be in [1, {schedule.longest}], got {fragments}: there is one step "
+            "of a period for each."
         )
-        # A buffer of its own for every field, or the state could not be donated.
-        return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
 
-    def checked(finite: jax.Array, step: jax.Array) -> jax.Array:
+    def check(finite: jax.Array, step: jax.Array) -> jax.Array:
         def stop():
             # Not io_callback: that is not allowed in a cond on a virtual cluster.
             jax.debug.callback(functools.partial(_raise_unless_finite, name), finite, step)
@@ -104,129 +100,120 @@ def averaging(
             lax.cond(finite, lambda: None, stop)
         return finite
 
-    def post(leaves: Leaves, state: AveragingState, plan: Plan) -> AveragingState:
-        def send(wire: str | None, exchange_state: PyTree) -> tuple[PyTree, jax.Array]:
-            rounded = [x.astype(wire_dtype(x.dtype, wire)) for x in leaves]
-            sound = state.sound & checked(all_finite(rounded), state.step)
-            header = jnp.concatenate([sound.astype(jnp.float32)[None], state.losses])
-            sent = exchange.start(exchange_state, state.exchanges, state.step, leaves, header, wire)
-            return sent, sound
+    communicate, receive = communication(exchange, merge, wire, blocking_wire, check)
 
-        if wire == blocking_wire:
-            sent, sound = send(wire, state.exchange)
-        else:
-            sent, sound = lax.cond(
-                plan.blocking,
-                lambda s: send(blocking_wire, s),
-                lambda s: send(wire, s),
-                state.exchange,
-            )
-        return state._replace(
-            exchange=sent,
-            exchanges=state.exchanges + 1,
-            left_out=state.left_out + jnp.where(sound, 0, 1),
-            flight=Flight(jnp.ones((), bool), jnp.zeros((), jnp.int32), plan.delay),
-        )
+    def init(params: PyTree) -> AveragingState:
+        if jax.tree.leaves(params) and not float_leaves(params):
+            raise ValueError(f"{name}: params hold no floating-point leaf, nothing to average.")
+        if isinstance(params, Remembering) and merge.own_weight is None:
+            raise ValueError(f"{name}: moments are each node's own, use moments='local'.")
+        zero, no, yes = jnp.zeros((), jnp.int32), jnp.zeros((), bool), jnp.ones((), bool)
+        at_start = schedule.init()
 
-    def receive(leaves: Leaves, state: AveragingState) -> tuple[Leaves, AveragingState, jax.Array]:
-        total, header, exchange_state = exchange.finish(state.exchange, state.exchanges - 1, leaves)
-        members = header[0]
-        mean = [divide(t, jnp.maximum(members, 1).astype(t.dtype)) for t in total]
-        own = [x.astype(t.dtype) for x, t in zip(leaves, total, strict=True)]
-        # A node that has lost its way starts again from what the others agree on.
-        own = [jnp.where(state.sound, x, m) for x, m in zip(own, mean, strict=True)]
-        merged, merge_state = merge.merge(
-            own, Arrival(total, members, state.flight.age), state.merge
-        )
-        keep = members == 0
-        merged = [
-            jnp.where(keep, x, m.astype(x.dtype)) for x, m in zip(leaves, merged, strict=True)
-        ]
-        merge_state = jax.tree.map(
-            lambda old, new: jnp.where(keep, old, new), state.merge, merge_state
-        )
-        state = state._replace(
-            exchange=exchange_state,
-            merge=merge_state,
-            sound=jnp.ones((), bool),
-            flight=state.flight._replace(posted=jnp.zeros((), bool)),
-        )
-        return merged, state, header[1:]
+        def flight(tree: PyTree) -> Flight:
+            start = merge.init(tree.params if isinstance(tree, Remembering) else tree)
+            return Flight(no, zero, zero, zero, yes, exchange.init(tree), start)
 
-    def communicate(leaves: Leaves, state: AveragingState, plan: Plan, due: jax.Array):
-        no_losses = jnp.zeros((2,), jnp.float32)
-        leaves, state, _ = lax.cond(due, receive, lambda x, s: (x, s, no_losses), leaves, state)
-        state = lax.cond(plan.post, lambda x, s: post(x, s, plan), lambda x, s: s, leaves, state)
-        at_once = plan.post & (plan.delay == 0)
-        leaves, state, losses = lax.cond(
-            at_once, receive, lambda x, s: (x, s, no_losses), leaves, state
+        state = AveragingState(
+            step=zero,
+            exchanges=zero,
+            skipped=zero,
+            left_out=zero,
+            merged=no,
+            plan=_stable(schedule.plan(at_start, zero)[0]),
+            losses=jnp.zeros((2,), jnp.float32),
+            schedule=at_start,
+            flights=tuple(flight(part(params, places)) for places in cut(params, fragments)),
         )
-        return leaves, state, losses
+        # A buffer of its own for every field, or the state could not be donated.
+        return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
 
     def update(updates, state, params=None, *, value=None, **extra_args):
         del extra_args
-        if params is None:
+        if params is None and subject.needs_params:
             raise ValueError(f"{name} moves parameters: call update(updates, state, params).")
-        plan = _stable(schedule.plan(state.schedule, state.step))
-        losses = state.losses
-        if value is not None:
-            value = jnp.asarray(value, jnp.float32)
-            seen = jnp.isfinite(value)
-            losses = losses + jnp.where(seen, jnp.stack([value, jnp.ones_like(value)]), 0.0)
-        finite = checked(all_finite(float_leaves(updates)), state.step)
-        flight = state.flight._replace(age=state.flight.age + state.flight.posted)
-        state = state._replace(
-            flight=flight,
-            plan=plan,
-            losses=losses,
-            sound=state.sound & finite,
-            skipped=state.skipped + jnp.where(finite, 0, 1),
-        )
-        due = flight.posted & ((flight.age >= flight.delay) | plan.post | plan.flush)
+        tree = updates if params is None else params
+        xs, treedef = jax.tree.flatten(tree)
+        us = jax.tree.leaves(jax.tree.map(_or_zeros, tree, updates, is_leaf=lambda x: x is None))
 
-        def talk(updates, state):
-            updates = jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), updates)
-            moved, where = split(optax.apply_updates(params, updates))
-            moved, state, sums = communicate(moved, state, plan, due)
-            return difference(params, updates, where(moved)), state, sums
+        started = state.step >= subject.lag
+        plan, scheduled = schedule.plan(state.schedule, state.step - subject.lag)
+        plan = _stable(plan)
+        plan = plan._replace(flush=plan.flush & started, epoch_end=plan.epoch_end & started)
+        # Where the clock is behind, this step's loss belongs to the next step's count.
+        loss = _loss(value)
+        losses = state.losses if subject.lag else state.losses + loss
+        finite = check(all_finite(float_leaves(us)), state.step)
 
-        def pass_on(updates, state):
-            return updates, state, jnp.zeros((2,), jnp.float32)
+        def talk(us, flight, number, xs, own, moment):
+            us = [jnp.where(finite, u, jnp.zeros_like(u)) for u in us]
+            leaves, flight, told = communicate(subject.take(xs, us), own, flight, number, moment)
+            return subject.put(xs, us, leaves), flight, told
 
-        try:
-            updates, state, sums = lax.cond(
-                due | plan.post | ~finite, talk, pass_on, updates, state
+        def pass_on(us, flight, number):
+            return us, flight, Told(number, jnp.zeros((), bool), jnp.zeros((2,), jnp.float32))
+
+        told = Told(state.exchanges, state.left_out, jnp.zeros((2,), jnp.float32))
+        flights, merged = [], jnp.zeros((), bool)
+        for index, places in enumerate(_float_places(tree, fragments)):
+            flight = state.flights[index]
+            flight = flight._replace(age=flight.age + flight.posted, sound=flight.sound & finite)
+            post = started & plan.posts(index, fragments)
+            due = flight.posted & ((flight.age >= flight.delay) | post | plan.flush)
+            moment = Moment(state.step, plan, losses, due, post)
+            here = [xs[i] for i in places]
+            own = sum(i < _num_parameters(tree) for i in places)
+            out, flight, news = _cond(
+                name,
+                due | post | ~finite,
+                functools.partial(talk, xs=here, own=own, moment=moment),
+                pass_on,
+                [us[i] for i in places],
+                flight,
+                told.number,
             )
-        except TypeError as error:
-            if "manual axis types" not in str(error):
-                raise
-            raise ValueError(
-                f"{name}: inside shard_map, update needs shard_map(..., check_vma=False); that "
-                "exchanged values are equal on all nodes is more than JAX can know."
-            ) from error
+            for i, u in zip(places, out, strict=True):
+                us[i] = u
+            flights.append(flight)
+            merged |= due | (post & (plan.delay == 0))
+            told = Told(
+                news.number,
+                told.left_out + news.left_out,
+                news.losses if index == 0 else told.losses,
+            )
         # Sum and number of the epoch's losses over all nodes: the same floats everywhere.
-        heard = plan.epoch_end & ~plan.blocking & (sums[1] > 0)
-        observed = schedule.observe(state.schedule, sums[0] / jnp.maximum(sums[1], 1))
-        state = state._replace(
+        heard = plan.epoch_end & ~plan.blocking & (told.losses[1] > 0)
+        observed = schedule.observe(scheduled, told.losses[0] / jnp.maximum(told.losses[1], 1))
+        state = AveragingState(
             step=state.step + 1,
-            losses=jnp.where(plan.epoch_end, 0.0, state.losses),
-            schedule=jax.tree.map(
-                lambda old, new: jnp.where(heard, new, old), state.schedule, observed
-            ),
+            exchanges=told.number,
+            skipped=state.skipped + ~finite,
+            left_out=told.left_out,
+            merged=merged,
+            plan=plan,
+            losses=jnp.where(plan.epoch_end, 0.0, losses) + (loss if subject.lag else 0.0),
+            schedule=jax.tree.map(lambda old, new: jnp.where(heard, new, old), scheduled, observed),
+            flights=tuple(flights),
         )
-        return updates, state
+        return jax.tree.unflatten(treedef, us), state
 
     @jax.jit
     def finish(params, state):
-        leaves, where = split(params)
-        leaves, state, _ = lax.cond(
-            state.flight.posted,
-            receive,
-            lambda x, s: (x, s, jnp.zeros((2,), jnp.float32)),
-            leaves,
-            state,
-        )
-        return where(leaves), state
+        xs, treedef = jax.tree.flatten(params)
+        flights = []
+        for places, flight in zip(_float_places(params, fragments), state.flights, strict=True):
+            own = sum(i < _num_parameters(params) for i in places)
+            here, flight = lax.cond(
+                flight.posted,
+                lambda x, f, own=own: receive(x, own, f)[:2],
+                lambda x, f: (x, f),
+                [xs[i] for i in places],
+                flight,
+            )
+            for i, x in zip(places, here, strict=True):
+                xs[i] = x
+            flights.append(flight)
+        return jax.tree.unflatten(treedef, xs), state._replace(flights=tuple(flights))
 
     return Averaging(init, update, finish)
 
@@ -246,7 +233,7 @@ def drain(transformation: Averaging, opt_state: PyTree, params: PyTree) -> tuple
         ``(params, opt_state)`` with nothing in flight.
 
     Raises:
-        ValueError: if ``opt_state`` does not hold exactly one state of a jdaso algorithm.
+        ValueError: if ``opt_state`` does not hold exactly one state of the transformation.
 
     >>> import jax.numpy as jnp, jdaso, optax
     >>> averaging = jdaso.daso(jdaso.single_exchange(), jdaso.constant(period=4, delay=2))
@@ -254,26 +241,58 @@ def drain(transformation: Averaging, opt_state: PyTree, params: PyTree) -> tuple
     >>> params = {"w": jnp.ones(3)}
     >>> params, state = jdaso.drain(averaging, tx.init(params), params)
     """
-    averaging_state(opt_state)
-    done: list[PyTree] = []
 
-    def replace(node):
-        if not isinstance(node, AveragingState):
-            return node
-        moved, state = transformation.finish(params, node)
-        done.append(moved)
-        return state
+    params, state = transformation.finish(params, the_state(transformation.state_type, opt_state))
 
-    opt_state = jax.tree.map(
-        replace, opt_state, is_leaf=lambda node: isinstance(node, AveragingState)
+    def is_state(node):
+        return isinstance(node, transformation.state_type)
+
+    return params, jax.tree.map(
+        lambda node: state if is_state(node) else node, opt_state, is_leaf=is_state
     )
-    return done[0], opt_state
+
+
+def _float_places(tree: PyTree, fragments: int) -> list[list[int]]:
+    """The positions of each fragment's floating-point leaves."""
+    leaves = jax.tree.leaves(tree)
+    return [[i for i in places if is_float(leaves[i])] for places in cut(tree, fragments)]
+
+
+def _or_zeros(x, update):
+    """The update, or zeros where there is a parameter but no update of it."""
+    return jnp.zeros_like(x) if update is None and x is not None else update
+
+
+def _num_parameters(tree: PyTree) -> int:
+    """How many of a tree's leaves, the first ones, are parameters."""
+    return len(jax.tree.leaves(tree.params if isinstance(tree, Remembering) else tree))
+
+
+def _loss(value) -> jax.Array:
+    """A loss and its number, 1, or zeros if it was not given or is not finite."""
+    if value is None:
+        return jnp.zeros((2,), jnp.float32)
+    value = jnp.asarray(value, jnp.float32)
+    return jnp.where(jnp.isfinite(value), jnp.stack([value, jnp.ones_like(value)]), 0.0)
 
 
 def _stable(plan: Plan) -> Plan:
     """A plan's fields as arrays of fixed dtypes, whatever the schedule computed them from."""
-    ints = [jnp.asarray(x, jnp.int32) for x in plan[:3]]
-    return Plan(*ints, *(jnp.asarray(x, bool) for x in plan[3:]))
+    ints = [jnp.asarray(x, jnp.int32) for x in plan[:4]]
+    return Plan(*ints, *(jnp.asarray(x, bool) for x in plan[4:]))
+
+
+def _cond(name: str, *args):
+    """lax.cond, with a way out of what shard_map says of it."""
+    try:
+        return lax.cond(*args)
+    except TypeError as error:
+        if "manual axis types" not in str(error):
+            raise
+        raise ValueError(
+            f"{name}: inside shard_map, update needs shard_map(..., check_vma=False); that "
+            "exchanged values are equal on all nodes is more than JAX can know."
+        ) from error
 
 
 def _raise_unless_finite(name, finite, step):

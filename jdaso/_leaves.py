@@ -53,16 +53,17 @@ def split(tree: PyTree) -> tuple[Leaves, Callable[[Leaves], PyTree]]:
     return [x for x in leaves if is_float(x)], where
 
 
-def difference(params: PyTree, updates: PyTree, moved: PyTree) -> PyTree:
+def difference(params: Leaves, updates: Leaves, moved: Leaves) -> Leaves:
     """The updates that lead from params to moved, in the dtypes of the updates."""
+    return [
+        (m.astype(sum_dtype(p.dtype)) - p.astype(sum_dtype(p.dtype))).astype(u.dtype)
+        for p, u, m in zip(params, updates, moved, strict=True)
+    ]
 
-    def one(p, u, m):
-        if u is None or not is_float(p):
-            return u
-        wide = sum_dtype(jnp.result_type(p))
-        return (m.astype(wide) - p.astype(wide)).astype(u.dtype)
 
-    return jax.tree.map(one, params, updates, moved, is_leaf=lambda x: x is None)
+def widened(tree: PyTree) -> PyTree:
+    """The tree with its floating-point leaves in the dtype in which they are added up."""
+    return jax.tree.map(lambda x: x.astype(sum_dtype(x.dtype)) if is_float(x) else x, tree)
 
 
 def divide(numerator, denominator):

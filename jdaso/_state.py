@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -10,11 +10,24 @@ from jdaso._base import Plan, PyTree
 
 
 class Flight(NamedTuple):
-    """The exchange in the air: whether there is one, its age, the delay it was posted with."""
+    """An exchange in the air, or the place of the next; there is one for each fragment.
+
+    Attributes:
+        posted: bool, whether there is one.
+        age: int32, steps since it was posted.
+        delay: int32, steps after which it is to be merged.
+        number: int32, which exchange it is.
+        sound: bool, whether this node's numbers have been finite since the last merge.
+        exchange, merge: states of these two parts.
+    """
 
     posted: jax.Array
     age: jax.Array
     delay: jax.Array
+    number: jax.Array
+    sound: jax.Array
+    exchange: PyTree
+    merge: PyTree
 
 
 class AveragingState(NamedTuple):
@@ -23,33 +36,31 @@ class AveragingState(NamedTuple):
     Attributes:
         step: int32, optimizer steps taken.
         exchanges: int32, exchanges posted so far; the number of the next one.
-        sound: bool, whether this node's numbers have been finite since the last merge.
         skipped: int32, steps of this node that were skipped: their updates were not finite.
         left_out: int32, exchanges to which this node did not contribute, as it was not sound.
-        flight: what is in the air.
+        merged: bool, whether something was merged at the last step.
         plan: what the schedule asked for at the last step.
         losses: float32[2], sum and number of the losses seen in this epoch.
-        schedule, exchange, merge: states of the three parts.
+        schedule: the schedule's own state.
+        flights: what is in the air, one for each fragment.
     """
 
     step: jax.Array
     exchanges: jax.Array
-    sound: jax.Array
     skipped: jax.Array
     left_out: jax.Array
-    flight: Flight
+    merged: jax.Array
     plan: Plan
     losses: jax.Array
     schedule: PyTree
-    exchange: PyTree
-    merge: PyTree
+    flights: tuple[Flight, ...]
 
 
 def averaging_state(opt_state: PyTree) -> AveragingState:
     """Finds the one state of a jdaso algorithm inside an optimizer's state.
 
     The numbers one watches are its fields: ``step``, ``exchanges``, ``left_out``,
-    ``skipped``, ``flight.posted``, and ``plan.phase``, ``plan.period``, ``plan.delay``.
+    ``skipped``, ``flights[0].posted``, and ``plan.phase``, ``plan.period``, ``plan.delay``.
 
     Args:
         opt_state: an optax state, however deeply chained or wrapped.
@@ -63,15 +74,23 @@ def averaging_state(opt_state: PyTree) -> AveragingState:
     >>> int(jdaso.averaging_state(state).plan.period)
     4
     """
-    found = [
-        node
-        for node in jax.tree.leaves(
-            opt_state, is_leaf=lambda node: isinstance(node, AveragingState)
-        )
-        if isinstance(node, AveragingState)
-    ]
+    return the_state(AveragingState, opt_state)
+
+
+def the_state(kind: type, opt_state: PyTree) -> Any:
+    """The one state of a type inside an optimizer's state.
+
+    Raises:
+        ValueError: if there is none, or more than one.
+    """
+
+    def is_one(node):
+        return isinstance(node, kind)
+
+    found = [node for node in jax.tree.leaves(opt_state, is_leaf=is_one) if is_one(node)]
     if len(found) != 1:
         raise ValueError(
-            f"opt_state holds {len(found)} states of a jdaso algorithm, exactly one is needed."
+            f"opt_state holds {len(found)} states of the type {kind.__name__}, exactly one is "
+            "needed."
         )
     return found[0]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jdaso._base import Plan, Schedule
+from jdaso._base import Number, Plan, Schedule
 
 WARMUP, CYCLING, COOLDOWN = 0, 1, 2
 PHASES = ("warm-up", "cycling", "cool-down")
@@ -31,24 +33,101 @@ def constant(period: int, delay: int = 0) -> Schedule:
         ValueError: for a period below 1 or a delay outside ``[0, period]``.
 
     >>> schedule = constant(period=4, delay=2)
-    >>> [int(schedule.plan(schedule.init(), step).post) for step in range(8)]
+    >>> plans = [schedule.plan(schedule.init(), step)[0] for step in range(8)]
+    >>> [int(plan.posts()) for plan in plans]
     [0, 0, 0, 1, 0, 0, 0, 1]
     """
     _check_period_and_delay(period, delay)
 
     def plan(state, step):
-        del state
-        return Plan(
-            phase=jnp.int32(CYCLING),
-            period=jnp.int32(period),
-            delay=jnp.int32(delay),
-            post=(step + 1) % period == 0,
-            flush=jnp.bool_(False),
-            blocking=jnp.bool_(False),
-            epoch_end=jnp.bool_(False),
+        return _cycling_plan(period, delay, step + 1), state
+
+    return Schedule(lambda: (), plan, observe=lambda state, loss: state, longest=period)
+
+
+def by_step(function: Callable[[jax.Array], tuple[Number, Number]]) -> Schedule:
+    """Period and delay as any function of the step.
+
+    An exchange is posted when as many steps have passed since the last one as the period says
+    then. Post-local SGD, a mean at every step before rare ones begin, is
+    ``local_sgd(exchange, schedule=by_step(lambda step: (jnp.where(step < 1000, 1, 8), 0)))``.
+
+    Args:
+        function: ``step -> (period, delay)``, of an int32 scalar counted from 0; whole numbers,
+            ``period >= 1`` and ``0 <= delay <= period``, the same on all nodes.
+
+    Returns:
+        A :class:`jdaso.Schedule`. Its phase is always "cycling".
+
+    Raises:
+        ValueError: if the function gives something else for one of the first 4096 steps, or for
+            a step 2^k after them. Beyond what is looked at, numbers are clipped.
+
+    >>> schedule = by_step(lambda step: (1 + step // 4, 0))
+    >>> state, posts = schedule.init(), []
+    >>> for step in range(12):
+    ...     plan, state = schedule.plan(state, step)
+    ...     posts.append(int(plan.posts()))
+    >>> posts
+    [1, 1, 1, 1, 0, 1, 0, 1, 0, 0, 1, 0]
+    """
+    looked_at = jnp.array([*range(4096), *(2**k for k in range(12, 31))], jnp.int32)
+    periods, delays = (np.broadcast_to(x, looked_at.shape) for x in jax.vmap(function)(looked_at))
+    for step, period, delay in zip(looked_at.tolist(), periods, delays, strict=True):
+        try:
+            _check_period_and_delay(period.item(), delay.item())
+        except ValueError as error:
+            raise ValueError(f"by_step: function({step}): {error}") from error
+
+    def plan(last, step):
+        step = jnp.asarray(step, jnp.int32)
+        period, delay = (jnp.asarray(x, jnp.int32) for x in function(step))
+        period = jnp.maximum(period, 1)
+        # Never more than a period has passed, but where it has just become shorter.
+        clock = jnp.minimum(step - last, period)
+        plan = _cycling_plan(period, jnp.clip(delay, 0, period), clock)
+        return plan, jnp.where(plan.posts(), step, last)
+
+    return Schedule(
+        init=lambda: jnp.int32(-1),
+        plan=plan,
+        observe=lambda state, loss: state,
+        longest=int(periods.max()),
+    )
+
+
+def linear(start: tuple[int, int], end: tuple[int, int], steps: int) -> Schedule:
+    """Period and delay that go linearly from the one to the other, and then stay.
+
+    Args:
+        start: ``(period, delay)`` at step 0.
+        end: ``(period, delay)`` from step ``steps`` on.
+        steps: optimizer steps between the two; what lies between is rounded down.
+
+    Returns:
+        A :class:`jdaso.Schedule`, as :func:`by_step` gives.
+
+    Raises:
+        ValueError: for a period below 1, a delay outside ``[0, period]``, or no steps.
+
+    >>> schedule = linear(start=(1, 0), end=(8, 4), steps=700)
+    >>> plan, _ = schedule.plan(schedule.init(), 350)
+    >>> int(plan.period), int(plan.delay)
+    (4, 2)
+    """
+    _check_whole("steps", steps, 1)
+    for period, delay in (start, end):
+        _check_period_and_delay(period, delay)
+
+    def function(step):
+        share = jnp.clip(step, 0, steps) / steps
+        # A little more than rounding down, so that what is whole stays so in float32.
+        return tuple(
+            jnp.int32(jnp.floor(a + (b - a) * share + 1e-4))
+            for a, b in zip(start, end, strict=True)
         )
 
-    return Schedule(init=lambda: (), plan=plan, observe=lambda state, loss: state)
+    return by_step(function)
 
 
 class CyclingState(NamedTuple):
@@ -101,8 +180,8 @@ def cycling(
         ValueError: for values that do not fit together, before anything is traced.
 
     >>> schedule = cycling(period=4, warmup=10, cooldown=10, total=90, epoch=10)
-    >>> plan = schedule.plan(schedule.init(), 13)
-    >>> PHASES[int(plan.phase)], int(plan.period), int(plan.delay), bool(plan.post)
+    >>> plan, _ = schedule.plan(schedule.init(), 13)
+    >>> PHASES[int(plan.phase)], int(plan.period), int(plan.delay), bool(plan.posts())
     ('cycling', 4, 1, True)
     """
     _check_whole("period", period, 1)
@@ -122,7 +201,7 @@ def cycling(
             bad_epochs=jnp.int32(0),
         )
 
-    def plan(state: CyclingState, step: jax.Array) -> Plan:
+    def plan(state: CyclingState, step: jax.Array) -> tuple[Plan, CyclingState]:
         step = jnp.asarray(step, jnp.int32)
         phase = jnp.int32(step >= warmup) + jnp.int32(step >= cooldown_start)
         # With warmup == cooldown_start there is no cycling phase; both comparisons flip at once.
@@ -133,15 +212,16 @@ def cycling(
             epoch_end |= (step + 1) % epoch == 0
         phase_end = (step + 1 == warmup) | (step + 1 == cooldown_start)
         now = jnp.where(blocking, 1, state.period)
-        return Plan(
+        plan = Plan(
             phase=phase,
             period=now,
             delay=jnp.where(blocking | epoch_end | phase_end, 0, state.delay),
-            post=((step - start + 1) % now == 0) | epoch_end,
+            clock=step - start + 1,
             flush=epoch_end | phase_end,
             blocking=blocking,
             epoch_end=epoch_end,
         )
+        return plan, state
 
     def halve_or_restart(state: CyclingState) -> CyclingState:
         restart = (state.period == 1) & (state.delay <= 1)
@@ -163,7 +243,15 @@ def cycling(
         plateau = state.bad_epochs > patience
         return jax.tree.map(lambda old, new: jnp.where(plateau, new, old), state, changed)
 
-    return Schedule(init=init, plan=plan, observe=observe)
+    return Schedule(init, plan, observe, longest=period)
+
+
+def _cycling_plan(period: Number, delay: Number, clock: Number) -> Plan:
+    """The plan of a schedule without phases and epochs."""
+    no = jnp.bool_(False)
+    return Plan(
+        jnp.int32(CYCLING), jnp.int32(period), jnp.int32(delay), jnp.int32(clock), no, no, no
+    )
 
 
 def _check_period_and_delay(period: int, delay: int) -> None:

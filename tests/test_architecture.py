@@ -10,7 +10,16 @@ import pytest
 import jdaso
 
 PACKAGE = Path(jdaso.__file__).parent
-ENGINE = {"_base", "_engine", "_leaves", "_state", "_wire"}
+ENGINE = {
+    "_base",
+    "_communicate",
+    "_engine",
+    "_fragments",
+    "_leaves",
+    "_state",
+    "_subject",
+    "_wire",
+}
 FOUNDATION = {"_base", "_leaves", "_wire"}
 LEAVES = {"schedules", "local", "perf"}
 # What files of a row may import from jdaso; a name stands for the module and all below it.
@@ -20,13 +29,17 @@ ROWS = {
     "_layout": {"_base"},
     "_leaves": {"_base", "_wire"},
     "_state": {"_base"},
-    "_engine": FOUNDATION | {"_state"},
+    "_fragments": FOUNDATION,
+    "_subject": FOUNDATION,
+    "_communicate": FOUNDATION | {"_state"},
+    "_engine": FOUNDATION | {"_communicate", "_fragments", "_state", "_subject"},
+    "_memory": FOUNDATION | {"_engine"},
     "_consensus": FOUNDATION,
     **dict.fromkeys(LEAVES, FOUNDATION),
     "topology": FOUNDATION | LEAVES | {"_layout"},
     "exchange": FOUNDATION | LEAVES | {"exchange", "topology"},
     "center": FOUNDATION | LEAVES | {"center", "topology"},
-    "algorithms": ENGINE | {"algorithms"},
+    "algorithms": ENGINE | {"algorithms", "schedules"},
 }
 TOP = {"__init__", "__main__", "checkpoint", "metrics"}  # may import all of them
 

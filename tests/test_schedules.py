@@ -13,7 +13,7 @@ VALID = {"period": 4, "warmup": 10, "cooldown": 10, "total": 100, "epoch": 10, "
 
 def timeline(schedule, steps):
     """plan() of the first steps, without a loss ever heard."""
-    return jax.vmap(schedule.plan, (None, 0))(schedule.init(), jnp.arange(steps))
+    return jax.vmap(schedule.plan, (None, 0))(schedule.init(), jnp.arange(steps))[0]
 
 
 def golden_run(schedule, steps):
@@ -23,10 +23,10 @@ def golden_run(schedule, steps):
 def in_flight(plan):
     """Whether an exchange is in flight after each step, by what the plan says alone."""
     due, flying = None, []
-    for t in range(len(plan.post)):
+    for t in range(len(plan.posts())):
         if due is not None and (t == due or plan.flush[t]):
             due = None
-        if plan.post[t] and plan.delay[t] > 0:
+        if plan.posts()[t] and plan.delay[t] > 0:
             due = t + int(plan.delay[t])
         flying.append(due is not None)
     return flying
@@ -40,7 +40,7 @@ def test_constant_plans_the_golden_timeline(period, delay):
     expected = golden_run(golden.Schedule(period, delay), 30)
     assert (plan.period == period).all()
     assert (plan.delay == delay).all()
-    assert plan.post.tolist() == [(t + 1) % period == 0 for t in range(30)]
+    assert plan.posts().tolist() == [(t + 1) % period == 0 for t in range(30)]
     assert in_flight(plan) == expected.in_flight.tolist()
 
 
@@ -69,7 +69,7 @@ def test_cycling_plans_the_golden_timeline(schedule):
 
 def test_steps_are_counted_anew_in_each_phase():
     plan = timeline(jdaso.cycling(period=4, warmup=3, cooldown=0, total=20), 20)
-    assert np.flatnonzero(plan.post).tolist() == [0, 1, 2, 3 + 3, 3 + 7, 3 + 11, 3 + 15, 19]
+    assert np.flatnonzero(plan.posts()).tolist() == [0, 1, 2, 3 + 3, 3 + 7, 3 + 11, 3 + 15, 19]
 
 
 def test_without_epochs_only_the_end_is_one():
@@ -80,7 +80,7 @@ def test_without_epochs_only_the_end_is_one():
 @pytest.mark.parametrize(("period", "delay"), [(1, 1), (3, 1), (4, 1), (8, 2), (11, 2)])
 def test_the_default_delay_is_a_quarter_of_the_period(period, delay):
     schedule = jdaso.cycling(period=period, warmup=0, cooldown=0, total=100)
-    assert int(schedule.plan(schedule.init(), 0).delay) == delay == max(1, period // 4)
+    assert int(schedule.plan(schedule.init(), 0)[0].delay) == delay == max(1, period // 4)
 
 
 def heard(schedule, losses):
@@ -88,7 +88,7 @@ def heard(schedule, losses):
     state, pairs = schedule.init(), []
     for loss in losses:
         state = schedule.observe(state, jnp.float32(loss))
-        plan = schedule.plan(state, 0)
+        plan, _ = schedule.plan(state, 0)
         pairs.append((int(plan.period), int(plan.delay)))
     return pairs
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+
 from jdaso._base import Arrival, Exchange, Leaves, Merge, PyTree, Schedule
 from jdaso._engine import Averaging, averaging
 from jdaso._leaves import divide
@@ -13,6 +15,7 @@ def daso(
     schedule: Schedule,
     wire: str | None = None,
     blocking_wire: str | None = None,
+    fragments: int = 1,
     nonfinite: str = "skip",
 ) -> Averaging:
     """Distributed asynchronous and selective optimization.
@@ -33,6 +36,8 @@ def daso(
             exchange, or float32. Sums are accumulated in float32 (float64 for float64 wires).
         blocking_wire: the same in warm-up and cool-down, where training waits for it. None: that
             of the exchange, or bfloat16, in which updates below 1/256 of a parameter get lost.
+        fragments: into how many parts the parameters are cut; in the cycling phase they are
+            exchanged one after the other within a period, so that the network's load is flat.
         nonfinite: ``skip`` leaves out a step whose updates are not finite, and its node out of
             sums and out of P until it has taken the others' mean (counted in ``skipped`` and
             ``left_out``); ``raise`` stops. An optimizer with a memory has to be protected by
@@ -61,15 +66,16 @@ def daso(
         "daso",
         exchange,
         schedule,
-        Merge(_init, _merge),
+        Merge(_init, _merge, own_weight=_own_weight),
         wire=chosen_wire("wire", wire, exchange.wire, "float32"),
         blocking_wire=chosen_wire("blocking_wire", blocking_wire, exchange.wire, "bfloat16"),
         nonfinite=nonfinite,
+        fragments=fragments,
     )
 
 
-def _init(leaves: Leaves) -> PyTree:
-    del leaves
+def _init(params: PyTree) -> PyTree:
+    del params
     return ()
 
 
@@ -80,3 +86,7 @@ def _merge(leaves: Leaves, arrival: Arrival, state: PyTree) -> tuple[Leaves, PyT
         for x, t in zip(leaves, arrival.total, strict=True)
     ]
     return merged, state
+
+
+def _own_weight(arrival: Arrival) -> jax.Array:
+    return 2.0 * arrival.age / (2.0 * arrival.age + arrival.members)

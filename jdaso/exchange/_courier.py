@@ -69,7 +69,8 @@ class Courier:
         self._lock = threading.Condition()
         self._flights: dict[int, Flight] = {}
         self._taken: dict[int, int] = {}
-        self._spare: Staging | None = None
+        self._last: dict[int, Request] = {}
+        self._spare: dict[tuple[Spec, ...], Staging] = {}
         self._report = nothing_to_report()
 
     def report(self) -> dict[str, float]:
@@ -95,13 +96,13 @@ class Courier:
                 )
             staging = Staging(specs) if number == UNCOUNTED else self._memory(specs)
             staging.put(leaves if header[0] > 0 else [np.zeros((), leaf.dtype) for leaf in leaves])
-            self._flights[number] = Flight(
-                self._progress.submit(
-                    self._exchange(number, step, header, staging),
-                    f"{_called(number)}, posted by {self._name} after step {step},",
-                ),
-                staging,
+            line = UNCOUNTED if number == UNCOUNTED else number % len(self._channels)
+            request = self._progress.submit(
+                self._exchange(number, step, header, staging, self._last.get(line)),
+                f"{_called(number)}, posted by {self._name} after step {step},",
             )
+            self._last[line] = request
+            self._flights[number] = Flight(request, staging)
             self._lock.notify_all()
 
     def collect(self, number: int, takers: int) -> tuple[list[np.ndarray], np.ndarray]:
@@ -134,7 +135,7 @@ class Courier:
             else:
                 del self._flights[number]
                 if number != UNCOUNTED:
-                    self._spare = flight.staging
+                    self._spare[flight.staging.specs] = flight.staging
         return sums, header
 
     def broadcast(self, leaves: Sequence[np.ndarray], root: int) -> list[np.ndarray]:
@@ -156,7 +157,12 @@ class Courier:
         return self._progress.wait(request)
 
     def _exchange(
-        self, number: int, step: int, header: np.ndarray, staging: Staging
+        self,
+        number: int,
+        step: int,
+        header: np.ndarray,
+        staging: Staging,
+        before: Request | None,
     ) -> operations.Waits:
         channel = (
             self._aside if number == UNCOUNTED else self._channels[number % len(self._channels)]
@@ -172,6 +178,10 @@ class Courier:
             [rank for rank in by_node if places[rank].local_rank == channel.carrier],
             self._topology.describe,
         )
+        # One after the other on a communicator: exchanges of several fragments may be in flight,
+        # and their messages look alike.
+        while before is not None and not before.done.is_set():
+            yield before.waiting_for
         sent = 0
         if channel.group is not None:
             sent = yield from operations.in_world_ranks(
@@ -191,9 +201,8 @@ class Courier:
         return total, sent
 
     def _memory(self, specs: Sequence[Spec]) -> Staging:
-        """The memory of the last exchange if it fits and is free, or new memory."""
-        spare, self._spare = self._spare, None
-        return spare if spare is not None and spare.specs == tuple(specs) else Staging(specs)
+        """The memory of an earlier exchange of the same leaves, or new memory."""
+        return self._spare.pop(tuple(specs), None) or Staging(specs)
 
 
 def _channels(topology: Topology) -> list[Channel]:

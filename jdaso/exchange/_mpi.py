@@ -72,7 +72,8 @@ def mpi_exchange(
     local_devices = len(topology.devices)
 
     def init(params: PyTree) -> jax.Array:
-        courier.compare(outline(params))
+        if jax.tree.leaves(params):  # optax.tree_map_params calls init on a tree without leaves
+            courier.compare(outline(params))
         return jnp.zeros((), jnp.int32)
 
     def start(ticket, number, step, leaves: Leaves, header, wire):
@@ -87,16 +88,22 @@ def mpi_exchange(
         def call(ticket):
             return io_callback(post, ticket, ticket, number, step, header, *cast)
 
+        def following(ticket):
+            # Always so; but now what is posted next is posted after this, on all nodes alike.
+            return jnp.where(ticket >= 0, number + 1, number)
+
         device = _local_device()
         if device is None:
-            return call(ticket)
+            ticket = call(ticket)
+            return ticket, following(ticket)
         if isinstance(number, int):
             raise ValueError(
                 "consensus cannot be called inside shard_map over the node's devices; call it "
                 "outside, on replicated values."
             )
         carrier = jnp.maximum(number, 0) % local_devices
-        return lax.cond(device == carrier, call, lambda ticket: ticket, ticket)
+        ticket = lax.cond(device == carrier, call, lambda ticket: ticket, ticket)
+        return ticket, following(ticket)
 
     def finish(ticket, number, like: Leaves):
         takers = 1 if _local_device() is None else local_devices

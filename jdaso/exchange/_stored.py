@@ -7,16 +7,17 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jdaso._base import HEADER_SIZE, Exchange, Leaves, PyTree
-from jdaso._leaves import float_leaves
+from jdaso._leaves import is_float
 from jdaso._wire import check_wire, sum_dtype, wire_dtype
 
 
 class StoredState(NamedTuple):
-    """The sums in flight and their header."""
+    """The sums in flight, a tree like the parameters, and their header."""
 
-    sums: Leaves
+    sums: PyTree
     header: jax.Array
 
 
@@ -43,22 +44,29 @@ def stored_exchange(
 
     def init(params: PyTree) -> StoredState:
         compare(params)
-        sums = [jnp.zeros(x.shape, sum_dtype(x.dtype)) for x in float_leaves(params)]
+        sums = jax.tree.map(
+            lambda x: (
+                jnp.zeros(jnp.shape(x), sum_dtype(jnp.result_type(x)))
+                if is_float(x)
+                else optax.MaskedNode()
+            ),
+            params,
+        )
         return StoredState(sums, jnp.zeros((HEADER_SIZE,), jnp.float32))
 
     def start(state, number, step, leaves, header, wire):
-        del state, number, step
+        del step
         cast = [
             jnp.where(header[0] > 0, x, jnp.zeros_like(x)).astype(wire_dtype(x.dtype, wire))
             for x in leaves
         ]
         *sums, header = all_reduce([*cast, header])
-        return StoredState(
-            [s.astype(sum_dtype(x.dtype)) for s, x in zip(sums, leaves, strict=True)], header
-        )
+        sums = [s.astype(sum_dtype(x.dtype)) for s, x in zip(sums, leaves, strict=True)]
+        treedef = jax.tree.structure(state.sums)
+        return StoredState(jax.tree.unflatten(treedef, sums), header), number + 1
 
     def finish(state, number, like):
         del number, like
-        return state.sums, state.header, state
+        return jax.tree.leaves(state.sums), state.header, state
 
     return Exchange(num_nodes, check_wire("wire", wire), init, start, finish, broadcast)

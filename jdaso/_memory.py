@@ -1,0 +1,155 @@
+"""What becomes of an optimizer's memory, momentum for instance, when parameters are merged."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jdaso._base import Leaves, PyTree, Remembering
+from jdaso._engine import Averaging
+from jdaso._leaves import is_float
+
+MOMENTS = ("local", "average", "reset")
+
+
+class MemoryState(NamedTuple):
+    """State of the local optimizer, and of what averages between nodes."""
+
+    optimizer: PyTree
+    averaging: PyTree
+
+
+def chain(
+    optimizer: optax.GradientTransformation, averaging: Averaging, moments: str = "local"
+) -> Averaging:
+    """Like ``optax.chain`` of the two, with a rule for the optimizer's moments at a merge.
+
+    Moments are what the optimizer remembers in the shape of the parameters: momentum, Adam's m
+    and v. The papers leave them alone; parameters that have just been replaced by a mean go on
+    with the momentum of those before.
+
+    Args:
+        optimizer: the local optimizer, any optax transformation.
+        averaging: what ``jdaso.daso(...)`` or a relative returned.
+        moments: ``local`` leaves each node its own; ``average`` sends them with the parameters
+            and merges them as these, ``m <- w m + (1 - w) mean_i m_i`` with the same weight w of
+            a node's own, for twice the bytes or more; ``reset`` starts them anew after a merge,
+            with the counts that belong to them (Adam's), while learning rates go on.
+
+    Returns:
+        An optax transformation, which :func:`jdaso.drain` takes in the place of ``averaging``.
+
+    Raises:
+        ValueError: for another word; in ``init`` for ``average`` where moments cannot be
+            (EASGD, gradients), and for ``reset`` with several fragments, of which each would
+            reset the moments of all.
+
+    >>> import jdaso, optax
+    >>> averaging = jdaso.local_sgd(jdaso.single_exchange(), period=8)
+    >>> tx = jdaso.chain(optax.sgd(0.1, momentum=0.9), averaging, moments="average")
+    """
+    if moments not in MOMENTS:
+        raise ValueError(f"moments must be one of {', '.join(MOMENTS)}, got {moments!r}.")
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def with_memory(params: PyTree, state: PyTree) -> PyTree:
+        if moments != "average":
+            return params
+        return Remembering(params, _moments(optimizer, state))
+
+    def init(params: PyTree) -> MemoryState:
+        state = optimizer.init(params)
+        inner = averaging.init(with_memory(params, state))
+        if moments == "reset" and len(inner.flights) > 1:
+            raise ValueError(
+                f"moments='reset' needs fragments=1, got {len(inner.flights)}: the merge of one "
+                "fragment would reset the moments of all."
+            )
+        return MemoryState(state, inner)
+
+    def update(updates, state, params=None, **extra_args):
+        old, inner = state
+        updates, new = optimizer.update(updates, old, params, **extra_args)
+        if moments == "average":
+            before, after = _moments(optimizer, old), _moments(optimizer, new)
+            change = [b - a for a, b in zip(before, after, strict=True)]
+            (updates, change), inner = averaging.update(
+                Remembering(updates, change), inner, Remembering(params, before), **extra_args
+            )
+            # Otherwise the change is what it was, and adding it again would only round.
+            moved = inner.merged | (inner.skipped > state.averaging.skipped)
+            after = lax.cond(
+                moved,
+                lambda: [a + c for a, c in zip(before, change, strict=True)],
+                lambda: after,
+            )
+            return updates, MemoryState(_replaced(optimizer, new, after), inner)
+        updates, inner = averaging.update(updates, inner, params, **extra_args)
+        if moments == "reset":
+            new = _renewed_if(inner.merged, optimizer, new, params)
+        return updates, MemoryState(new, inner)
+
+    def finish(params, state):
+        old, inner = state
+        flying = jnp.stack([flight.posted for flight in inner.flights]).any()
+        merged, inner = averaging.finish(with_memory(params, old), inner)
+        if moments == "average":
+            return merged.params, MemoryState(_replaced(optimizer, old, merged.memory), inner)
+        if moments == "reset":
+            old = _renewed_if(flying, optimizer, old, params)
+        return merged, MemoryState(old, inner)
+
+    return Averaging(init, update, finish, state_type=MemoryState)
+
+
+def _marks(optimizer: optax.GradientTransformation, state: PyTree) -> PyTree:
+    """The state with True for what has the shape of a parameter, and False for the rest."""
+    return optax.tree_map_params(
+        optimizer, lambda _: True, state, transform_non_params=lambda _: False
+    )
+
+
+def _moments(optimizer: optax.GradientTransformation, state: PyTree) -> Leaves:
+    marks = jax.tree.leaves(_marks(optimizer, state))
+    return [x for x, m in zip(jax.tree.leaves(state), marks, strict=True) if m and is_float(x)]
+
+
+def _replaced(optimizer: optax.GradientTransformation, state: PyTree, moments: Leaves) -> PyTree:
+    leaves, treedef = jax.tree.flatten(state)
+    marks, rest = jax.tree.leaves(_marks(optimizer, state)), iter(moments)
+    return jax.tree.unflatten(
+        treedef,
+        [next(rest) if m and is_float(x) else x for x, m in zip(leaves, marks, strict=True)],
+    )
+
+
+def _renewed_if(condition, optimizer: optax.GradientTransformation, state: PyTree, params: PyTree):
+    renewed = _renewed(state, optimizer.init(params), _marks(optimizer, state))
+    return lax.cond(condition, lambda: renewed, lambda: state)
+
+
+def _renewed(state: PyTree, fresh: PyTree, marks: PyTree) -> PyTree:
+    """Every state that has moments among its fields, fresh; the others as they are."""
+    if isinstance(state, tuple) and hasattr(state, "_fields"):
+        if any(_is_moment(mark) for mark in marks):
+            return fresh
+        return type(state)(*map(_renewed, state, fresh, marks))
+    if isinstance(state, tuple | list):
+        return type(state)(map(_renewed, state, fresh, marks))
+    if isinstance(state, dict):
+        return {key: _renewed(state[key], fresh[key], marks[key]) for key in state}
+    return state
+
+
+def _is_moment(mark: PyTree) -> bool:
+    """Whether a field is a tree like the parameters, and not a state that has such fields."""
+
+    def is_state(node):
+        return hasattr(node, "_fields") and not isinstance(node, optax.MaskedNode)
+
+    leaves = jax.tree.leaves(mark, is_leaf=is_state)
+    return bool(leaves) and all(leaf is True for leaf in leaves)

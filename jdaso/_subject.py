@@ -1,0 +1,49 @@
+"""What of a training step is exchanged: parameters after its update, before it, or gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jdaso._base import Leaves
+from jdaso._leaves import difference
+
+
+class Subject(NamedTuple):
+    """How the exchanged leaves come out of a step, and how what has become of them goes back.
+
+    Attributes:
+        take: ``(params, updates) -> leaves``.
+        put: ``(params, updates, leaves) -> updates``.
+        lag: by how many steps the schedule's clock is behind: what is exchanged after the update
+            of step t is what is there before that of step t + 1.
+        needs_params: whether update has to be given them.
+    """
+
+    take: Callable[[Leaves, Leaves], Leaves]
+    put: Callable[[Leaves, Leaves, Leaves], Leaves]
+    lag: int = 0
+    needs_params: bool = True
+
+
+def _moved(params: Leaves, updates: Leaves) -> Leaves:
+    return [(p + u).astype(p.dtype) for p, u in zip(params, updates, strict=True)]
+
+
+def _added(params: Leaves, updates: Leaves, leaves: Leaves) -> Leaves:
+    pulls = difference(params, updates, leaves)
+    return [jnp.add(u, pull) for u, pull in zip(updates, pulls, strict=True)]
+
+
+#: Parameters after the local optimizer's update; DASO, DaSGD, Local SGD, DiLoCo.
+AFTER = Subject(_moved, difference)
+#: Parameters before it, at which its gradient was taken; EASGD.
+BEFORE = Subject(lambda params, updates: params, _added, lag=1)
+#: Gradients; the synchronous baselines.
+GRADIENTS = Subject(
+    lambda params, updates: updates,
+    lambda params, updates, leaves: leaves,
+    needs_params=False,
+)

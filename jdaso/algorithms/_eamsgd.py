@@ -1,0 +1,122 @@
+"""EAMSGD: EASGD with Nesterov's momentum."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdaso._base import Exchange, PyTree, Schedule
+from jdaso._engine import Averaging
+from jdaso._leaves import all_finite, float_leaves
+from jdaso._state import the_state
+from jdaso.algorithms._easgd import elastic
+
+
+class EamsgdState(NamedTuple):
+    """v, delta, the state of the learning rate, and that of the exchange."""
+
+    velocity: PyTree
+    momentum: jax.Array
+    learning_rate: PyTree
+    averaging: PyTree
+
+
+def eamsgd(
+    exchange: Exchange,
+    period: int | None = None,
+    learning_rate: optax.ScalarOrSchedule | None = None,
+    momentum: float | None = None,
+    alpha: float | None = None,
+    beta: float = 0.9,
+    *,
+    schedule: Schedule | None = None,
+    wire: str | None = None,
+    nonfinite: str = "skip",
+) -> Averaging:
+    """EASGD with Nesterov's momentum.
+
+    With delta the momentum, eta the learning rate, and the elastic force as in :func:`easgd`:
+
+        v <- delta v - eta g(x + delta v)                                  (easgd Eq. 7)
+        x <- x + v - alpha (x - c)
+
+    Gradients are taken at the look-ahead point: the params that are trained are
+    ``y = x + delta v``, and v is kept here. So y moves by ``v' + delta v' - delta v``, and the
+    elastic force acts on, and nodes exchange, ``x = y - delta v``.
+
+    Args:
+        exchange: how nodes reach each other.
+        period: tau, optimizer steps between two exchanges.
+        learning_rate: eta, a number or an optax schedule.
+        momentum: delta, in [0, 1). 0 is :func:`easgd` with plain SGD.
+        alpha, beta, schedule, wire, nonfinite: as in :func:`easgd`.
+
+    Returns:
+        An optax transformation, a whole optimizer: nothing comes after it in a chain. ``update``
+        needs ``params``. ``easgd_center(opt_state)`` is the centre, which is what one evaluates
+        and saves, ``eamsgd_eval_params(opt_state, params)`` the node's own x.
+
+    Raises:
+        ValueError: as :func:`easgd`, and for a momentum outside [0, 1) or no learning rate.
+
+    References:
+        Zhang, Choromanska, LeCun, Deep learning with elastic averaging SGD, NeurIPS 2015.
+
+    >>> import jdaso
+    >>> tx = jdaso.eamsgd(jdaso.single_exchange(), period=4, learning_rate=0.1, momentum=0.9)
+    """
+    if learning_rate is None:
+        raise ValueError("eamsgd needs a learning_rate, a number or an optax schedule.")
+    if momentum is None or not 0 <= momentum < 1:
+        raise ValueError(f"momentum must be in [0, 1), got {momentum!r}.")
+    delta = momentum
+    scale = optax.scale_by_learning_rate(learning_rate)
+    inner = elastic("eamsgd", exchange, period, alpha, beta, schedule, wire, nonfinite)
+
+    def init(params: PyTree) -> EamsgdState:
+        velocity = jax.tree.map(jnp.zeros_like, params)
+        return EamsgdState(velocity, jnp.float32(delta), scale.init(params), inner.init(params))
+
+    def update(grads, state, params=None, **extra_args):
+        if params is None:
+            raise ValueError("eamsgd moves parameters: call update(grads, state, params).")
+        steps, learning_rate = scale.update(grads, state.learning_rate)
+        old = state.velocity
+        new = jax.tree.map(lambda v, s: delta * v + s, old, steps)
+        updates = jax.tree.map(lambda v, w: (1 + delta) * w - delta * v, old, new)
+        x = jax.tree.map(lambda y, v: y - delta * v, params, old)
+        # A step that is not finite is skipped below, and must leave no trace here.
+        finite = all_finite(float_leaves(new))
+        velocity = jax.tree.map(lambda v, w: jnp.where(finite, w, v), old, new)
+        updates, averaging = inner.update(updates, state.averaging, x, **extra_args)
+        return updates, EamsgdState(velocity, state.momentum, learning_rate, averaging)
+
+    return Averaging(init, update, inner.finish)
+
+
+def eamsgd_eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
+    """This node's x of :func:`jdaso.eamsgd`, from the look-ahead point: ``x = y - delta v``.
+
+    Args:
+        opt_state: the whole optimizer's state.
+        params: y, what is trained.
+
+    Returns:
+        A tree like the parameters.
+
+    Raises:
+        ValueError: if ``opt_state`` does not hold exactly one state of ``eamsgd``.
+
+    >>> import jax.numpy as jnp, jdaso
+    >>> tx = jdaso.eamsgd(jdaso.single_exchange(), period=4, learning_rate=0.5, momentum=0.5)
+    >>> params = jnp.float32(4.0)
+    >>> updates, state = tx.update(jnp.float32(2.0), tx.init(params), params)
+    >>> float(params + updates), float(jdaso.eamsgd_eval_params(state, params + updates))
+    (2.5, 3.0)
+    """
+    state = the_state(EamsgdState, opt_state)
+    delta = state.momentum
+    return jax.tree.map(lambda y, v: y - delta.astype(y.dtype) * v, params, state.velocity)
