@@ -1,4 +1,4 @@
-"""Trains a ResNet on several nodes with DASO.
+"""Trains a ResNet on several nodes, with DASO or one of its relatives.
 
     mpiexec -n 2 python examples/train.py --devices 2 --out runs/demo
     srun -K --ntasks-per-node=1 python examples/train.py --model resnet50 --data /data/imagenet
@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import models
 import optax
+import optimizers
 import plots
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -38,40 +39,20 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", choices=("resnet20", "resnet50"), default="resnet20")
     add("--data", default="digits", help="digits, or a folder with train/ and val/ or test/")
-    add("--sync", choices=("daso", "sync", "none"), default="daso", help="between nodes")
+    optimizers.add_arguments(add)
     add("--epochs", type=int, default=24)
     add("--batch-size", type=int, default=16, help="images per device and step")
     add("--learning-rate", type=float, default=0.1, help="the highest one, after warm-up")
     add("--momentum", type=float, default=0.9)
-    add("--period", type=int, default=4, help="steps between two exchanges when cycling")
-    add("--delay", type=int, default=2, help="steps that an exchange may fly when cycling")
-    add("--warmup-epochs", type=int, default=3, help="blocking exchanges, learning rate rises")
-    add("--cooldown-epochs", type=int, default=3, help="blocking exchanges again")
+    add("--warmup-epochs", type=int, default=3, help="the learning rate rises, daso blocks")
+    add("--cooldown-epochs", type=int, default=3, help="daso blocks again")
     add("--seed", type=int, default=0)
     add("--devices", type=int, default=0, help="virtual CPU devices per process; 0: what is there")
     add("--processes-per-node", type=int, default=None, help="default: found out")
     add("--out", type=Path, default=Path("runs/train"), help="for metrics.jsonl and plot.png")
-    return parser.parse_args()
-
-
-def between_nodes(args: argparse.Namespace, world: jdaso.Exchange, epoch: int):
-    """The exchange that parameters cross, and the transformation that makes them cross it."""
-    total = args.epochs * epoch
-    if args.sync == "none":
-        nobody = jdaso.single_exchange()
-        return nobody, jdaso.daso(nobody, jdaso.constant(total))
-    if args.sync == "sync":
-        # For SGD, the mean of parameters after every step is that of gradients before it.
-        return world, jdaso.daso(world, jdaso.constant(period=1, delay=0), wire="float32")
-    schedule = jdaso.cycling(
-        period=args.period,
-        delay=args.delay,
-        warmup=args.warmup_epochs * epoch,
-        cooldown=args.cooldown_epochs * epoch,
-        total=total,
-        epoch=epoch,
-    )
-    return world, jdaso.daso(world, schedule)
+    args = parser.parse_args()
+    optimizers.complete(args)
+    return args
 
 
 def make_steps(graphdef, tx, topology: jdaso.Topology):
@@ -126,12 +107,7 @@ def main() -> None:
     learning_rate = optax.warmup_cosine_decay_schedule(
         0.0, args.learning_rate, args.warmup_epochs * epoch_steps, args.epochs * epoch_steps
     )
-    exchange, averaging = between_nodes(args, world, epoch_steps)
-    tx = optax.chain(
-        optax.add_decayed_weights(1e-4),
-        optax.sgd(learning_rate, args.momentum),
-        averaging,  # last, since it moves parameters
-    )
+    tx, exchange, evaluated = optimizers.create(args, world, epoch_steps, learning_rate)
     opt_state = jax.jit(tx.init, out_shardings=replicated)(params)
     train_step, num_correct = make_steps(graphdef, tx, topology)
     across = jdaso.process_mean(topology) or (lambda arrays: arrays)
@@ -167,7 +143,7 @@ def main() -> None:
         seconds = time.perf_counter() - epoch_start
         # Batch statistics are each node's own in training, and so may parameters be: what is
         # evaluated is their mean.
-        model_mean = jdaso.consensus(exchange, (params, stats))
+        model_mean = jdaso.consensus(exchange, (evaluated(params, opt_state), stats))
         accuracy, loss = evaluate(*model_mean, jnp.mean(jnp.stack(losses)))
         metrics = {
             "step": (epoch + 1) * epoch_steps,

@@ -36,7 +36,15 @@ def test_daso_learns_digits(tmp_path):
     assert {line["period"] for line in lines if line["phase"] == "cool-down"} == {1}
 
 
-def test_synchronous_baseline_runs(tmp_path):
-    options = ("--sync", "sync", "--epochs", "2", "--warmup-epochs", "1", "--cooldown-epochs", "1")
-    _, lines = train(tmp_path, *options, timeout=300)
-    assert lines[-1]["exchanges"] == lines[-1]["step"]
+SHORT = ("--epochs", "2", "--warmup-epochs", "1", "--cooldown-epochs", "1")
+
+
+@pytest.mark.parametrize(
+    ("sync", "exchanges"),
+    [("allreduce_gradients", 44), ("eamsgd", 10), ("diloco --fragments 2", 22)],
+)
+def test_other_algorithms_run(tmp_path, sync, exchanges):
+    """Two epochs of 22 steps; EASGD exchanges before a step, so not after the last."""
+    _, lines = train(tmp_path, "--sync", *sync.split(), *SHORT, timeout=300)
+    assert lines[-1]["exchanges"] == exchanges
+    assert lines[-1]["loss"] < 2.3  # below that of guessing, ln 10
