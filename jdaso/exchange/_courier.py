@@ -70,7 +70,7 @@ class Courier:
         self._flights: dict[int, Flight] = {}
         self._taken: dict[int, int] = {}
         self._last: dict[int, Request] = {}
-        self._spare: dict[tuple[Spec, ...], Staging] = {}
+        self._spare: dict[tuple[tuple[int, ...], ...], list[Staging]] = {}
         self._report = nothing_to_report()
 
     def report(self) -> dict[str, float]:
@@ -135,7 +135,7 @@ class Courier:
             else:
                 del self._flights[number]
                 if number != UNCOUNTED:
-                    self._spare[flight.staging.specs] = flight.staging
+                    self._spare[_shapes(flight.staging.specs)].append(flight.staging)
         return sums, header
 
     def broadcast(self, leaves: Sequence[np.ndarray], root: int) -> list[np.ndarray]:
@@ -201,8 +201,16 @@ class Courier:
         return total, sent
 
     def _memory(self, specs: Sequence[Spec]) -> Staging:
-        """The memory of an earlier exchange of the same leaves, or new memory."""
-        return self._spare.pop(tuple(specs), None) or Staging(specs)
+        """Memory of an earlier exchange of such leaves, or new memory; none for another wire."""
+        spare = self._spare.setdefault(_shapes(specs), [])
+        if spare and spare[-1].specs == tuple(specs):
+            return spare.pop()
+        spare.clear()
+        return Staging(specs)
+
+
+def _shapes(specs: Sequence[Spec]) -> tuple[tuple[int, ...], ...]:
+    return tuple(spec.shape for spec in specs)
 
 
 def _channels(topology: Topology) -> list[Channel]:
