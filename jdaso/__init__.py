@@ -8,8 +8,8 @@ from jdaso._base import Plan as Plan
 from jdaso._base import Schedule as Schedule
 from jdaso._consensus import broadcast as broadcast
 from jdaso._consensus import consensus as consensus
+from jdaso._drain import drain as drain
 from jdaso._engine import averaging as averaging
-from jdaso._engine import drain as drain
 from jdaso._memory import chain as chain
 from jdaso._state import AveragingState as AveragingState
 from jdaso._state import averaging_state as averaging_state

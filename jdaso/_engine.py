@@ -26,7 +26,7 @@ from jdaso._base import Exchange, JdasoError, Merge, Plan, PyTree, Remembering, 
 from jdaso._communicate import Moment, Told, communication
 from jdaso._fragments import cut, part
 from jdaso._leaves import all_finite, float_leaves, is_float
-from jdaso._state import AveragingState, Flight, the_state
+from jdaso._state import AveragingState, Flight
 from jdaso._subject import AFTER, Subject
 
 
@@ -216,40 +216,6 @@ def averaging(
         return jax.tree.unflatten(treedef, xs), state._replace(flights=tuple(flights))
 
     return Averaging(init, update, finish)
-
-
-def drain(transformation: Averaging, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-    """Merges what is in flight, with its actual age; without a flight, changes nothing.
-
-    For the end of training under a schedule that does not know it, and before a checkpoint.
-
-    Args:
-        transformation: what ``jdaso.daso(...)`` (or a relative) returned, also if it is one
-            member of an ``optax.chain``.
-        opt_state: the whole optimizer's state.
-        params: the node's parameters.
-
-    Returns:
-        ``(params, opt_state)`` with nothing in flight.
-
-    Raises:
-        ValueError: if ``opt_state`` does not hold exactly one state of the transformation.
-
-    >>> import jax.numpy as jnp, jdaso, optax
-    >>> averaging = jdaso.daso(jdaso.single_exchange(), jdaso.constant(period=4, delay=2))
-    >>> tx = optax.chain(optax.sgd(0.1), averaging)
-    >>> params = {"w": jnp.ones(3)}
-    >>> params, state = jdaso.drain(averaging, tx.init(params), params)
-    """
-
-    params, state = transformation.finish(params, the_state(transformation.state_type, opt_state))
-
-    def is_state(node):
-        return isinstance(node, transformation.state_type)
-
-    return params, jax.tree.map(
-        lambda node: state if is_state(node) else node, opt_state, is_leaf=is_state
-    )
 
 
 def _float_places(tree: PyTree, fragments: int) -> list[list[int]]:

@@ -33,6 +33,7 @@ ROWS = {
     "_subject": FOUNDATION,
     "_communicate": FOUNDATION | {"_state"},
     "_engine": FOUNDATION | {"_communicate", "_fragments", "_state", "_subject"},
+    "_drain": FOUNDATION | {"_engine", "_state"},
     "_memory": FOUNDATION | {"_engine"},
     "_consensus": FOUNDATION,
     **dict.fromkeys(LEAVES, FOUNDATION),
