@@ -46,7 +46,7 @@ def check_progress(share: str, value: float, period: int | None, delay: int | No
     What arrives after a whole period is older than all of them; if nothing of a node's own
     parameters is kept then, training stands still.
     """
-    if value == 0 and period is not None and period == delay:
+    if value == 0 and period is not None and 0 < period == delay:
         raise ValueError(
             f"delay must be less than period where {share}=0, got delay={delay} and "
             f"period={period}: every step would be lost. Use a delay of at most {period - 1}, or "

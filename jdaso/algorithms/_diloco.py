@@ -11,7 +11,7 @@ from jdaso._base import Arrival, Exchange, Leaves, Merge, PyTree, Schedule
 from jdaso._engine import Averaging, averaging
 from jdaso._leaves import is_float, widened
 from jdaso._wire import chosen_wire
-from jdaso.algorithms._arguments import check_progress, check_share, chosen_schedule
+from jdaso.algorithms._arguments import check_progress, chosen_schedule
 
 #: The outer optimizer of the DiLoCo paper.
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
@@ -76,9 +76,8 @@ def diloco(
     >>> averaging = jdaso.diloco(jdaso.single_exchange(), period=50, delay=5, mix=0.5)
     >>> tx = optax.chain(optax.adamw(1e-3), averaging)
     """
-    check_share("mix", mix)
-    if mix == 1:
-        raise ValueError("mix must be below 1, got 1: the anchor would never be heard.")
+    if not 0 <= mix < 1:
+        raise ValueError(f"mix must be in [0, 1), got {mix!r}: 1 would never hear the anchor.")
     check_progress("mix", mix, period, delay)
     if schedule is not None and delay:
         raise ValueError(f"diloco: a schedule has its own delay, got delay={delay} beside it.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ import optax
 
 from jdaso._base import Exchange, PyTree, Schedule
 from jdaso._engine import Averaging
-from jdaso._leaves import all_finite, float_leaves
+from jdaso._leaves import all_finite, float_leaves, is_float
 from jdaso._state import the_state
 from jdaso.algorithms._easgd import elastic
 
@@ -85,11 +86,11 @@ def eamsgd(
             raise ValueError("eamsgd moves parameters: call update(grads, state, params).")
         steps, learning_rate = scale.update(grads, state.learning_rate)
         old = state.velocity
-        new = jax.tree.map(lambda v, s: delta * v + s, old, steps)
-        updates = jax.tree.map(lambda v, w: (1 + delta) * w - delta * v, old, new)
-        x = jax.tree.map(lambda y, v: y - delta * v, params, old)
+        new = _map_floats(lambda v, s: delta * v + s, old, steps)
+        updates = _map_floats(lambda v, w: (1 + delta) * w - delta * v, old, new)
+        x = _map_floats(lambda y, v: y - delta * v, params, old)
         # A step that is not finite is skipped below, and must leave no trace here.
-        finite = all_finite(float_leaves(new))
+        finite = all_finite(float_leaves(updates))
         velocity = jax.tree.map(lambda v, w: jnp.where(finite, w, v), old, new)
         updates, averaging = inner.update(updates, state.averaging, x, **extra_args)
         return updates, EamsgdState(velocity, state.momentum, learning_rate, averaging)
@@ -119,4 +120,9 @@ def eamsgd_eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
     """
     state = the_state(EamsgdState, opt_state)
     delta = state.momentum
-    return jax.tree.map(lambda y, v: y - delta.astype(y.dtype) * v, params, state.velocity)
+    return _map_floats(lambda y, v: y - delta.astype(v.dtype) * v, params, state.velocity)
+
+
+def _map_floats(function: Callable[..., jax.Array], tree: PyTree, *rest: PyTree) -> PyTree:
+    """Maps floating-point leaves; the others are those of the first tree."""
+    return jax.tree.map(lambda x, *xs: function(x, *xs) if is_float(x) else x, tree, *rest)

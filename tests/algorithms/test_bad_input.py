@@ -1,0 +1,146 @@
+"""Arguments that do not fit: each message names the argument, what it was and what it may be."""
+
+import math
+import re
+import warnings
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jdaso
+
+ALONE = jdaso.single_exchange()
+FOUR = jdaso.axis_exchange("node", 4)
+RARE = jdaso.constant(4, 1)
+TWO_LEAVES = [jnp.ones(2), jnp.ones(3), jnp.int32(1)]
+
+
+def dasgd(**arguments):
+    return jdaso.dasgd(ALONE, **{"period": 4, "delay": 2} | arguments)
+
+
+def easgd(**arguments):
+    return jdaso.easgd(ALONE, **{"period": 4} | arguments)
+
+
+def eamsgd(**arguments):
+    return jdaso.eamsgd(ALONE, **{"period": 4, "learning_rate": 0.1, "momentum": 0.9} | arguments)
+
+
+def diloco(**arguments):
+    return jdaso.diloco(ALONE, **{"period": 4} | arguments)
+
+
+def local_sgd(**arguments):
+    return jdaso.local_sgd(ALONE, **{"period": 4} | arguments)
+
+
+def allreduce_gradients(**arguments):
+    return jdaso.allreduce_gradients(ALONE, **arguments)
+
+
+PERIODIC = [dasgd, easgd, eamsgd, diloco, local_sgd]
+TABLE = [
+    (dasgd, {"xi": 1.5}, "xi must be in [0, 1], got 1.5"),
+    (dasgd, {"xi": -0.1}, "xi must be in [0, 1], got -0.1"),
+    (dasgd, {"xi": math.nan}, "xi must be in [0, 1], got nan"),
+    (dasgd, {"delay": 5}, "delay must not exceed period, got delay=5 and period=4"),
+    (dasgd, {"delay": -1}, "delay must be a whole number of at least 0, got -1"),
+    (dasgd, {"delay": None}, "dasgd(period=4) needs a delay, in steps; 0 blocks"),
+    (dasgd, {"delay": 4, "xi": 0}, "delay must be less than period where xi=0, got delay=4"),
+    (dasgd, {"fragments": 5}, "fragments must be in [1, 4], got 5"),
+    (dasgd, {"fragments": 0}, "fragments must be in [1, 4], got 0"),
+    (diloco, {"mix": 1}, "mix must be in [0, 1), got 1"),
+    (diloco, {"mix": 1.5}, "mix must be in [0, 1), got 1.5"),
+    (diloco, {"mix": -0.1}, "mix must be in [0, 1), got -0.1"),
+    (diloco, {"delay": 5, "mix": 0.5}, "delay must not exceed period, got delay=5 and period=4"),
+    (diloco, {"delay": 4}, "delay must be less than period where mix=0, got delay=4"),
+    (diloco, {"fragments": 5}, "fragments must be in [1, 4], got 5"),
+    (diloco, {"period": None, "delay": 1, "schedule": RARE}, "a schedule has its own delay"),
+    (easgd, {"alpha": 0}, "alpha must be positive, got 0"),
+    (easgd, {"alpha": -0.1}, "alpha must be positive, got -0.1"),
+    (easgd, {"alpha": math.inf}, "alpha must be positive, got inf"),
+    (easgd, {"beta": 0}, "beta must be positive, got 0"),
+    (easgd, {"beta": -0.9}, "beta must be positive, got -0.9"),
+    (easgd, {"period": None, "schedule": RARE}, "easgd needs alpha where a schedule is given"),
+    (eamsgd, {"alpha": 0}, "alpha must be positive, got 0"),
+    (eamsgd, {"beta": 0}, "beta must be positive, got 0"),
+    (eamsgd, {"learning_rate": None}, "eamsgd needs a learning_rate, a number or"),
+    (eamsgd, {"momentum": None}, "momentum must be in [0, 1), got None"),
+    (eamsgd, {"momentum": 1.0}, "momentum must be in [0, 1), got 1.0"),
+    (eamsgd, {"momentum": -0.1}, "momentum must be in [0, 1), got -0.1"),
+    *((f, {"period": 0}, "period must be a whole number of at least 1, got 0") for f in PERIODIC),
+    *((f, {"period": 2.5}, "period must be a whole number of at least 1") for f in PERIODIC),
+    *((f, {"period": None}, f"{f.__name__} needs either a period or a sch") for f in PERIODIC),
+    *((f, {"schedule": RARE}, f"{f.__name__} needs either a period or a sch") for f in PERIODIC),
+    *(
+        (f, {"wire": "float8"}, "wire must be one of float64, float32, bfloat16, float16")
+        for f in [*PERIODIC, allreduce_gradients]
+    ),
+    *(
+        (f, {"nonfinite": "ignore"}, "nonfinite must be 'skip' or 'raise', got 'ignore'")
+        for f in [*PERIODIC, allreduce_gradients]
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("factory", "bad", "message"),
+    TABLE,
+    ids=[f"{factory.__name__}-{bad}" for factory, bad, _ in TABLE],
+)
+def test_a_factory_names_what_does_not_fit(factory, bad, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        factory(**bad)
+
+
+@pytest.mark.parametrize("factory", [dasgd, diloco])
+def test_more_fragments_than_leaves_are_refused(factory):
+    averaging = factory(fragments=3)
+    with pytest.raises(ValueError, match=r"fragments must be at most 2, .*leaves, got 3"):
+        averaging.init(TWO_LEAVES)
+
+
+@pytest.mark.parametrize("factory", [*PERIODIC, allreduce_gradients])
+def test_parameters_without_a_number_to_average_are_refused(factory):
+    with pytest.raises(ValueError, match=f"{factory.__name__}: params hold no floating-point"):
+        factory().init({"n": jnp.int32(1)})
+
+
+@pytest.mark.parametrize("factory", PERIODIC)
+def test_an_update_without_parameters_is_refused(factory):
+    averaging = factory()
+    with pytest.raises(ValueError, match=rf"{factory.__name__} moves parameters: call update\("):
+        averaging.update(jnp.ones(2), averaging.init(jnp.ones(2)))
+
+
+def test_a_state_without_a_centre_is_refused():
+    with pytest.raises(ValueError, match=r"no centre: .*not that of easgd or eamsgd"):
+        jdaso.easgd_center(dasgd().init(jnp.ones(2)))
+    with pytest.raises(ValueError, match="holds 0 states of the type AveragingState"):
+        jdaso.easgd_center(optax.sgd(0.1).init(jnp.ones(2)))
+    with pytest.raises(ValueError, match="holds 0 states of the type EamsgdState"):
+        jdaso.eamsgd_eval_params(easgd().init(jnp.ones(2)), jnp.ones(2))
+
+
+@pytest.mark.parametrize(
+    "unstable",
+    [
+        lambda: jdaso.easgd(FOUR, period=1, beta=1.6),
+        lambda: jdaso.easgd(FOUR, period=8, alpha=0.4),
+        lambda: jdaso.eamsgd(FOUR, period=1, learning_rate=0.1, momentum=0.9, beta=1.6),
+    ],
+)
+def test_a_rate_that_diverges_for_every_learning_rate_is_warned_of(unstable):
+    message = r"Condition 17.*alpha below 2 / \(P \+ 1\) = 0.4,.*beta = P alpha below 1.6"
+    with pytest.warns(UserWarning, match=message) as caught:
+        unstable()
+    assert [warning.filename for warning in caught] == [__file__]  # where it was called
+
+
+def test_a_rate_that_can_be_stable_is_not_warned_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jdaso.easgd(FOUR, period=1, beta=1.59)
+        jdaso.easgd(FOUR, period=8)

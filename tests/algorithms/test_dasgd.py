@@ -1,0 +1,77 @@
+"""DaSGD against the recursion of dasgd Eq. 2."""
+
+import golden_family
+import numpy as np
+import pytest
+from cluster import LR, assert_near, few, random_run, simulate
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jdaso
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@st.composite
+def rules(draw, least_period=1):
+    """Period, delay and xi that fit."""
+    period = draw(st.integers(least_period, 6))
+    delay = draw(st.integers(0, period))
+    return period, delay, draw(st.sampled_from([0.25, 0.7] if delay == period else [0.0, 0.25]))
+
+
+@few(max_examples=5)
+@given(rules(), st.integers(1, 6), st.sampled_from([0.0, 0.9]), SEEDS)
+def test_follows_the_recursion(rule, nodes, momentum, seed):
+    x, grads = random_run(seed, 100, nodes)
+    averaging = jdaso.dasgd(jdaso.axis_exchange("node", nodes), *rule)
+    params, state = simulate(averaging, x, grads, momentum=momentum)
+    expected = golden_family.dasgd(x, golden_family.sgd(grads, LR, momentum), *rule)
+    assert_near(params, expected.params)  # the same float32 arithmetic as in test_daso.py
+    assert (state.plan.period == rule[0]).all()
+    assert (state.plan.delay == rule[1]).all()
+
+
+@few(max_examples=2)
+@given(rules(least_period=3), st.integers(2, 3), st.integers(2, 4), SEEDS)
+def test_fragments_take_turns_and_each_follows_the_recursion(rule, fragments, nodes, seed):
+    x, grads = random_run(seed, 100, nodes)
+    averaging = jdaso.dasgd(jdaso.axis_exchange("node", nodes), *rule, fragments=fragments)
+    params, state = simulate(averaging, x, grads, leaves=6)
+    period, delay, xi = rule
+    expected = golden_family.in_fragments(
+        golden_family.dasgd, x, golden_family.sgd(grads, LR), period, fragments, delay=delay, xi=xi
+    )
+    assert_near(params, expected.params)
+    assert len(state.flights) == fragments
+
+
+@few(max_examples=4)
+@given(
+    delay=st.integers(0, 4),
+    nodes=st.integers(2, 5),
+    node=st.integers(0, 1),
+    step=st.sampled_from([0, 11, 12, 13, 14, 15]),  # an exchange is posted after steps 11, 15
+    seed=SEEDS,
+)
+def test_a_node_that_is_not_finite_takes_the_mean_of_the_others(delay, nodes, node, step, seed):
+    x, grads = random_run(seed, 40, nodes)
+    grads[step, node, 1] = np.inf
+    averaging = jdaso.dasgd(jdaso.axis_exchange("node", nodes), 4, delay, xi=0.5)
+    params, state = simulate(averaging, x, grads)
+    expected = golden_family.dasgd(x, golden_family.sgd(grads, LR), 4, delay, xi=0.5)
+    assert_near(params, expected.params)
+    assert np.isnan(expected.params).any()
+    np.testing.assert_array_equal(state.left_out[-1], expected.left_out)
+    assert state.skipped[-1].sum() == state.skipped[-1][node] == 1
+
+
+@pytest.mark.parametrize("xi", [0.0, 1.0])
+def test_xi_is_the_weight_of_a_node_itself(xi):
+    x, grads = random_run(0, 4, 3)
+    averaging = jdaso.dasgd(jdaso.axis_exchange("node", 3), period=3, delay=1, xi=xi)
+    params, _ = simulate(averaging, x, grads)
+    alone = x + golden_family.sgd(grads, LR).cumsum(axis=0)
+    late = np.broadcast_to(alone[2].mean(axis=0), x.shape)
+    # Four roundings of numbers below 4.
+    np.testing.assert_allclose(params[3], alone[3] if xi else late, atol=4 * 2.0**-23)

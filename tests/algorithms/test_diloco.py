@@ -1,0 +1,90 @@
+"""DiLoCo against its recursion with the outer Nesterov SGD written out."""
+
+import golden_family
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from cluster import LR, assert_near, few, random_run, simulate
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jdaso
+
+SEEDS = st.integers(0, 2**32 - 1)
+NESTEROV = {"lr": 0.7, "momentum": 0.9}  # the default of the library, and of the paper
+# Of every rounding in a mean, the outer optimizer makes lr / (1 - momentum) = 7 in the anchor,
+# which nothing pulls back: in 100 steps NumPy's float32 goes up to 6e-6 of the norm astray.
+STRAYS = 1e-5
+
+
+def anchors(state, params):
+    """The anchor of all fragments, and the engine's state."""
+    del params
+    flights = jdaso.averaging_state(state).flights
+    return jnp.concatenate(jax.tree.leaves([flight.merge.anchor for flight in flights]))
+
+
+def assert_follows(result, expected):
+    params, anchor = result
+    assert (anchor == anchor[:, :1]).all()  # the same on all nodes
+    assert_near(params, expected.params, STRAYS)
+    assert_near(anchor[:, 0], expected.common, STRAYS)
+
+
+@st.composite
+def rules(draw, least_period=1):
+    """Period, delay and mix that fit."""
+    period = draw(st.integers(least_period, 6))
+    delay = draw(st.integers(0, period))
+    mixes = [0.25, 0.5] if delay == period else [0.0, 0.5]
+    return {"period": period, "delay": delay, "mix": draw(st.sampled_from(mixes))}
+
+
+@few(max_examples=5)
+@given(rules(), st.integers(1, 6), st.sampled_from([0.0, 0.9]), SEEDS)
+def test_follows_the_recursion(rule, nodes, momentum, seed):
+    x, grads = random_run(seed, 100, nodes, alike=True)
+    averaging = jdaso.diloco(jdaso.axis_exchange("node", nodes), **rule)
+    result = simulate(averaging, x, grads, momentum=momentum, look=anchors)
+    updates = golden_family.sgd(grads, LR, momentum)
+    assert_follows(result, golden_family.diloco(x, updates, **rule, **NESTEROV))
+
+
+@few(max_examples=2)
+@given(rules(least_period=3), st.integers(2, 3), st.integers(2, 4), SEEDS)
+def test_fragments_take_turns_and_each_has_its_own_anchor(rule, fragments, nodes, seed):
+    x, grads = random_run(seed, 100, nodes, alike=True)
+    averaging = jdaso.diloco(jdaso.axis_exchange("node", nodes), **rule, fragments=fragments)
+    result = simulate(averaging, x, grads, look=anchors, leaves=6)
+    expected = golden_family.in_fragments(
+        golden_family.diloco,
+        x,
+        golden_family.sgd(grads, LR),
+        fragments=fragments,
+        **rule,
+        **NESTEROV,
+    )
+    assert_follows(result, expected)
+
+
+def test_a_node_that_is_not_finite_follows_the_anchor_of_the_others():
+    x, grads = random_run(0, 40, 3, alike=True)
+    grads[14, 1, 0] = np.nan  # posted after step 15, merged after step 17
+    averaging = jdaso.diloco(jdaso.axis_exchange("node", 3), period=4, delay=2, mix=0.5)
+    result = simulate(averaging, x, grads, look=anchors)
+    updates = golden_family.sgd(grads, LR)
+    expected = golden_family.diloco(x, updates, 4, **NESTEROV, delay=2, mix=0.5)
+    assert expected.left_out.tolist() == [0, 1, 0]
+    assert_follows(result, expected)
+
+
+def test_the_outer_optimizer_may_be_any():
+    x, grads = random_run(1, 8, 2, size=8, alike=True)
+    averaging = jdaso.diloco(jdaso.axis_exchange("node", 2), period=8, outer=optax.adam(0.5))
+    params, _ = simulate(averaging, x, grads)
+    # Adam's first step is its learning rate, in the direction of the outer gradient's sign.
+    mean = (x + golden_family.sgd(grads, LR).sum(axis=0)).mean(axis=0)
+    expected = x[0] - 0.5 * np.sign(x[0] - mean)
+    assert np.abs(x[0] - mean).min() > 1e-3  # far above Adam's epsilon of 1e-8
+    np.testing.assert_allclose(params[-1], np.tile(expected, (2, 1)), atol=2e-5)

@@ -1,0 +1,85 @@
+"""EAMSGD against easgd Algorithm 2 in its own variables: x, v and the centre."""
+
+import golden_family
+import jax.numpy as jnp
+import numpy as np
+import optax
+from cluster import LR, assert_near, few, random_run, train
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jdaso
+
+CURVATURE = np.linspace(0.5, 8.0, 60).astype(np.float32)
+
+
+def gradient(y, noise):
+    """Of a quadratic that depends on where it is taken; for NumPy and JAX."""
+    return CURVATURE * y - noise
+
+
+def observed(tx):
+    """x and v of this node, the centre, and the centre with all that is in flight."""
+
+    def look(state, params):
+        _, landed = jdaso.drain(tx, state, params)
+        x, v = jdaso.eamsgd_eval_params(state, params), state.velocity
+        return x[0], v[0], jdaso.easgd_center(state)[0], jdaso.easgd_center(landed)[0]
+
+    return look
+
+
+@few(max_examples=4)
+@given(
+    period=st.integers(1, 6),
+    nodes=st.integers(1, 6),
+    momentum=st.sampled_from([0.5, 0.9]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_follows_algorithm_2(period, nodes, momentum, seed):
+    x, noise = random_run(seed, 100, nodes, alike=True)
+    tx = jdaso.eamsgd(jdaso.axis_exchange("node", nodes), period, LR, momentum, alpha=0.9 / nodes)
+    params, (own, v, _, landed) = train(tx, x, noise, gradient=gradient, look=observed(tx))
+    expected = golden_family.eamsgd(
+        x, lambda t, y: gradient(y, noise[t]), 100, period, 0.9 / nodes, LR, momentum
+    )
+    # The same float32 arithmetic as in test_daso.py, but for x = y - delta v, one rounding each.
+    assert_near(own, expected.params)
+    assert_near(landed[:, 0], expected.common)
+    assert (landed == landed[:, :1]).all()
+    # What is trained is the point at which the next gradient is taken.
+    np.testing.assert_allclose(params, own + momentum * v, rtol=1e-6, atol=1e-6)
+
+
+def test_a_learning_rate_may_be_a_schedule():
+    x, noise = random_run(0, 60, 3, alike=True)
+    schedule = optax.linear_schedule(2 * LR, 0.0, transition_steps=40)
+    tx = jdaso.eamsgd(jdaso.axis_exchange("node", 3), 4, schedule, momentum=0.9)
+    _, (own, _, _, _) = train(tx, x, noise, gradient=gradient, look=observed(tx))
+    rates = 2 * LR * np.maximum(0, 1 - np.arange(60) / 40)
+    expected = golden_family.eamsgd(
+        x, lambda t, y: rates[t] * gradient(y, noise[t]), 60, 4, 0.9 / 12, 1.0, 0.9
+    )
+    assert_near(own, expected.params)
+
+
+def test_a_step_that_is_not_finite_leaves_no_trace_in_v():
+    tx = jdaso.eamsgd(jdaso.single_exchange(), 4, LR, momentum=0.5)
+    params, state = jnp.ones(3), tx.init(jnp.ones(3))
+    updates, state = tx.update(jnp.ones(3), state, params)
+    before = state.velocity
+    updates, state = tx.update(jnp.array([1.0, jnp.nan, 1.0]), state, params + updates)
+    np.testing.assert_array_equal(state.velocity, before)
+    np.testing.assert_array_equal(updates, jnp.zeros(3))
+    assert int(jdaso.averaging_state(state).skipped) == 1
+
+
+def test_integers_stay_as_they_are():
+    tx = jdaso.eamsgd(jdaso.single_exchange(), 1, LR, momentum=0.5)
+    params = {"w": jnp.ones(3), "n": jnp.int32(7)}
+    state = tx.init(params)
+    for _ in range(3):
+        updates, state = tx.update({"w": jnp.ones(3), "n": jnp.int32(0)}, state, params)
+        params = optax.apply_updates(params, updates)
+    assert params["n"] == 7
+    assert jdaso.eamsgd_eval_params(state, params)["n"] == 7

@@ -1,0 +1,111 @@
+"""EASGD against easgd Eq. 5 and 6; the recursion blocks, the library flies a whole period."""
+
+import golden_family
+import jax
+import numpy as np
+import pytest
+from cluster import LR, assert_near, engine_state, few, random_run, simulate
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jdaso
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def looking(averaging):
+    """What the centre is, what it is with all that is in flight, and the engine's state."""
+
+    def look(state, params):
+        _, landed = jdaso.drain(averaging, state, params)
+        centers = [jdaso.easgd_center(s)[0] for s in (state, landed)]
+        return *centers, engine_state(state, params)
+
+    return look
+
+
+def run(averaging, x, grads, momentum=None):
+    params, (center, landed, state) = simulate(
+        averaging, x, grads, momentum=momentum, look=looking(averaging)
+    )
+    for tree in (center, landed):  # the same on all nodes
+        assert (tree == tree[:, :1]).all()
+    return params, center[:, 0], landed[:, 0], state
+
+
+@few(max_examples=6)
+@given(
+    period=st.integers(1, 6),
+    nodes=st.integers(1, 6),
+    beta=st.sampled_from([0.3, 0.9]),
+    momentum=st.sampled_from([0.0, 0.9]),
+    seed=SEEDS,
+)
+def test_flying_a_whole_period_changes_no_number(period, nodes, beta, momentum, seed):
+    x, grads = random_run(seed, 100, nodes, alike=True)
+    averaging = jdaso.easgd(jdaso.axis_exchange("node", nodes), period, alpha=beta / nodes)
+    params, center, landed, state = run(averaging, x, grads, momentum)
+    updates = golden_family.sgd(grads, LR, momentum)
+    expected = golden_family.easgd(x, updates, period, alpha=beta / nodes)
+    # The same float32 arithmetic as in test_daso.py.
+    assert_near(params, expected.params)
+    # What is posted before step t stays in the air until the next communication step.
+    assert state.flights[0].posted[period:].all()
+    assert_near(landed, expected.common)
+    assert_near(center[period:], expected.common[np.arange(100) // period * period - 1][period:])
+
+
+@few(max_examples=3)
+@given(st.integers(0, 3), st.integers(2, 6), SEEDS)
+def test_a_schedule_changes_when_the_sum_arrives_and_no_number(delay, nodes, seed):
+    x, grads = random_run(seed, 100, nodes, alike=True)
+    schedule = jdaso.constant(3, delay)
+    averaging = jdaso.easgd(jdaso.axis_exchange("node", nodes), alpha=0.1, schedule=schedule)
+    params, _, landed, _ = run(averaging, x, grads)
+    expected = golden_family.easgd(x, golden_family.sgd(grads, LR), 3, alpha=0.1)
+    assert_near(params, expected.params)
+    assert_near(landed, expected.common)
+
+
+def test_alpha_is_beta_over_nodes_and_period():
+    x, grads = random_run(0, 40, 5, alike=True)
+    exchange = jdaso.axis_exchange("node", 5)
+    default = simulate(jdaso.easgd(exchange, period=4), x, grads)
+    given = simulate(jdaso.easgd(exchange, period=4, alpha=0.9 / (5 * 4)), x, grads)
+    jax.tree.map(np.testing.assert_array_equal, default, given)
+
+
+@few(max_examples=4)
+@given(
+    delay=st.sampled_from([0, 2, 4, 4]),
+    nodes=st.integers(2, 5),
+    node=st.integers(0, 1),
+    step=st.sampled_from([0, 3, 4, 5, 7, 8, 10]),  # communication is before steps 4, 8, 12
+    seed=SEEDS,
+)
+def test_a_node_that_is_not_finite_takes_the_mean_of_the_others(delay, nodes, node, step, seed):
+    x, grads = random_run(seed, 40, nodes, alike=True)
+    grads[step, node, 1] = np.inf
+    exchange, schedule = jdaso.axis_exchange("node", nodes), jdaso.constant(4, delay)
+    averaging = jdaso.easgd(exchange, alpha=0.9 / (4 * nodes), schedule=schedule)
+    params, _, landed, state = run(averaging, x, grads)
+    updates = golden_family.sgd(grads, LR)
+    expected = golden_family.easgd(x, updates, 4, alpha=0.9 / (4 * nodes), delay=delay)
+    assert_near(params, expected.params)
+    assert_near(landed, expected.common)
+    np.testing.assert_array_equal(state.left_out[-1], expected.left_out)
+    assert state.skipped[-1].sum() == state.skipped[-1][node] == 1
+
+
+def test_the_centre_starts_as_the_parameters():
+    params = {"w": np.arange(3, dtype=np.float32), "n": np.int32(7)}
+    averaging = jdaso.easgd(jdaso.single_exchange(), period=4)
+    center = jdaso.easgd_center(averaging.init(params))
+    jax.tree.map(np.testing.assert_array_equal, center, params)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_centre_of_16_bit_parameters_has_32(dtype):
+    averaging = jdaso.easgd(jdaso.single_exchange(), period=1)
+    center = jdaso.easgd_center(averaging.init(np.ones(3, dtype=jax.numpy.dtype(dtype))))
+    assert center.dtype == np.float32
