@@ -1,8 +1,13 @@
-"""``python -m jdaso topology``: what the library sees of the cluster."""
+"""What one looks at before a training, on the command line.
+
+``python -m jdaso topology`` prints what the library sees of the cluster, ``compare`` trains a small
+network with every algorithm on a virtual one.
+"""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from jdaso.local import use_virtual_devices
 from jdaso.topology import Topology, discover_topology, library, thread_level
@@ -65,7 +70,24 @@ def main() -> None:
     topology = commands.add_parser("topology", help="print nodes, devices and communicators")
     topology.add_argument("--processes-per-node", type=int, default=None)
     topology.add_argument("--devices", type=int, default=0, help="virtual CPU devices to make")
+    compare = commands.add_parser("compare", help="train with every algorithm on a virtual cluster")
+    add = compare.add_argument
+    add("--data", default="digits", help="digits, or a folder with train/ and val/ or test/")
+    add("--nodes", type=int, default=8)
+    add("--epochs", type=int, default=24)
+    add("--batch-size", type=int, default=16, help="images per node and step")
+    add("--learning-rate", type=float, default=0.05, help="the highest one")
+    add("--momentum", type=float, default=0.9)
+    add("--period", type=int, default=4, help="steps between two exchanges")
+    add("--delay", type=int, default=1, help="steps that an exchange flies")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, default=Path("runs/compare"), help="folder for plot.png")
     arguments = parser.parse_args()
+    if arguments.command == "compare":
+        from jdaso import _compare
+
+        _compare.compare(arguments)
+        return
     if arguments.devices:
         use_virtual_devices(arguments.devices)
     found = discover_topology(arguments.processes_per_node)

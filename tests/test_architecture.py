@@ -42,7 +42,8 @@ ROWS = {
     "center": FOUNDATION | LEAVES | {"center", "topology"},
     "algorithms": ENGINE | {"algorithms", "schedules"},
 }
-TOP = {"__init__", "__main__", "checkpoint", "metrics"}  # may import all of them
+# May import all of them, and each other.
+TOP = {"__init__", "__main__", "_compare", "_small_cnn", "checkpoint", "metrics", "study"}
 
 
 def imports(path):
@@ -87,4 +88,10 @@ def test_every_file_belongs_to_a_row():
 
 def test_import_jdaso_imports_no_mpi():
     code = "import sys, jdaso; sys.exit(any(m in sys.modules for m in ('mpi4py', 'mpi4jax')))"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_import_jdaso_imports_nothing_of_the_studies():
+    names = {"sklearn", "matplotlib", "PIL", "jdaso.study"}
+    code = f"import sys, jdaso; sys.exit(bool(sys.modules.keys() & {names}))"
     subprocess.run([sys.executable, "-c", code], check=True)
