@@ -26,8 +26,10 @@ LEAVES = {"schedules", "local", "perf"}
 ROWS = {
     "_wire": set(),
     "_base": set(),
+    "_images": set(),
     "_layout": {"_base"},
     "_leaves": {"_base", "_wire"},
+    "_small_cnn": set(),
     "_state": {"_base"},
     "_fragments": FOUNDATION,
     "_subject": FOUNDATION,
@@ -42,8 +44,8 @@ ROWS = {
     "center": FOUNDATION | LEAVES | {"center", "topology"},
     "algorithms": ENGINE | {"algorithms", "schedules"},
 }
-# May import all of them, and each other.
-TOP = {"__init__", "__main__", "_compare", "_small_cnn", "checkpoint", "metrics", "study"}
+# These may import all of them, and each other.
+TOP = {"__init__", "__main__", "_compare", "checkpoint", "metrics", "study"}
 
 
 def imports(path):
