@@ -1,0 +1,57 @@
+"""The study of period and delay: its schedule, and what it reads out of numbers."""
+
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+import virtual_cluster
+
+import jdaso
+
+
+@pytest.mark.parametrize(("period", "delay"), [(1, 0), (4, 2), (32, 32)])
+def test_numbers_that_are_traced_make_the_plans_of_constant(period, delay):
+    @jax.jit
+    def ours(period, delay, step):
+        return virtual_cluster.fixed(period, delay).plan((), step)[0]
+
+    theirs = jdaso.constant(period, delay)
+    assert virtual_cluster.fixed(period, delay).longest >= theirs.longest
+    for step in range(70):
+        expected = theirs.plan(theirs.init(), step)[0]
+        assert jax.tree.map(int, ours(period, delay, step)) == jax.tree.map(int, expected)
+
+
+def around(means, spread):
+    return {row: mean + spread * np.array([-1.0, 0.5, 0.5]) for row, mean in means.items()}
+
+
+def verdicts(rows):
+    return [line.rpartition(": ")[2] for line in virtual_cluster.findings(rows).splitlines()]
+
+
+def test_the_papers_own_numbers_reproduce_the_paper():
+    paper = virtual_cluster.PAPER
+    assert verdicts(around(paper, 0.0)) == ["reproduced"] * 4
+    opposite = {row: -mean for row, mean in paper.items()}
+    assert verdicts(around(opposite, 0.0)) == ["the opposite was found"] * 4
+
+
+def test_equal_rows_reproduce_nothing():
+    assert (
+        verdicts(around(dict.fromkeys(virtual_cluster.PAPER, 95.0), 1.0)) == ["not reproduced"] * 4
+    )
+
+
+def test_rows_that_differ_by_less_than_the_seeds_do_show_nothing():
+    rng = np.random.default_rng(0)
+    rows = {
+        row: 90 + mean / 100 + rng.normal(0, 5, 4) for row, mean in virtual_cluster.PAPER.items()
+    }
+    assert set(verdicts(rows)) == {"not reproduced"}
