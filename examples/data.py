@@ -16,6 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
+from jdaso import study
+
 SUFFIXES = (".jpg", ".jpeg", ".png")
 DECODERS = 16  # threads; Pillow lets others run while it decodes
 BATCHES_AHEAD = 2
@@ -108,14 +110,7 @@ def _ahead(load: Callable, labels: np.ndarray, indices: np.ndarray) -> Iterator[
 
 def digits() -> Dataset:
     """1797 images of 8x8 pixels; the 360 test images are always the same."""
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
-
-    images, labels = load_digits(return_X_y=True)
-    images = (images * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8, 1)
-    train_x, test_x, train_y, test_y = train_test_split(
-        images, labels.astype(np.int32), test_size=360, stratify=labels, random_state=0
-    )
+    data = study.digits()
 
     def split(images, labels):
         padded = np.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)))
@@ -128,7 +123,8 @@ def digits() -> Dataset:
 
         return Split(labels, load)
 
-    return Dataset(split(train_x, train_y), split(test_x, test_y), num_classes=10, channels=1)
+    train, test = (data.images, data.labels), (data.test_images, data.test_labels)
+    return Dataset(split(*train), split(*test), num_classes=10, channels=1)
 
 
 def folder(root: Path, image_size: int) -> Dataset:
