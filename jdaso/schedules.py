@@ -71,8 +71,12 @@ def by_step(function: Callable[[jax.Array], tuple[Number, Number]]) -> Schedule:
     >>> posts
     [1, 1, 1, 1, 0, 1, 0, 1, 0, 0, 1, 0]
     """
-    looked_at = jnp.array([*range(4096), *(2**k for k in range(12, 31))], jnp.int32)
-    periods, delays = (np.broadcast_to(x, looked_at.shape) for x in jax.vmap(function)(looked_at))
+    # Also where the schedule is made inside jit, as by optax.inject_hyperparams.
+    with jax.ensure_compile_time_eval():
+        looked_at = jnp.array([*range(4096), *(2**k for k in range(12, 31))], jnp.int32)
+        periods, delays = (
+            np.broadcast_to(x, looked_at.shape) for x in jax.vmap(function)(looked_at)
+        )
     for step, period, delay in zip(looked_at.tolist(), periods, delays, strict=True):
         try:
             _check_period_and_delay(period.item(), delay.item())
@@ -119,15 +123,26 @@ def linear(start: tuple[int, int], end: tuple[int, int], steps: int) -> Schedule
     for period, delay in (start, end):
         _check_period_and_delay(period, delay)
 
-    def function(step):
-        share = jnp.clip(step, 0, steps) / steps
-        # A little more than rounding down, so that what is whole stays so in float32.
-        return tuple(
-            jnp.int32(jnp.floor(a + (b - a) * share + 1e-4))
-            for a, b in zip(start, end, strict=True)
-        )
+    lines = [_line(a, b, steps) for a, b in zip(start, end, strict=True)]
+    return by_step(lambda step: (lines[0](step), lines[1](step)))
 
-    return by_step(function)
+
+def _line(start: int, end: int, steps: int) -> Callable[[jax.Array], jax.Array]:
+    """``start + floor((end - start) * step / steps)``, by the steps at which it changes.
+
+    Neither float32 nor a product in int32 is exact for all steps of a long run.
+    """
+    changes = range(1, abs(end - start) + 1)
+    if end > start:
+        turns = [-(-k * steps // len(changes)) for k in changes]
+    else:
+        turns = [(k - 1) * steps // len(changes) + 1 for k in changes]
+    sign = 1 if end > start else -1
+
+    def value(step: jax.Array) -> jax.Array:
+        return start + sign * jnp.searchsorted(jnp.array(turns, jnp.int32), step, side="right")
+
+    return value
 
 
 class CyclingState(NamedTuple):

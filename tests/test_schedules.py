@@ -4,7 +4,10 @@ import golden
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import jdaso
 
@@ -170,3 +173,154 @@ def test_cycling_names_the_argument_that_does_not_fit_and_its_value(bad, message
 def test_constant_names_the_argument_that_does_not_fit_and_its_value(period, delay, message):
     with pytest.raises(ValueError, match=message):
         jdaso.constant(period, delay)
+
+
+def of_table(pairs):
+    """A function of the step from a list of (period, delay), whose last entry stays."""
+    table = np.array(pairs)
+
+    def function(step):
+        return tuple(jnp.asarray(table)[jnp.clip(step, 0, len(table) - 1)])
+
+    return function
+
+
+def simulated(pairs, steps):
+    """Steps at which an exchange is posted, and at which one is merged, in plain Python."""
+    posts, merges, last, due = [], [], -1, None
+    for t in range(steps):
+        period, delay = pairs[min(t, len(pairs) - 1)]
+        post = t - last >= period
+        if due is not None and (t >= due or post):  # one in flight at most
+            merges.append(t)
+            due = None
+        if post:
+            posts.append(t)
+            last, due = t, t + delay
+            if delay == 0:
+                merges.append(t)
+                due = None
+    return posts, merges
+
+
+pairs = st.integers(1, 6).flatmap(lambda period: st.tuples(st.just(period), st.integers(0, period)))
+
+
+@settings(max_examples=10, deadline=None)  # each is compiled anew
+@given(st.lists(pairs, min_size=1, max_size=40))
+def test_by_step_posts_and_merges_as_a_loop_in_python_does(drawn):
+    averaging = jdaso.dasgd(jdaso.single_exchange(), schedule=jdaso.by_step(of_table(drawn)))
+
+    def step(state, _):
+        before = state.exchanges
+        _, state = averaging.update(jnp.zeros(1), state, jnp.zeros(1))
+        return state, (state.exchanges > before, state.merged, state.plan.period)
+
+    _, (posts, merges, periods) = jax.lax.scan(step, averaging.init(jnp.zeros(1)), length=60)
+    expected = simulated(drawn, 60)
+    assert np.flatnonzero(posts).tolist() == expected[0]
+    assert np.flatnonzero(merges).tolist() == sorted(set(expected[1]))
+    assert periods.tolist() == [drawn[min(t, len(drawn) - 1)][0] for t in range(60)]
+
+
+def posted_by(schedule, steps):
+    """Steps after which a schedule with a state posts."""
+
+    def step(state, t):
+        plan, state = schedule.plan(state, t)
+        return state, plan.posts()
+
+    return np.flatnonzero(jax.lax.scan(step, schedule.init(), jnp.arange(steps))[1]).tolist()
+
+
+def test_by_step_of_numbers_is_constant():
+    for period, delay in [(1, 0), (3, 2), (4, 4)]:
+        schedule = jdaso.by_step(lambda step, pair=(period, delay): pair)
+        assert posted_by(schedule, 30) == posted_by(jdaso.constant(period, delay), 30)
+
+
+def test_post_local_sgd():
+    schedule = jdaso.by_step(lambda step: (jnp.where(step < 10, 1, 8), 0))
+    assert posted_by(schedule, 40) == [*range(10), 17, 25, 33]
+    assert schedule.longest == 8
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda step: (0, 0), r"function\(0\): period .*got 0"),
+        (lambda step: (2.5, 0), r"function\(0\): period .*got 2.5"),
+        (lambda step: (4 - step // 10, 0), r"function\(40\): period .*got 0"),
+        (lambda step: (4, step // 100), r"function\(500\): .*delay=5 and period=4"),
+        (lambda step: (4, -(step // 4095)), r"function\(4095\): delay .*got -1"),
+        (lambda step: (4, jnp.where(step < 2**20, 4, 5)), r"function\(1048576\): .*delay=5"),
+    ],
+)
+def test_by_step_names_the_step_at_which_the_function_does_not_fit(function, message):
+    with pytest.raises(ValueError, match=f"by_step: {message}"):
+        jdaso.by_step(function)
+
+
+def test_by_step_clips_where_it_has_not_looked():
+    def at_5000(usual, other):
+        return lambda step: tuple(
+            jnp.where(step == 5000, b, a) for a, b in zip(usual, other, strict=True)
+        )
+
+    for other, clipped in [
+        ((0, 0), (1, 0)),
+        ((-3, 2), (1, 1)),
+        ((4, 9), (4, 4)),
+        ((4, -1), (4, 0)),
+    ]:
+        schedule = jdaso.by_step(at_5000((4, 2), other))
+        plan, _ = schedule.plan(jnp.int32(4998), 5000)
+        assert (int(plan.period), int(plan.delay)) == clipped
+
+
+def test_by_step_may_be_made_inside_jit():
+    """Where optax.inject_hyperparams makes the optimizer anew in every step."""
+
+    @optax.inject_hyperparams
+    def optimizer(learning_rate):
+        schedule = jdaso.linear((1, 0), (4, 2), 8)
+        averaging = jdaso.dasgd(jdaso.single_exchange(), schedule=schedule)
+        return optax.chain(optax.sgd(learning_rate), averaging)
+
+    tx = optimizer(learning_rate=0.1)
+    _, state = jax.jit(tx.update)(jnp.ones(1), tx.init(jnp.ones(1)), jnp.ones(1))
+    assert int(jdaso.averaging_state(state).exchanges) == 1
+
+
+@settings(max_examples=20, deadline=None)
+@given(pairs, pairs, st.integers(1, 3000))
+def test_linear_is_a_straight_line_rounded_down(start, end, steps):
+    schedule = jdaso.linear(start, end, steps)
+    asked = np.unique(np.linspace(0, 1.5 * steps, 200).astype(int))
+    plan, _ = jax.vmap(schedule.plan, (None, 0))(schedule.init(), jnp.asarray(asked))
+    for values, a, b in zip((plan.period, plan.delay), start, end, strict=True):
+        exact = [a + (b - a) * min(t, steps) // steps for t in asked.tolist()]
+        assert values.tolist() == exact
+
+
+def test_linear_is_exact_for_long_periods_and_many_steps():
+    for steps in (10**4, 3 * 10**4, 10**6 + 3):
+        schedule = jdaso.linear((1, 0), (1001, 500), steps)
+        asked = [k * steps // 1000 + i for k in range(1, 1000, 7) for i in (-1, 0, 1, 2)]
+        plan, _ = jax.vmap(schedule.plan, (None, 0))(schedule.init(), jnp.asarray(asked))
+        assert plan.period.tolist() == [1 + 1000 * t // steps for t in asked]
+        assert plan.delay.tolist() == [500 * t // steps for t in asked]
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "steps", "message"),
+    [
+        ((0, 0), (4, 2), 10, "period .*got 0"),
+        ((4, 2), (4, 5), 10, "delay=5 and period=4"),
+        ((1, 0), (4, 2), 0, "steps .*got 0"),
+        ((1, 0), (4, 2), 2.5, "steps .*got 2.5"),
+    ],
+)
+def test_linear_names_the_argument_that_does_not_fit(start, end, steps, message):
+    with pytest.raises(ValueError, match=message):
+        jdaso.linear(start, end, steps)
