@@ -29,6 +29,7 @@ import matplotlib.pyplot as plt
 NODES = 32
 MODEL = study.SmallCNN()
 MOMENTUM = 0.9
+FAILED = 50  # %; chance is 10
 # (B, S): top-1 accuracy in %, 128 GPUs on 32 nodes (daso-journal Table 2).
 PAPER = {
     **{(1, 0): 76.5416, (1, 1): 74.9233},
@@ -155,6 +156,12 @@ def findings(rows: Rows) -> str:
         lines.append(
             f"- {claim}: paper {paper} of {len(pairs)} periods; here {yes}, the opposite in "
             f"{opposite}, no clear difference in {len(pairs) - yes - opposite}: {verdict}"
+        )
+    failed = [row for row, each in rows.items() if each.mean() < FAILED]
+    if failed:
+        lines.append(
+            f"- (B, S) with a mean below {FAILED} %: {', '.join(map(str, failed))}: training of "
+            "some seeds, or all, has failed at this learning rate"
         )
     return "\n".join(lines)
 
