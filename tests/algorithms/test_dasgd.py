@@ -17,7 +17,11 @@ def rules(draw, least_period=1):
     """Period, delay and xi that fit."""
     period = draw(st.integers(least_period, 6))
     delay = draw(st.integers(0, period))
-    return period, delay, draw(st.sampled_from([0.25, 0.7] if delay == period else [0.0, 0.25]))
+    return (
+        period,
+        delay,
+        draw(st.sampled_from(weights)),
+    )
 
 
 @few(max_examples=5)
@@ -57,11 +61,10 @@ def test_fragments_take_turns_and_each_follows_the_recursion(rule, fragments, no
 def test_a_node_that_is_not_finite_takes_the_mean_of_the_others(delay, nodes, node, step, seed):
     x, grads = random_run(seed, 40, nodes)
     grads[step, node, 1] = np.inf
-    averaging = jdaso.dasgd(jdaso.axis_exchange("node", nodes), 4, delay, xi=0.5)
+    averaging = jdaso.dasgd(jdaso.axis_exchange("node", nodes), 4, delay, xi=0.3)
     params, state = simulate(averaging, x, grads)
-    expected = golden_family.dasgd(x, golden_family.sgd(grads, LR), 4, delay, xi=0.5)
+    expected = golden_family.dasgd(x, golden_family.sgd(grads, LR), 4, delay, xi=0.3)
     assert_near(params, expected.params)
-    assert np.isnan(expected.params).any()
     np.testing.assert_array_equal(state.left_out[-1], expected.left_out)
     assert state.skipped[-1].sum() == state.skipped[-1][node] == 1
 
