@@ -17,11 +17,8 @@ def rules(draw, least_period=1):
     """Period, delay and xi that fit."""
     period = draw(st.integers(least_period, 6))
     delay = draw(st.integers(0, period))
-    return (
-        period,
-        delay,
-        draw(st.sampled_from(weights)),
-    )
+    weights = [0.25, 0.7] if delay == period else [0.0, 0.25, 0.7]
+    return period, delay, draw(st.sampled_from(weights))
 
 
 @few(max_examples=5)
