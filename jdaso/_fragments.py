@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 
-from jdaso._base import PyTree
+from jdaso._base import PyTree, Remembering
 from jdaso._leaves import is_float
 
 
@@ -16,7 +16,8 @@ def cut(tree: PyTree, count: int) -> list[list[int]]:
     """The positions of the leaves of each fragment; consecutive floating-point leaves.
 
     Args:
-        tree: arrays; leaves of integers and booleans belong to the first fragment.
+        tree: arrays; leaves of integers and booleans belong to the first fragment, and the
+            memory of a parameter to that of the parameter.
         count: number of fragments, each of which gets at least one floating-point leaf.
 
     Raises:
@@ -25,6 +26,8 @@ def cut(tree: PyTree, count: int) -> list[list[int]]:
     >>> cut([np.ones(6, "f4"), np.ones(2, "f4"), np.ones(3, "f4"), np.ones(1, int)], 2)
     [[0, 3], [1, 2]]
     """
+    if isinstance(tree, Remembering):
+        return _with_memory(cut(tree.params, count), tree)
     leaves = jax.tree.leaves(tree)
     floats = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
     rest = [i for i in range(len(leaves)) if i not in set(floats)]
@@ -42,6 +45,24 @@ def cut(tree: PyTree, count: int) -> list[list[int]]:
     ends.append(len(floats))
     fragments = [floats[a:b] for a, b in itertools.pairwise(ends)]
     return [fragments[0] + rest, *fragments[1:]]
+
+
+def _with_memory(fragments: list[list[int]], tree: Remembering) -> list[list[int]]:
+    """Adds the positions of the memory, of which each tree is like the parameters."""
+    leaves, structure = jax.tree.flatten(tree.params)
+    numbers = jax.tree.unflatten(structure, range(len(leaves)))
+    remembered: list[int] = []  # of which parameters, in the order of the memory's leaves
+    for moments in tree.memory:
+        jax.tree.map(
+            lambda m, i: None if isinstance(m, optax.MaskedNode) else remembered.append(i),
+            moments,
+            numbers,
+            is_leaf=lambda node: isinstance(node, optax.MaskedNode),
+        )
+    return [
+        places + [len(leaves) + k for k, i in enumerate(remembered) if i in places]
+        for places in fragments
+    ]
 
 
 def part(tree: PyTree, positions: list[int]) -> PyTree:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jdaso._base import Leaves, PyTree, Remembering
+from jdaso._base import PyTree, Remembering
 from jdaso._engine import Averaging
 from jdaso._leaves import is_float
 
@@ -76,7 +77,7 @@ def chain(
         updates, new = optimizer.update(updates, old, params, **extra_args)
         if moments == "average":
             before, after = _moments(optimizer, old), _moments(optimizer, new)
-            change = [b - a for a, b in zip(before, after, strict=True)]
+            change = jax.tree.map(jnp.subtract, after, before)
             (updates, change), inner = averaging.update(
                 Remembering(updates, change), inner, Remembering(params, before), **extra_args
             )
@@ -84,13 +85,14 @@ def chain(
             moved = inner.merged | (inner.skipped > state.averaging.skipped)
             after = lax.cond(
                 moved,
-                lambda: [a + c for a, c in zip(before, change, strict=True)],
+                lambda: jax.tree.map(jnp.add, before, change),
                 lambda: after,
             )
             return updates, MemoryState(_replaced(optimizer, new, after), inner)
         updates, inner = averaging.update(updates, inner, params, **extra_args)
         if moments == "reset":
-            new = _renewed_if(inner.merged, optimizer, new, params)
+            now = optax.apply_updates(params, updates)
+            new = _renewed_if(inner.merged, optimizer, new, now)
         return updates, MemoryState(new, inner)
 
     def finish(params, state):
@@ -100,56 +102,69 @@ def chain(
         if moments == "average":
             return merged.params, MemoryState(_replaced(optimizer, old, merged.memory), inner)
         if moments == "reset":
-            old = _renewed_if(flying, optimizer, old, params)
+            old = _renewed_if(flying, optimizer, old, merged)
         return merged, MemoryState(old, inner)
 
     return Averaging(init, update, finish, state_type=MemoryState)
 
 
-def _marks(optimizer: optax.GradientTransformation, state: PyTree) -> PyTree:
-    """The state with True for what has the shape of a parameter, and False for the rest."""
+def _map_moments(
+    function: Callable[[PyTree], Any],
+    optimizer: optax.GradientTransformation,
+    state: PyTree,
+    transform_non_params: Callable[[PyTree], Any] | None = None,
+) -> PyTree:
+    """The state with something else for each of its trees like the parameters."""
     return optax.tree_map_params(
-        optimizer, lambda _: True, state, transform_non_params=lambda _: False
+        optimizer,
+        function,
+        state,
+        transform_non_params=transform_non_params,
+        is_leaf=lambda _: True,
     )
 
 
-def _moments(optimizer: optax.GradientTransformation, state: PyTree) -> Leaves:
-    marks = jax.tree.leaves(_marks(optimizer, state))
-    return [x for x, m in zip(jax.tree.leaves(state), marks, strict=True) if m and is_float(x)]
+def _moments(optimizer: optax.GradientTransformation, state: PyTree) -> list[PyTree]:
+    """Trees like the parameters, with :class:`optax.MaskedNode` for what is not averaged."""
+    found: list[PyTree] = []
+    _map_moments(found.append, optimizer, state)
+    return jax.tree.map(lambda x: x if is_float(x) else optax.MaskedNode(), found)
 
 
-def _replaced(optimizer: optax.GradientTransformation, state: PyTree, moments: Leaves) -> PyTree:
-    leaves, treedef = jax.tree.flatten(state)
-    marks, rest = jax.tree.leaves(_marks(optimizer, state)), iter(moments)
-    return jax.tree.unflatten(
-        treedef,
-        [next(rest) if m and is_float(x) else x for x, m in zip(leaves, marks, strict=True)],
-    )
+def _replaced(
+    optimizer: optax.GradientTransformation, state: PyTree, moments: list[PyTree]
+) -> PyTree:
+    """The state with other moments."""
+    rest = iter(moments)
+
+    def replace(tree: PyTree) -> PyTree:
+        return jax.tree.map(
+            lambda new, old: old if _is_masked(new) else new, next(rest), tree, is_leaf=_is_masked
+        )
+
+    return _map_moments(replace, optimizer, state)
+
+
+def _is_masked(node: PyTree) -> bool:
+    return isinstance(node, optax.MaskedNode)
 
 
 def _renewed_if(condition, optimizer: optax.GradientTransformation, state: PyTree, params: PyTree):
-    renewed = _renewed(state, optimizer.init(params), _marks(optimizer, state))
+    moments = _map_moments(lambda _: True, optimizer, state, lambda _: False)
+    renewed = _renewed(state, optimizer.init(params), moments)
     return lax.cond(condition, lambda: renewed, lambda: state)
 
 
-def _renewed(state: PyTree, fresh: PyTree, marks: PyTree) -> PyTree:
+def _renewed(state: PyTree, fresh: PyTree, moments: PyTree) -> PyTree:
     """Every state that has moments among its fields, fresh; the others as they are."""
+    if moments is True:
+        return fresh
     if isinstance(state, tuple) and hasattr(state, "_fields"):
-        if any(_is_moment(mark) for mark in marks):
+        if any(field is True for field in moments):
             return fresh
-        return type(state)(*map(_renewed, state, fresh, marks))
+        return type(state)(*map(_renewed, state, fresh, moments))
     if isinstance(state, tuple | list):
-        return type(state)(map(_renewed, state, fresh, marks))
+        return type(state)(map(_renewed, state, fresh, moments))
     if isinstance(state, dict):
-        return {key: _renewed(state[key], fresh[key], marks[key]) for key in state}
+        return {key: _renewed(state[key], fresh[key], moments[key]) for key in state}
     return state
-
-
-def _is_moment(mark: PyTree) -> bool:
-    """Whether a field is a tree like the parameters, and not a state that has such fields."""
-
-    def is_state(node):
-        return hasattr(node, "_fields") and not isinstance(node, optax.MaskedNode)
-
-    leaves = jax.tree.leaves(mark, is_leaf=is_state)
-    return bool(leaves) and all(leaf is True for leaf in leaves)

@@ -1,0 +1,250 @@
+"""What becomes of momentum and Adam's moments where parameters are merged."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdaso
+from jdaso._state import the_state
+
+NODES, STEPS, DECAY, XI = 3, 15, 0.9, 0.25
+PERIOD, DELAY = 4, 2
+PARAMS = {"a": jnp.linspace(-1, 1, 6), "b": jnp.linspace(2, 3, 4)}
+EXCHANGE = jdaso.axis_exchange("node", NODES)
+
+
+def gradients():
+    """(steps, nodes, ...)"""
+    rng = np.random.default_rng(0)
+    draw = {name: rng.normal(size=(STEPS, NODES, *x.shape)) for name, x in PARAMS.items()}
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), draw)
+
+
+def at(step, tree):
+    return jax.tree.map(lambda x: x[step], tree)
+
+
+def start(tx):
+    params = jax.tree.map(lambda x: jnp.stack([x] * NODES), PARAMS)
+    return params, jax.vmap(tx.init)(params)
+
+
+def train(tx, steps=STEPS):
+    """Parameters and states of all nodes, before the first step and after every one."""
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    history, grads = [start(tx)], gradients()
+    step = jax.jit(jax.vmap(step, axis_name="node"))
+    for t in range(steps):
+        history.append(step(*history[-1], at(t, grads)))
+    return history
+
+
+def sgd(rate=0.1):
+    return optax.sgd(rate, momentum=DECAY)
+
+
+def dasgd(delay=DELAY, **options):
+    return jdaso.dasgd(EXCHANGE, PERIOD, delay, XI, **options)
+
+
+def momentum(state):
+    """Of the one optimizer state with momentum, {name: (nodes, ...)}."""
+    return optax.tree.get(state.optimizer, "trace")
+
+
+def merges(history):
+    """Steps after which something has been merged."""
+    return [t for t, (_, s) in enumerate(history[1:]) if jdaso.averaging_state(s).merged.all()]
+
+
+def assert_same_bits(actual, expected):
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def assert_close(actual, expected):
+    """Float32 against float64, a dozen steps: a few roundings of numbers near 1."""
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), actual, expected
+    )
+
+
+def test_local_is_an_optax_chain():
+    chained = train(optax.chain(sgd(), dasgd()))
+    local = train(jdaso.chain(sgd(), dasgd()))
+    for (x, state), (y, expected) in zip(local, chained, strict=True):
+        assert_same_bits(x, y)
+        assert_same_bits(tuple(state), expected)
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize(
+    ("averaging", "own"),
+    [
+        (lambda **o: dasgd(**o), XI),
+        (lambda **o: dasgd(delay=0, **o), XI),
+        (lambda **o: jdaso.diloco(EXCHANGE, PERIOD, delay=DELAY, mix=0.5, **o), 0.5),
+        (lambda **o: jdaso.daso(EXCHANGE, jdaso.constant(PERIOD, DELAY), **o), None),
+    ],
+    ids=["dasgd", "dasgd blocking", "diloco", "daso"],
+)
+def test_average_merges_momentum_with_the_weight_of_the_parameters(averaging, own, fragments):
+    """Against NumPy: v <- w v + (1 - w) mean of the posted v, a fragment at a time."""
+    history = train(jdaso.chain(sgd(), averaging(fragments=fragments), moments="average"))
+    delay = int(jdaso.averaging_state(history[-1][1]).plan.delay[0])
+    own = 2 * delay / (2 * delay + NODES) if own is None else own
+    grads = gradients()
+    for k, name in enumerate(PARAMS):
+        turn = (k * PERIOD // 2) if fragments == 2 else 0
+        v, posted = np.zeros((NODES, *PARAMS[name].shape)), {}
+        for t in range(STEPS):
+            v = DECAY * v + np.asarray(grads[name][t], np.float64)
+            if (t + 1 - turn) % PERIOD == 0:
+                posted[t] = v.mean(0)
+            if t - delay in posted:
+                v = own * v + (1 - own) * posted[t - delay]
+            assert_close(momentum(history[t + 1][1])[name], v)
+    assert int(jdaso.averaging_state(history[-1][1]).exchanges[0]) >= 3 * fragments
+
+
+def test_after_a_blocking_mean_all_nodes_have_the_mean_momentum():
+    averaging = jdaso.local_sgd(EXCHANGE, PERIOD)
+    history = train(jdaso.chain(sgd(), averaging, moments="average"))
+    before = train(jdaso.chain(sgd(), averaging))  # the same until the first mean
+    (_, state), (_, local) = history[PERIOD], before[PERIOD]
+    for v, own in zip(*map(jax.tree.leaves, map(momentum, (state, local))), strict=True):
+        assert not (own == own[0]).all()
+        # Reached by adding a difference, which rounds on each node by itself.
+        np.testing.assert_allclose(v, [own.mean(0)] * NODES, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("moments", ["average", "reset"])
+def test_until_the_first_merge_no_bit_differs_from_local(moments):
+    first = PERIOD - 1 + DELAY
+    history = train(jdaso.chain(sgd(), dasgd(), moments), steps=first + 1)
+    local = train(jdaso.chain(sgd(), dasgd()), steps=first + 1)
+    assert merges(history) == merges(local) == [first]
+    for (x, state), (y, expected) in zip(history[:-1], local[:-1], strict=True):
+        assert_same_bits(x, y)
+        assert_same_bits(state.optimizer, expected.optimizer)
+    assert_same_bits(history[-1][0], local[-1][0])  # the parameters' merge is the same
+    assert not (momentum(history[-1][1])["a"] == momentum(local[-1][1])["a"]).any()
+
+
+WRAPPERS = {
+    "plain": lambda optimizer: optimizer,
+    "apply_if_finite": lambda optimizer: optax.apply_if_finite(optimizer, 5),
+    "masked": lambda optimizer: optax.masked(optimizer, {"a": True, "b": False}),
+    "inject_hyperparams": lambda optimizer: optax.inject_hyperparams(
+        lambda scale: optax.chain(optimizer, optax.scale(scale))
+    )(1.0),
+    "in a chain in a chain": lambda optimizer: optax.chain(
+        optax.clip(100.0), optax.chain(optimizer, optax.identity())
+    ),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_reset_starts_adam_anew_and_lets_the_learning_rate_go_on(wrapper):
+    schedule = optax.linear_schedule(0.1, 0.0, 100)
+    optimizer = WRAPPERS[wrapper](
+        optax.chain(optax.scale_by_adam(), optax.scale_by_learning_rate(schedule))
+    )
+    history = train(jdaso.chain(optimizer, dasgd(), moments="reset"))
+    assert merges(history) == [5, 9, 13]
+    age = 0  # steps since Adam began
+    for t, (_, state) in enumerate(history[1:]):
+        age = 0 if t in merges(history) else age + 1
+        adam, rate = (
+            the_state(optax.ScaleByAdamState, state),
+            the_state(optax.ScaleByScheduleState, state),
+        )
+        assert adam.count.tolist() == [age] * NODES
+        assert rate.count.tolist() == [t + 1] * NODES
+        assert all((x != 0).all() == bool(age) for x in jax.tree.leaves((adam.mu, adam.nu)))
+
+
+def test_reset_zeroes_momentum():
+    history = train(jdaso.chain(sgd(), dasgd(), moments="reset"))
+    for t, (_, state) in enumerate(history[1:]):
+        assert all((v == 0).all() == (t in merges(history)) for v in momentum(state).values())
+
+
+class Model(NamedTuple):
+    """Parameters may be of a type that looks like an optimizer's state."""
+
+    a: jax.Array
+    b: jax.Array
+
+
+def test_reset_of_parameters_that_are_a_named_tuple():
+    averaging = jdaso.local_sgd(jdaso.single_exchange(), 2)
+    tx = jdaso.chain(optax.scale_by_adam(), averaging, moments="reset")
+    params = Model(**PARAMS)
+    state, counts = tx.init(params), []
+    for _ in range(4):
+        _, state = tx.update(params, state, params)
+        counts.append(int(state.optimizer.count))
+    assert counts == [1, 0, 1, 0]
+    assert type(state.optimizer.mu) is Model
+
+
+def test_reset_starts_from_the_merged_parameters():
+    """As Lookahead and schedule-free optimizers do, which remember parameters."""
+    remember = optax.GradientTransformation(optax.TraceState, lambda u, s, p: (u, s))
+    tx = jdaso.chain(optax.chain(sgd(), remember), dasgd(), moments="reset")
+    history = train(tx)
+    for t in range(STEPS):
+        began = max((m + 1 for m in merges(history) if m <= t), default=0)
+        assert_same_bits(history[t + 1][1].optimizer[1].trace, history[began][0])
+
+
+@pytest.mark.parametrize("moments", ["local", "average", "reset"])
+def test_drain_treats_moments_as_a_merge_does(moments):
+    tx = jdaso.chain(sgd(), dasgd(), moments)
+    before, (params, state) = train(tx, steps=PERIOD + 1)[-2:]
+    assert jdaso.averaging_state(state).flights[0].posted.all()
+    drain = jax.vmap(lambda p, s: jdaso.drain(tx, s, p), axis_name="node")
+    drained, after = drain(params, state)
+    assert not jdaso.averaging_state(after).flights[0].posted.any()
+    posted = before[0]  # after step PERIOD - 1, one step old now
+    for name in PARAMS:
+        expected = XI * params[name] + (1 - XI) * posted[name].mean(0)
+        assert_close(drained[name], expected)
+        v = momentum(state)[name]
+        mixed = XI * v + (1 - XI) * momentum(before[1])[name].mean(0)
+        assert_close(momentum(after)[name], {"local": v, "average": mixed, "reset": 0 * v}[moments])
+    again, same = drain(drained, after)
+    assert_same_bits((again, same), (drained, after))
+
+
+def test_drain_with_nothing_in_flight_resets_nothing():
+    tx = jdaso.chain(sgd(), dasgd(), "reset")
+    params, state = train(tx, steps=2)[-1]
+    drain = jax.vmap(lambda p, s: jdaso.drain(tx, s, p), axis_name="node")
+    assert_same_bits(drain(params, state), (params, state))
+    assert all((v != 0).all() for v in momentum(state).values())
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="one of local, average, reset, got 'mean'"):
+        jdaso.chain(sgd(), dasgd(), moments="mean")
+    for averaging in (
+        jdaso.easgd(EXCHANGE, PERIOD),
+        jdaso.eamsgd(EXCHANGE, PERIOD, 0.1, 0.9),
+        jdaso.allreduce_gradients(EXCHANGE),
+    ):
+        tx = jdaso.chain(sgd(), averaging, moments="average")
+        with pytest.raises(ValueError, match=r"(easgd|eamsgd|allreduce.*): moments are each node"):
+            tx.init(PARAMS)
+    tx = jdaso.chain(sgd(), dasgd(fragments=2), moments="reset")
+    with pytest.raises(ValueError, match="moments='reset' needs fragments=1, got 2"):
+        tx.init(PARAMS)
