@@ -3,6 +3,9 @@
 import pytest
 from launch import mpiexec, passes
 
+# Programs that compile in half the time; rounding differs less, if at all.
+QUICK = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+
 
 @pytest.mark.parametrize("processes", [2, 3])
 def test_mpi_equals_virtual_cluster(processes):
@@ -19,6 +22,16 @@ def test_one_process_per_device_equals_virtual_cluster():
 
 def test_chunks_smaller_than_a_leaf_change_nothing():
     passes(mpiexec(3, "parity.py", "--chunk-bytes", 16))
+
+
+def test_every_algorithm_over_mpi_equals_virtual_cluster():
+    passes(mpiexec(2, "parity.py", "--algorithms", "all", **QUICK))
+
+
+def test_many_fragments_in_flight_at_once_do_not_meet():
+    """Of two devices per node, so that they take turns on two communicators, in small chunks."""
+    options = ("--devices", 2, "--chunk-bytes", 16, "--dtypes", "float32", "float64")
+    passes(mpiexec(3, "parity.py", "--algorithms", "all in flight", *options, **QUICK))
 
 
 def test_mixed_dtypes_cross_in_one_tree():
@@ -41,8 +54,8 @@ def test_mpi4jax_equals_mpi_bit_for_bit_at_delay_0():
     passes(mpiexec(3, "mpi4jax_equals_mpi.py"))
 
 
-def test_mesh_equals_virtual_cluster():
-    passes(mpiexec(1, "mesh.py"))
+def test_mesh_equals_virtual_cluster_for_every_algorithm():
+    passes(mpiexec(1, "mesh.py", **QUICK))
 
 
 def test_update_inside_shard_map_equals_update_outside():

@@ -31,9 +31,25 @@ def loss(node, step):
     return jnp.float32(max(1.0, 5.0 - 0.2 * step) + 0.01 * node)
 
 
+SGD = optax.sgd(0.1, momentum=0.9)
+
+
 def daso(exchange, schedule, **options):
-    """The optimizer under test."""
-    return optax.chain(optax.sgd(0.1, momentum=0.9), jdaso.daso(exchange, schedule, **options))
+    """DASO as a whole optimizer."""
+    return optax.chain(SGD, jdaso.daso(exchange, schedule, **options))
+
+
+# name -> exchange -> a whole optimizer; it needs no more than the three leaves of first_params.
+ALGORITHMS = {
+    "dasgd": lambda x: optax.chain(SGD, jdaso.dasgd(x, 4, 3)),
+    "dasgd fragments": lambda x: optax.chain(SGD, jdaso.dasgd(x, 4, 4, fragments=3)),
+    "local_sgd": lambda x: optax.chain(SGD, jdaso.local_sgd(x, 4)),
+    "easgd": lambda x: optax.chain(SGD, jdaso.easgd(x, 4)),
+    "eamsgd": lambda x: jdaso.eamsgd(x, 4, learning_rate=0.1, momentum=0.9),
+    "diloco": lambda x: optax.chain(SGD, jdaso.diloco(x, 5, delay=3, mix=0.5, fragments=2)),
+    "allreduce_gradients": lambda x: optax.chain(jdaso.allreduce_gradients(x, "float32"), SGD),
+    "moments average": lambda x: jdaso.chain(SGD, jdaso.dasgd(x, 4, 3), moments="average"),
+}
 
 
 def make_step(tx):
@@ -46,11 +62,11 @@ def make_step(tx):
     return step
 
 
-def run_on_axis(num_nodes, steps, schedule, params, **options):
+def run_on_axis(num_nodes, steps, build, params):
     """The same run as a virtual cluster; leaves have a leading axis of nodes."""
-    tx = daso(jdaso.axis_exchange("node", num_nodes), schedule, **options)
+    tx = build(jdaso.axis_exchange("node", num_nodes))
     params = jax.tree.map(lambda x: jnp.stack([x] * num_nodes), params)
-    state = jax.vmap(tx.init)(params)
+    state = jax.jit(jax.vmap(tx.init))(params)
     step = jax.jit(jax.vmap(make_step(tx), axis_name="node"))
     for t in range(steps):
         grads = [

@@ -23,7 +23,9 @@ def run(exchange, schedule, steps):
     for t in range(steps):
         grads = gradients(params, topology.node, t)
         params, state = step(params, state, grads, loss(topology.node, t))
-    expected, _ = run_on_axis(topology.num_nodes, steps, schedule, first_params())
+    expected, _ = run_on_axis(
+        topology.num_nodes, steps, lambda exchange: daso(exchange, schedule), first_params()
+    )
     assert_close(params, jax.tree.map(lambda x: x[topology.node], expected))
     return params, state
 

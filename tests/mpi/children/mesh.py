@@ -1,11 +1,20 @@
-"""On a mesh whose axis is the nodes, DASO gives what it gives on a virtual cluster."""
+"""On a mesh whose axis is the nodes, algorithms give what they give on a virtual cluster."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 import pytest
-from common import assert_close, daso, first_params, gradients, loss, make_step, run_on_axis
+from common import (
+    ALGORITHMS,
+    assert_close,
+    daso,
+    first_params,
+    gradients,
+    loss,
+    make_step,
+    run_on_axis,
+)
 from jax.sharding import PartitionSpec as P
 
 import jdaso
@@ -13,8 +22,6 @@ import jdaso
 NODES, STEPS = 4, 30
 jdaso.use_virtual_devices(NODES)
 mesh = jax.make_mesh((NODES,), ("node",), axis_types=(jax.sharding.AxisType.Auto,))
-schedule = jdaso.cycling(period=4, delay=3, warmup=3, cooldown=3, total=STEPS, epoch=6, patience=0)
-tx = daso(jdaso.axis_exchange("node", NODES), schedule)
 first = first_params()
 
 
@@ -30,17 +37,31 @@ def one_node(function, check_vma=False):
     )
 
 
-params = jax.tree.map(lambda x: jnp.stack([x] * NODES), first)
-state = jax.jit(one_node(tx.init))(params)
-step = functools.partial(jax.jit, donate_argnums=(0, 1))(one_node(make_step(tx)))
-for t in range(STEPS):
+def inputs(t):
     grads = [gradients(first, node, t) for node in range(NODES)]
-    grads = jax.tree.map(lambda *leaves: jnp.stack(leaves), *grads)
     losses = jnp.stack([loss(node, t) for node in range(NODES)])
-    params, state = step(params, state, grads, losses)
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *grads), losses
 
-expected, _ = run_on_axis(NODES, STEPS, schedule, first)
-assert_close(params, expected)
 
+def phases(exchange):
+    schedule = jdaso.cycling(
+        period=4, delay=3, warmup=3, cooldown=3, total=STEPS, epoch=6, patience=0
+    )
+    return daso(exchange, schedule)
+
+
+for build, steps in {phases: STEPS, **dict.fromkeys(ALGORITHMS.values(), 12)}.items():
+    tx = build(jdaso.axis_exchange("node", NODES))
+    params = jax.tree.map(lambda x: jnp.stack([x] * NODES), first)
+    state = jax.jit(one_node(tx.init))(params)
+    step = functools.partial(jax.jit, donate_argnums=(0, 1))(one_node(make_step(tx)))
+    for t in range(steps):
+        params, state = step(params, state, *inputs(t))
+    expected, expected_state = run_on_axis(NODES, steps, build, first)
+    assert_close(params, expected)
+    exchanges = [jdaso.averaging_state(s).exchanges.tolist() for s in (state, expected_state)]
+    assert exchanges[0] == exchanges[1] > [0] * NODES
+
+tx = phases(jdaso.axis_exchange("node", NODES))
 with pytest.raises(ValueError, match="check_vma=False"):
-    one_node(make_step(tx), check_vma=True)(params, state, grads, losses)
+    one_node(make_step(tx), check_vma=True)(params, jax.jit(one_node(tx.init))(params), *inputs(0))
