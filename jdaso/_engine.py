@@ -36,15 +36,18 @@ class Averaging(optax.GradientTransformationExtraArgs):
     Attributes:
         finish: ``(params, state) -> (params, state)``, merges what is in flight with its age.
         state_type: the type of the state that ``finish`` takes.
+        moves_moments: whether :func:`jdaso.chain` may send the optimizer's moments along.
     """
 
     finish: Callable[[PyTree, Any], tuple[PyTree, Any]]
     state_type: type
+    moves_moments: bool
 
-    def __new__(cls, init, update, finish, state_type=AveragingState):
+    def __new__(cls, init, update, finish, state_type=AveragingState, moves_moments=False):
         self = super().__new__(cls, init, update)
         self.finish = finish
         self.state_type = state_type
+        self.moves_moments = moves_moments
         return self
 
 
@@ -105,8 +108,6 @@ def averaging(
     def init(params: PyTree) -> AveragingState:
         if jax.tree.leaves(params) and not float_leaves(params):
             raise ValueError(f"{name}: params hold no floating-point leaf, nothing to average.")
-        if isinstance(params, Remembering) and merge.own_weight is None:
-            raise ValueError(f"{name}: moments are each node's own, use moments='local'.")
         zero, no, yes = jnp.zeros((), jnp.int32), jnp.zeros((), bool), jnp.ones((), bool)
         at_start = schedule.init()
 
@@ -215,7 +216,7 @@ def averaging(
             flights.append(flight)
         return jax.tree.unflatten(treedef, xs), state._replace(flights=tuple(flights))
 
-    return Averaging(init, update, finish)
+    return Averaging(init, update, finish, moves_moments=merge.own_weight is not None)
 
 
 def _float_places(tree: PyTree, fragments: int) -> list[list[int]]:

@@ -45,9 +45,9 @@ def chain(
         An optax transformation, which :func:`jdaso.drain` takes in the place of ``averaging``.
 
     Raises:
-        ValueError: for another word; in ``init`` for ``average`` where moments cannot be
-            (EASGD, gradients), and for ``reset`` with several fragments, of which each would
-            reset the moments of all.
+        ValueError: for another word, and for any but ``local`` with EASGD and gradients; in
+            ``init`` for ``reset`` with several fragments, of which each would reset the moments
+            of all.
 
     >>> import jdaso, optax
     >>> averaging = jdaso.local_sgd(jdaso.single_exchange(), period=8)
@@ -55,6 +55,11 @@ def chain(
     """
     if moments not in MOMENTS:
         raise ValueError(f"moments must be one of {', '.join(MOMENTS)}, got {moments!r}.")
+    if moments != "local" and not averaging.moves_moments:
+        raise ValueError(
+            f"moments must be 'local' with this algorithm, got {moments!r}: where no mean replaces "
+            "a node's parameters, the moments stay its own."
+        )
     optimizer = optax.with_extra_args_support(optimizer)
 
     def with_memory(params: PyTree, state: PyTree) -> PyTree:

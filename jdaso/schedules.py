@@ -85,7 +85,8 @@ def by_step(function: Callable[[jax.Array], tuple[Number, Number]]) -> Schedule:
 
     def plan(last, step):
         step = jnp.asarray(step, jnp.int32)
-        period, delay = (jnp.asarray(x, jnp.int32) for x in function(step))
+        # What is exchanged before the update of step 0 has a step of -1, and is not posted.
+        period, delay = (jnp.asarray(x, jnp.int32) for x in function(jnp.maximum(step, 0)))
         period = jnp.maximum(period, 1)
         # Never more than a period has passed, but where it has just become shorter.
         clock = jnp.minimum(step - last, period)

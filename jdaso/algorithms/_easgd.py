@@ -48,7 +48,7 @@ def easgd(
         alpha: moving rate; None: ``beta / (P period)`` (footnote 8).
         beta: moving rate of the centre per period, used where alpha is None.
         schedule: instead of the period; needs ``alpha``. Its delay changes when training waits
-            for the sum, and no number.
+            for the sum and, as long as all nodes are finite, no number.
         wire: dtype that crosses the network, never one wider than a leaf itself. None: that of
             the exchange, or float32.
         nonfinite: ``skip`` or ``raise``, as in :func:`jdaso.daso`.

@@ -68,6 +68,7 @@ class Courier:
         )
         self._lock = threading.Condition()
         self._flights: dict[int, Flight] = {}
+        self._highest = UNCOUNTED
         self._taken: dict[int, int] = {}
         self._last: dict[int, Request] = {}
         self._spare: dict[tuple[tuple[int, ...], ...], list[Staging]] = {}
@@ -87,13 +88,16 @@ class Courier:
     ) -> None:
         """Copies the leaves and lets them fly."""
         with self._lock:
-            if number in self._flights:
+            if number in self._flights or UNCOUNTED < number <= self._highest:
                 raise JdasoError(
                     f"{_called(number)} was posted twice in {self._name}: one optimizer state "
-                    "was stepped twice, two states share this exchange, or tx.update ran once per "
+                    "was stepped twice (as optax.MultiSteps does: accumulate gradients in the "
+                    "training step), two states share this exchange, or tx.update ran once per "
                     "device. Step each state once, make an mpi_exchange for each, and call "
-                    "tx.update outside shard_map, or inside one over the axis 'local'."
+                    "tx.update outside shard_map, or inside one over the axis 'local'. To go back "
+                    "to an earlier state, call tx.init first."
                 )
+            self._highest = max(self._highest, number)
             staging = Staging(specs) if number == UNCOUNTED else self._memory(specs)
             staging.put(leaves if header[0] > 0 else [np.zeros((), leaf.dtype) for leaf in leaves])
             line = UNCOUNTED if number == UNCOUNTED else number % len(self._channels)
@@ -146,7 +150,8 @@ class Courier:
         return copies
 
     def compare(self, outline: Sequence[str]) -> None:
-        """Raises, on every node, if the nodes' trees are not alike."""
+        """Raises, on every node, if the nodes' trees are not alike; numbers may start anew."""
+        self._highest = UNCOUNTED
         digest = hashlib.sha256("\n".join(outline).encode()).digest()
         describe = self._topology.describe
         operation = operations.compare(self._world, outline, digest, describe)

@@ -103,6 +103,8 @@ def mpi_exchange(
             )
         carrier = jnp.maximum(number, 0) % local_devices
         ticket = lax.cond(device == carrier, call, lambda ticket: ticket, ticket)
+        # The next one may be carried by another device, which has to wait for this.
+        ticket = lax.pmax(ticket, LOCAL_AXIS)
         return ticket, following(ticket)
 
     def finish(ticket, number, like: Leaves):

@@ -19,6 +19,8 @@ ERRORS = {
     "exception": ["ZeroDivisionError", "rank 1", "ending all processes"],
     "exit in flight alone": ["exit with an exchange in flight", "rank 1", "without taking part"],
     "stepped twice": ["exchange 0 was posted twice", "rank"],
+    "multi steps": ["exchange 0 was posted twice", "MultiSteps", "in the training step"],
+    "stepped back": ["exchange 2 was posted twice", "call tx.init first"],
     "restored in flight": ["exchange 0 is not in flight", "drain"],
     "not finite, raise": ["updates or parameters are not finite at step 0"],
     "thread level": ["thread level SINGLE", "MPI_THREAD_MULTIPLE"],

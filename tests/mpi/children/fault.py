@@ -77,6 +77,19 @@ elif case == "stepped twice":
     params, state, step = train(2, jdaso.constant(3, 2))
     step(params, state)
     jax.block_until_ready(step(params, state))
+elif case == "multi steps":
+    # optax.MultiSteps steps the optimizer at every micro-batch and keeps one result of k.
+    tx = optax.MultiSteps(jdaso.local_sgd(exchange, 1), every_k_schedule=2)
+    params = jnp.ones(3)
+    update = jax.jit(tx.update)
+    state = tx.init(params)
+    for _ in range(2):
+        _, state = jax.block_until_ready(update(jnp.ones(3), state, params))
+elif case == "stepped back":
+    _, old, step = train(2, jdaso.constant(1))
+    params, state, step = train(3, jdaso.constant(1))  # tx.init: numbers start anew
+    step(params, old)
+    jax.block_until_ready(step(params, old))
 elif case == "restored in flight":
     params, state, step = train(3, jdaso.constant(3, 2))
     old = jax.tree.map(np.asarray, (params, state))
