@@ -54,7 +54,12 @@ def add_arguments(add: Callable) -> None:
 
 
 def complete(args: argparse.Namespace) -> None:
-    """Fills in defaults; refuses options that would have no effect."""
+    """Fills in defaults; refuses options that do not fit, or would have no effect."""
+    if not 0 <= args.warmup_epochs < args.epochs:
+        raise SystemExit(
+            f"--warmup-epochs must be in [0, {args.epochs}), got {args.warmup_epochs}: there are "
+            f"{args.epochs} epochs in all."
+        )
     for name in ("own_weight", *DEFAULTS):
         if getattr(args, name) is None:
             setattr(args, name, DEFAULTS.get(name))
@@ -80,7 +85,7 @@ def create(
     def mean(params, opt_state):
         return params
 
-    def center(params, opt_state):
+    def center(params, opt_state):  # without the sum in flight, which is a period old at most
         centers = jdaso.easgd_center(opt_state)
         return jax.tree.map(lambda x, c: c.astype(x.dtype), params, centers)
 

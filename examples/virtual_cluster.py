@@ -52,7 +52,7 @@ def fixed(period: jax.Array, delay: jax.Array) -> jdaso.Schedule:
         no = jnp.bool_(False)
         return jdaso.Plan(1, period, delay, step + 1, flush=no, blocking=no, epoch_end=no), state
 
-    return jdaso.Schedule(lambda: (), plan, lambda state, loss: state, longest=max(PERIODS))
+    return jdaso.Schedule(lambda: (), plan, lambda state, loss: state, max(PERIODS), True)
 
 
 @functools.partial(jax.jit, static_argnames="learning_rate")
@@ -94,6 +94,10 @@ def sweep(args: argparse.Namespace) -> Rows:
         )
         for seed in range(args.seeds)
     ]
+    if len(seeds[0][1]) < 2 * max(PERIODS):
+        raise SystemExit(
+            f"--epochs: {len(seeds[0][1])} steps are too few for a period of {max(PERIODS)}."
+        )
     print(
         f"{NODES} nodes, {args.batch_size} images per node and step, {len(seeds[0][1])} steps, "
         f"learning rate {args.learning_rate}, momentum {MOMENTUM}, {args.seeds} seeds\n"
@@ -201,6 +205,8 @@ def main() -> None:
     add("--seeds", type=int, default=4)
     add("--out", type=Path, default=Path("runs/virtual_cluster"), help="folder for plot.png")
     args = parser.parse_args()
+    if args.seeds < 2:
+        parser.error("--seeds must be at least 2: without a standard error nothing is compared.")
     rows = sweep(args)
     print(f"\n{findings(rows)}\n\n{plot(rows, args.out)}")
 

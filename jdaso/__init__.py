@@ -13,6 +13,10 @@ from jdaso._engine import averaging as averaging
 from jdaso._memory import chain as chain
 from jdaso._state import AveragingState as AveragingState
 from jdaso._state import averaging_state as averaging_state
+from jdaso._subject import AFTER as AFTER
+from jdaso._subject import BEFORE as BEFORE
+from jdaso._subject import GRADIENTS as GRADIENTS
+from jdaso._subject import Subject as Subject
 from jdaso.algorithms._allreduce_gradients import allreduce_gradients as allreduce_gradients
 from jdaso.algorithms._dasgd import dasgd as dasgd
 from jdaso.algorithms._daso import daso as daso
@@ -39,6 +43,9 @@ from jdaso.topology import Topology as Topology
 from jdaso.topology import discover_topology as discover_topology
 
 __all__ = [
+    "AFTER",
+    "BEFORE",
+    "GRADIENTS",
     "PHASES",
     "Arrival",
     "AveragingState",
@@ -47,6 +54,7 @@ __all__ = [
     "Merge",
     "Plan",
     "Schedule",
+    "Subject",
     "Topology",
     "allreduce_gradients",
     "averaging",

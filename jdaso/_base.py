@@ -59,13 +59,15 @@ class Schedule(NamedTuple):
         observe: ``(state, loss) -> state``, called at the end of an epoch, unless its plan says
             ``blocking``, with the mean loss of that epoch over all nodes (float32 scalar), the
             same number on every node.
-        longest: the longest period that it starts with, in steps.
+        longest: the longest period, in steps.
+        delay_fills_period: whether an exchange may fly for as long as a whole period.
     """
 
     init: Callable[[], PyTree]
     plan: Callable[[PyTree, jax.Array], tuple[Plan, PyTree]]
     observe: Callable[[PyTree, jax.Array], PyTree]
     longest: int
+    delay_fills_period: bool
 
 
 def nothing_to_report() -> dict[str, float]:

@@ -93,7 +93,13 @@ def communication(
             sound=sound,
             exchange=sent,
         )
-        return [*merge.depart(leaves[:own], flight.merge), *leaves[own:]], flight, following
+        # Who is not in the sum is not moved by having posted either.
+        mine = leaves[:own]
+        departed = [
+            jnp.where(sound, new, old)
+            for new, old in zip(merge.depart(mine, flight.merge), mine, strict=True)
+        ]
+        return [*departed, *leaves[own:]], flight, following
 
     def receive(leaves: Leaves, own: int, flight: Flight):
         total, header, exchange_state = exchange.finish(flight.exchange, flight.number, leaves)

@@ -6,7 +6,8 @@ import jax
 
 from jdaso._base import PyTree
 from jdaso._engine import Averaging
-from jdaso._state import the_state
+from jdaso._memory import MemoryState
+from jdaso._state import AveragingState, the_state
 
 
 def drain(transformation: Averaging, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
@@ -15,8 +16,8 @@ def drain(transformation: Averaging, opt_state: PyTree, params: PyTree) -> tuple
     For the end of training under a schedule that does not know it, and before a checkpoint.
 
     Args:
-        transformation: what ``jdaso.daso(...)`` (or a relative) returned, also if it is one
-            member of an ``optax.chain``.
+        transformation: what ``jdaso.daso(...)`` (or a relative) or ``jdaso.chain(...)``
+            returned; if it is one member of an ``optax.chain``, the member.
         opt_state: the whole optimizer's state.
         params: the node's parameters.
 
@@ -24,7 +25,8 @@ def drain(transformation: Averaging, opt_state: PyTree, params: PyTree) -> tuple
         ``(params, opt_state)`` with nothing in flight.
 
     Raises:
-        ValueError: if ``opt_state`` does not hold exactly one state of the transformation.
+        ValueError: if the transformation is something else, or ``opt_state`` does not hold
+            exactly one state of it.
 
     >>> import jax.numpy as jnp, jdaso, optax
     >>> averaging = jdaso.daso(jdaso.single_exchange(), jdaso.constant(period=4, delay=2))
@@ -32,6 +34,13 @@ def drain(transformation: Averaging, opt_state: PyTree, params: PyTree) -> tuple
     >>> params = {"w": jnp.ones(3)}
     >>> params, state = jdaso.drain(averaging, tx.init(params), params)
     """
+    if not isinstance(transformation, Averaging):
+        raise ValueError(
+            "drain needs what jdaso.daso(...) or a relative, or jdaso.chain(...), returned, not "
+            "an optax.chain around it: give it a name before you chain it."
+        )
+    if transformation.state_type is AveragingState and _states_of_chains(opt_state):
+        raise ValueError("opt_state is that of a jdaso.chain: drain the chain, not its member.")
     params, state = transformation.finish(params, the_state(transformation.state_type, opt_state))
 
     def is_state(node):
@@ -40,3 +49,10 @@ def drain(transformation: Averaging, opt_state: PyTree, params: PyTree) -> tuple
     return params, jax.tree.map(
         lambda node: state if is_state(node) else node, opt_state, is_leaf=is_state
     )
+
+
+def _states_of_chains(opt_state: PyTree) -> list[MemoryState]:
+    def is_one(node):
+        return isinstance(node, MemoryState)
+
+    return [node for node in jax.tree.leaves(opt_state, is_leaf=is_one) if is_one(node)]

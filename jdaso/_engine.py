@@ -14,6 +14,7 @@ On all other steps the updates pass untouched.
 from __future__ import annotations
 
 import functools
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -88,10 +89,12 @@ def averaging(
     """
     if nonfinite not in ("skip", "raise"):
         raise ValueError(f"nonfinite must be 'skip' or 'raise', got {nonfinite!r}.")
-    if not 1 <= fragments <= schedule.longest:
+    check_schedule(name, schedule)
+    whole = isinstance(fragments, numbers.Integral) and not isinstance(fragments, bool)
+    if not whole or not 1 <= fragments <= schedule.longest:
         raise ValueError(
-            f"fragments must be in [1, {schedule.longest}], got {fragments}: there is one step "
-            "of a period for each."
+            f"fragments must be a whole number in [1, {schedule.longest}], got {fragments!r}: "
+            "there is one step of a period for each."
         )
 
     def check(finite: jax.Array, step: jax.Array) -> jax.Array:
@@ -217,6 +220,14 @@ def averaging(
         return jax.tree.unflatten(treedef, xs), state._replace(flights=tuple(flights))
 
     return Averaging(init, update, finish, moves_moments=merge.own_weight is not None)
+
+
+def check_schedule(name: str, schedule: Any) -> None:
+    """Raises ValueError for what is no schedule."""
+    if not isinstance(schedule, Schedule):
+        raise ValueError(
+            f"{name}: schedule must be one, such as jdaso.constant(4, 2), got {schedule!r}."
+        )
 
 
 def _float_places(tree: PyTree, fragments: int) -> list[list[int]]:

@@ -13,6 +13,7 @@ from jax import lax
 from jdaso._base import PyTree, Remembering
 from jdaso._engine import Averaging
 from jdaso._leaves import is_float
+from jdaso._state import AveragingState
 
 MOMENTS = ("local", "average", "reset")
 
@@ -53,6 +54,11 @@ def chain(
     >>> averaging = jdaso.local_sgd(jdaso.single_exchange(), period=8)
     >>> tx = jdaso.chain(optax.sgd(0.1, momentum=0.9), averaging, moments="average")
     """
+    if not isinstance(averaging, Averaging) or averaging.state_type is not AveragingState:
+        raise ValueError(
+            "averaging must be what jdaso.daso(...) or a relative returned, and no chain; eamsgd "
+            f"is a whole optimizer, which needs none before it. Got {averaging!r}."
+        )
     if moments not in MOMENTS:
         raise ValueError(f"moments must be one of {', '.join(MOMENTS)}, got {moments!r}.")
     if moments != "local" and not averaging.moves_moments:
@@ -156,8 +162,9 @@ def _is_masked(node: PyTree) -> bool:
 
 def _renewed_if(condition, optimizer: optax.GradientTransformation, state: PyTree, params: PyTree):
     moments = _map_moments(lambda _: True, optimizer, state, lambda _: False)
-    renewed = _renewed(state, optimizer.init(params), moments)
-    return lax.cond(condition, lambda: renewed, lambda: state)
+    return lax.cond(
+        condition, lambda: _renewed(state, optimizer.init(params), moments), lambda: state
+    )
 
 
 def _renewed(state: PyTree, fresh: PyTree, moments: PyTree) -> PyTree:

@@ -38,7 +38,7 @@ class AveragingState(NamedTuple):
         exchanges: int32, exchanges posted so far; the number of the next one.
         skipped: int32, steps of this node that were skipped: their updates were not finite.
         left_out: int32, exchanges to which this node did not contribute, as it was not sound.
-        merged: bool, whether something was merged at the last step.
+        merged: bool, whether an exchange ended at the last step.
         plan: what the schedule asked for at the last step.
         losses: float32[2], sum and number of the losses seen in this epoch.
         schedule: the schedule's own state.

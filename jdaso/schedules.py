@@ -42,14 +42,14 @@ def constant(period: int, delay: int = 0) -> Schedule:
     def plan(state, step):
         return _cycling_plan(period, delay, step + 1), state
 
-    return Schedule(lambda: (), plan, observe=lambda state, loss: state, longest=period)
+    return Schedule(lambda: (), plan, lambda state, loss: state, period, delay == period)
 
 
 def by_step(function: Callable[[jax.Array], tuple[Number, Number]]) -> Schedule:
     """Period and delay as any function of the step.
 
-    An exchange is posted when as many steps have passed since the last one as the period says
-    then. Post-local SGD, a mean at every step before rare ones begin, is
+    After every exchange the function is asked, for the step that follows, when to post the next
+    one and how long to let that fly. Post-local SGD, with a mean at every step at first, is
     ``local_sgd(exchange, schedule=by_step(lambda step: (jnp.where(step < 1000, 1, 8), 0)))``.
 
     Args:
@@ -74,9 +74,10 @@ def by_step(function: Callable[[jax.Array], tuple[Number, Number]]) -> Schedule:
     # Also where the schedule is made inside jit, as by optax.inject_hyperparams.
     with jax.ensure_compile_time_eval():
         looked_at = jnp.array([*range(4096), *(2**k for k in range(12, 31))], jnp.int32)
-        periods, delays = (
-            np.broadcast_to(x, looked_at.shape) for x in jax.vmap(function)(looked_at)
-        )
+        found = jax.vmap(function)(looked_at)
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise ValueError(f"by_step: function must return (period, delay), got {found!r}.")
+        periods, delays = (np.broadcast_to(x, looked_at.shape) for x in found)
     for step, period, delay in zip(looked_at.tolist(), periods, delays, strict=True):
         try:
             _check_period_and_delay(period.item(), delay.item())
@@ -84,20 +85,18 @@ def by_step(function: Callable[[jax.Array], tuple[Number, Number]]) -> Schedule:
             raise ValueError(f"by_step: function({step}): {error}") from error
 
     def plan(last, step):
-        step = jnp.asarray(step, jnp.int32)
-        # What is exchanged before the update of step 0 has a step of -1, and is not posted.
-        period, delay = (jnp.asarray(x, jnp.int32) for x in function(jnp.maximum(step, 0)))
+        # Not asked again before the next exchange, so that every fragment has its turn till then.
+        period, delay = (jnp.asarray(x, jnp.int32) for x in function(last + 1))
         period = jnp.maximum(period, 1)
-        # Never more than a period has passed, but where it has just become shorter.
-        clock = jnp.minimum(step - last, period)
-        plan = _cycling_plan(period, jnp.clip(delay, 0, period), clock)
-        return plan, jnp.where(plan.posts(), step, last)
+        plan = _cycling_plan(period, jnp.clip(delay, 0, period), step - last)
+        return plan, jnp.where(plan.posts(), jnp.asarray(step, jnp.int32), last)
 
     return Schedule(
         init=lambda: jnp.int32(-1),
         plan=plan,
         observe=lambda state, loss: state,
         longest=int(periods.max()),
+        delay_fills_period=bool((periods == delays).any()),
     )
 
 
@@ -115,14 +114,19 @@ def linear(start: tuple[int, int], end: tuple[int, int], steps: int) -> Schedule
     Raises:
         ValueError: for a period below 1, a delay outside ``[0, period]``, or no steps.
 
-    >>> schedule = linear(start=(1, 0), end=(8, 4), steps=700)
-    >>> plan, _ = schedule.plan(schedule.init(), 350)
-    >>> int(plan.period), int(plan.delay)
-    (4, 2)
+    >>> schedule = linear(start=(1, 0), end=(4, 2), steps=6)
+    >>> state, posts = schedule.init(), []
+    >>> for step in range(12):
+    ...     plan, state = schedule.plan(state, step)
+    ...     posts.append(int(plan.posts()))
+    >>> posts
+    [1, 1, 0, 1, 0, 0, 1, 0, 0, 0, 1, 0]
     """
     _check_whole("steps", steps, 1)
-    for period, delay in (start, end):
-        _check_period_and_delay(period, delay)
+    for name, pair in (("start", start), ("end", end)):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ValueError(f"linear: {name} must be (period, delay), got {pair!r}.")
+        _check_period_and_delay(*pair)
 
     lines = [_line(a, b, steps) for a, b in zip(start, end, strict=True)]
     return by_step(lambda step: (lines[0](step), lines[1](step)))
@@ -259,7 +263,9 @@ def cycling(
         plateau = state.bad_epochs > patience
         return jax.tree.map(lambda old, new: jnp.where(plateau, new, old), state, changed)
 
-    return Schedule(init, plan, observe, longest=period)
+    # Halved at the ends of epochs, both are 1 in the end.
+    fills = delay == period or (epoch is not None and delay > 0)
+    return Schedule(init, plan, observe, longest=period, delay_fills_period=fills)
 
 
 def _cycling_plan(period: Number, delay: Number, clock: Number) -> Plan:

@@ -17,9 +17,7 @@ LR = 2.0**-6
 # instance of 1/3, would add up to 3e-6.
 RELATIVE_TO_NORM = 1e-6
 # Every example is compiled anew, a second or two each: few examples, long runs, and no shrinking.
-few = functools.partial(
-    settings, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate)
-)
+few = functools.partial(settings, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 
 
 def engine_state(state, params):

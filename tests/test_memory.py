@@ -237,14 +237,36 @@ def test_drain_with_nothing_in_flight_resets_nothing():
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="one of local, average, reset, got 'mean'"):
         jdaso.chain(sgd(), dasgd(), moments="mean")
-    for averaging in (
-        jdaso.easgd(EXCHANGE, PERIOD),
-        jdaso.eamsgd(EXCHANGE, PERIOD, 0.1, 0.9),
-        jdaso.allreduce_gradients(EXCHANGE),
-    ):
+    for averaging in (jdaso.easgd(EXCHANGE, PERIOD), jdaso.allreduce_gradients(EXCHANGE)):
         for moments in ("average", "reset"):
             with pytest.raises(ValueError, match="moments must be 'local' with this algorithm"):
                 jdaso.chain(sgd(), averaging, moments)
     tx = jdaso.chain(sgd(), dasgd(fragments=2), moments="reset")
     with pytest.raises(ValueError, match="moments='reset' needs fragments=1, got 2"):
         tx.init(PARAMS)
+
+
+@pytest.mark.parametrize("moments", ["local", "average", "reset"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        lambda: (sgd(), jdaso.eamsgd(EXCHANGE, PERIOD, 0.1, 0.9)),
+        lambda: (sgd(), jdaso.chain(sgd(), dasgd())),
+        lambda: (sgd(), optax.chain(sgd(), dasgd())),
+        lambda: (dasgd(), sgd()),
+    ],
+    ids=["eamsgd", "a chain", "an optax chain", "swapped"],
+)
+def test_what_is_not_one_averaging_is_refused(arguments, moments):
+    with pytest.raises(ValueError, match=r"averaging must be what jdaso\.daso\(\.\.\.\) or a rel"):
+        jdaso.chain(*arguments(), moments)
+
+
+def test_drain_takes_what_has_the_state():
+    member = dasgd()
+    tx = jdaso.chain(sgd(), member, "average")
+    state = tx.init(PARAMS)
+    with pytest.raises(ValueError, match="not an optax.chain around it"):
+        jdaso.drain(optax.chain(sgd(), member), state, PARAMS)
+    with pytest.raises(ValueError, match="drain the chain, not its member"):
+        jdaso.drain(member, state, PARAMS)

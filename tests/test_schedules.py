@@ -1,5 +1,7 @@
 """Schedules: the timeline of the NumPy recursion, and every argument that does not fit."""
 
+import itertools
+
 import golden
 import jax
 import jax.numpy as jnp
@@ -175,8 +177,13 @@ def test_constant_names_the_argument_that_does_not_fit_and_its_value(period, del
         jdaso.constant(period, delay)
 
 
+def at_step(pairs, step):
+    """Of a list of (period, delay), one for each step, whose last stays."""
+    return pairs[min(step, len(pairs) - 1)]
+
+
 def of_table(pairs):
-    """A function of the step from a list of (period, delay), whose last entry stays."""
+    """The same as a function that can be traced."""
     table = np.array(pairs)
 
     def function(step):
@@ -185,42 +192,106 @@ def of_table(pairs):
     return function
 
 
-def simulated(pairs, steps):
-    """Steps at which an exchange is posted, and at which one is merged, in plain Python."""
-    posts, merges, last, due = [], [], -1, None
-    for t in range(steps):
-        period, delay = pairs[min(t, len(pairs) - 1)]
-        post = t - last >= period
-        if due is not None and (t >= due or post):  # one in flight at most
-            merges.append(t)
-            due = None
-        if post:
-            posts.append(t)
-            last, due = t, t + delay
-            if delay == 0:
-                merges.append(t)
-                due = None
-    return posts, merges
+def periods(function, steps):
+    """(first step, period, delay) of each period, in plain Python.
+
+    After an exchange the function is asked, for the step that follows, when to post the next one.
+    """
+    first = 0
+    while first < steps:
+        period, delay = function(first)
+        yield first, period, delay
+        first += period
+
+
+def simulated(pairs, steps, fragment=0, fragments=1):
+    """Steps at which a fragment is posted, and at which one is merged, in plain Python.
+
+    The first fragment has the last step of a period, the others are spread over those before.
+    """
+    posts, due = [], []
+    for first, period, delay in periods(lambda step: at_step(pairs, step), steps):
+        posts.append(first - 1 + (fragment * period // fragments or period))
+        due.append(posts[-1] + delay)
+    # One in flight at most: a post merges what is still in the air.
+    merges = {min(d, following) for d, following in zip(due, [*posts[1:], steps], strict=True)}
+    return [t for t in posts if t < steps], sorted(t for t in merges if t < steps)
 
 
 pairs = st.integers(1, 6).flatmap(lambda period: st.tuples(st.just(period), st.integers(0, period)))
+tables = st.lists(pairs, min_size=1, max_size=40)
 
 
-@settings(max_examples=10, deadline=None)  # each is compiled anew
-@given(st.lists(pairs, min_size=1, max_size=40))
+def asked(function, steps):
+    """(period, delay) at each step, latched as :func:`periods` says."""
+    held = ([period, delay] for _, period, delay in periods(function, steps) for _ in range(period))
+    return list(itertools.islice(held, steps))
+
+
+@settings(max_examples=10)  # each is compiled anew
+@given(tables)
 def test_by_step_posts_and_merges_as_a_loop_in_python_does(drawn):
     averaging = jdaso.dasgd(jdaso.single_exchange(), schedule=jdaso.by_step(of_table(drawn)))
 
     def step(state, _):
         before = state.exchanges
         _, state = averaging.update(jnp.zeros(1), state, jnp.zeros(1))
-        return state, (state.exchanges > before, state.merged, state.plan.period)
+        seen = jnp.stack([state.plan.period, state.plan.delay])
+        return state, (state.exchanges > before, state.merged, seen)
 
-    _, (posts, merges, periods) = jax.lax.scan(step, averaging.init(jnp.zeros(1)), length=60)
+    _, (posts, merges, plans) = jax.lax.scan(step, averaging.init(jnp.zeros(1)), length=60)
     expected = simulated(drawn, 60)
     assert np.flatnonzero(posts).tolist() == expected[0]
-    assert np.flatnonzero(merges).tolist() == sorted(set(expected[1]))
-    assert periods.tolist() == [drawn[min(t, len(drawn) - 1)][0] for t in range(60)]
+    assert np.flatnonzero(merges).tolist() == expected[1]
+    assert plans.tolist() == asked(lambda step: at_step(drawn, step), 60)
+
+
+def turns(schedule, fragments, steps=60):
+    """(steps, fragments) of whether each is posted."""
+
+    def step(state, t):
+        plan, state = schedule.plan(state, t)
+        return state, jnp.stack([plan.posts(k, fragments) for k in range(fragments)])
+
+    return np.asarray(jax.lax.scan(step, schedule.init(), jnp.arange(steps))[1])
+
+
+def assert_each_has_its_turn(posts, expected):
+    """posts is (T, fragments); expected the steps at which each is posted."""
+    assert [np.flatnonzero(column).tolist() for column in posts.T] == expected
+    ends = expected[0]
+    for begin, end in zip([-1, *ends], ends, strict=False):
+        assert (posts[begin + 1 : end + 1].sum(0) == 1).all()  # once in every period
+        length, steps = end - begin, np.flatnonzero(posts[begin + 1 : end + 1].any(1))
+        n = min(len(expected), length)
+        assert len(steps) == n
+        gaps = np.diff(steps, prepend=-1)  # from the end of the period before
+        assert set(gaps.tolist()) <= {length // n, -(-length // n)}
+
+
+@settings(max_examples=12)
+@given(st.data())
+def test_by_step_gives_every_fragment_one_turn_in_a_period(data):
+    drawn = data.draw(tables)
+    fragments = data.draw(st.integers(1, max(period for period, _ in drawn)))
+    posts = turns(jdaso.by_step(of_table(drawn)), fragments)
+    expected = [simulated(drawn, 60, k, fragments)[0] for k in range(fragments)]
+    assert_each_has_its_turn(posts, expected)
+
+
+@settings(max_examples=6)
+@given(pairs, pairs, st.integers(1, 50), st.data())
+def test_linear_gives_every_fragment_one_turn_in_a_period(start, end, steps, data):
+    fragments = data.draw(st.integers(1, max(start[0], end[0])))
+    posts = turns(jdaso.linear(start, end, steps), fragments)
+    line = [straight(start, end, steps, t) for t in range(steps + 1)]
+    expected = [simulated(line, 60, k, fragments)[0] for k in range(fragments)]
+    assert_each_has_its_turn(posts, expected)
+
+
+def straight(start, end, steps, step):
+    """(period, delay) of a straight line, rounded down."""
+    return tuple(a + (b - a) * min(step, steps) // steps for a, b in zip(start, end, strict=True))
 
 
 def posted_by(schedule, steps):
@@ -274,7 +345,7 @@ def test_by_step_clips_where_it_has_not_looked():
         ((4, -1), (4, 0)),
     ]:
         schedule = jdaso.by_step(at_5000((4, 2), other))
-        plan, _ = schedule.plan(jnp.int32(4998), 5000)
+        plan, _ = schedule.plan(jnp.int32(4999), 5000)
         assert (int(plan.period), int(plan.delay)) == clipped
 
 
@@ -292,22 +363,26 @@ def test_by_step_may_be_made_inside_jit():
     assert int(jdaso.averaging_state(state).exchanges) == 1
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(pairs, pairs, st.integers(1, 3000))
 def test_linear_is_a_straight_line_rounded_down(start, end, steps):
-    schedule = jdaso.linear(start, end, steps)
-    asked = np.unique(np.linspace(0, 1.5 * steps, 200).astype(int))
-    plan, _ = jax.vmap(schedule.plan, (None, 0))(schedule.init(), jnp.asarray(asked))
-    for values, a, b in zip((plan.period, plan.delay), start, end, strict=True):
-        exact = [a + (b - a) * min(t, steps) // steps for t in asked.tolist()]
-        assert values.tolist() == exact
+    schedule, total = jdaso.linear(start, end, steps), steps + steps // 2 + 10
+
+    def step(state, t):
+        plan, state = schedule.plan(state, t)
+        return state, (plan.period, plan.delay)
+
+    _, walked = jax.lax.scan(step, schedule.init(), jnp.arange(total))
+    expected = asked(lambda t: straight(start, end, steps, t), total)
+    assert np.stack(walked, -1).tolist() == expected
 
 
 def test_linear_is_exact_for_long_periods_and_many_steps():
     for steps in (10**4, 3 * 10**4, 10**6 + 3):
         schedule = jdaso.linear((1, 0), (1001, 500), steps)
         asked = [k * steps // 1000 + i for k in range(1, 1000, 7) for i in (-1, 0, 1, 2)]
-        plan, _ = jax.vmap(schedule.plan, (None, 0))(schedule.init(), jnp.asarray(asked))
+        last = jnp.asarray(asked) - 1  # there was an exchange at the step before
+        plan, _ = jax.vmap(schedule.plan)(last, last + 1)
         assert plan.period.tolist() == [1 + 1000 * t // steps for t in asked]
         assert plan.delay.tolist() == [500 * t // steps for t in asked]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jdaso._base import Arrival, Exchange, Leaves, Merge, PyTree, Schedule
 from jdaso._engine import Averaging, averaging
 from jdaso._wire import chosen_wire
-from jdaso.algorithms._arguments import check_progress, check_share, chosen_schedule
+from jdaso.algorithms._arguments import check_progress, check_share, chosen_schedule, mixed
 
 
 def dasgd(
@@ -60,12 +60,13 @@ def dasgd(
     >>> tx = optax.chain(optax.sgd(0.1), jdaso.dasgd(exchange, period=4, delay=3))
     """
     check_share("xi", xi)
-    check_progress("xi", xi, period, delay)
+    schedule = chosen_schedule("dasgd", period, delay, schedule)
+    check_progress("dasgd", "xi", xi, schedule)
     wire = chosen_wire("wire", wire, exchange.wire, "float32")
     return averaging(
         "dasgd",
         exchange,
-        chosen_schedule("dasgd", period, delay, schedule),
+        schedule,
         mixing(xi),
         wire=wire,
         blocking_wire=wire,
@@ -78,7 +79,6 @@ def mixing(own: float) -> Merge:
     """The merge ``x <- own x + (1 - own) mean``."""
 
     def merge(leaves: Leaves, arrival: Arrival, state: PyTree) -> tuple[Leaves, PyTree]:
-        mixed = [own * x + (1 - own) * m for x, m in zip(leaves, arrival.mean, strict=True)]
-        return (mixed if own else arrival.mean), state
+        return mixed(own, leaves, arrival.mean), state
 
     return Merge(init=lambda params: (), merge=merge, own_weight=lambda arrival: own)

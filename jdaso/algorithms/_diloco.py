@@ -11,7 +11,7 @@ from jdaso._base import Arrival, Exchange, Leaves, Merge, PyTree, Schedule
 from jdaso._engine import Averaging, averaging
 from jdaso._leaves import is_float, widened
 from jdaso._wire import chosen_wire
-from jdaso.algorithms._arguments import check_progress, chosen_schedule
+from jdaso.algorithms._arguments import check_progress, check_share, chosen_schedule, mixed
 
 #: The outer optimizer of the DiLoCo paper.
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
@@ -41,7 +41,7 @@ def diloco(
     With a the anchor, the same on all P nodes, which starts as the parameters, every H-th step
 
         a <- outer(a, a - (1/P) sum_i x_i)           (DiLoCo Alg. 1, lines 12 and 14)
-        x <- mix x + (1 - mix) a                     (Streaming DiLoCo Sec. 2.2; mix = 0: DiLoCo)
+        x <- mix x + (1 - mix) a                     (Streaming DiLoCo, its alpha; mix = 0: DiLoCo)
 
     where ``outer(a, g)`` is a step of an optimizer with the outer gradient g. With a delay the
     x_i are those of ``delay`` steps before; with fragments each part of the parameters has its
@@ -76,16 +76,18 @@ def diloco(
     >>> averaging = jdaso.diloco(jdaso.single_exchange(), period=50, delay=5, mix=0.5)
     >>> tx = optax.chain(optax.adamw(1e-3), averaging)
     """
-    if not 0 <= mix < 1:
-        raise ValueError(f"mix must be in [0, 1), got {mix!r}: 1 would never hear the anchor.")
-    check_progress("mix", mix, period, delay)
-    if schedule is not None and delay:
-        raise ValueError(f"diloco: a schedule has its own delay, got delay={delay} beside it.")
+    check_share("mix", mix, below_one=True)
+    if not isinstance(outer, optax.GradientTransformation):
+        raise ValueError(
+            f"outer must be an optax optimizer, such as optax.sgd(1.0), got {outer!r}."
+        )
+    schedule = chosen_schedule("diloco", period, delay, schedule)
+    check_progress("diloco", "mix", mix, schedule)
     wire = chosen_wire("wire", wire, exchange.wire, "float32")
     return averaging(
         "diloco",
         exchange,
-        chosen_schedule("diloco", period, delay, schedule),
+        schedule,
         _outer_merge(outer, mix),
         wire=wire,
         blocking_wire=wire,
@@ -107,9 +109,6 @@ def _outer_merge(outer: optax.GradientTransformation, mix: float) -> Merge:
         gradient = jax.tree.map(lambda a, m: a - m, state.anchor, mean)
         updates, outer_state = outer.update(gradient, state.outer, state.anchor)
         anchor = optax.apply_updates(state.anchor, updates)
-        mixed = [
-            mix * x + (1 - mix) * a for x, a in zip(leaves, jax.tree.leaves(anchor), strict=True)
-        ]
-        return mixed if mix else jax.tree.leaves(anchor), DilocoState(anchor, outer_state)
+        return mixed(mix, leaves, jax.tree.leaves(anchor)), DilocoState(anchor, outer_state)
 
     return Merge(init, merge, own_weight=lambda arrival: mix)

@@ -13,6 +13,7 @@ from jdaso._base import Exchange, PyTree, Schedule
 from jdaso._engine import Averaging
 from jdaso._leaves import all_finite, float_leaves, is_float
 from jdaso._state import the_state
+from jdaso.algorithms._arguments import check_share
 from jdaso.algorithms._easgd import elastic
 
 
@@ -71,31 +72,43 @@ def eamsgd(
     """
     if learning_rate is None:
         raise ValueError("eamsgd needs a learning_rate, a number or an optax schedule.")
-    if momentum is None or not 0 <= momentum < 1:
-        raise ValueError(f"momentum must be in [0, 1), got {momentum!r}.")
+    if momentum is None:
+        raise ValueError("eamsgd needs a momentum in [0, 1).")
+    check_share("momentum", momentum, below_one=True)
     delta = momentum
     scale = optax.scale_by_learning_rate(learning_rate)
     inner = elastic("eamsgd", exchange, period, alpha, beta, schedule, wire, nonfinite)
 
     def init(params: PyTree) -> EamsgdState:
         velocity = jax.tree.map(jnp.zeros_like, params)
-        return EamsgdState(velocity, jnp.float32(delta), scale.init(params), inner.init(params))
+        momentum = jnp.asarray(delta, jnp.result_type(float))
+        return EamsgdState(velocity, momentum, scale.init(params), inner.init(params))
 
     def update(grads, state, params=None, **extra_args):
         if params is None:
             raise ValueError("eamsgd moves parameters: call update(grads, state, params).")
         steps, learning_rate = scale.update(grads, state.learning_rate)
-        old = state.velocity
-        new = _map_floats(lambda v, s: delta * v + s, old, steps)
-        updates = _map_floats(lambda v, w: (1 + delta) * w - delta * v, old, new)
-        x = _map_floats(lambda y, v: y - delta * v, params, old)
+        old, before = state.velocity, state.momentum  # delta may be another at every step
+        new = _map_floats(lambda v, s: jnp.asarray(delta, v.dtype) * v + s, old, steps)
+        updates = _map_floats(
+            lambda v, w: jnp.asarray(1 + delta, w.dtype) * w - before.astype(v.dtype) * v, old, new
+        )
+        x = _map_floats(lambda y, v: y - before.astype(v.dtype) * v, params, old)
         # A step that is not finite is skipped below, and must leave no trace here.
         finite = all_finite(float_leaves(updates))
         velocity = jax.tree.map(lambda v, w: jnp.where(finite, w, v), old, new)
+        momentum = jnp.where(finite, jnp.asarray(delta, before.dtype), before)
         updates, averaging = inner.update(updates, state.averaging, x, **extra_args)
-        return updates, EamsgdState(velocity, state.momentum, learning_rate, averaging)
+        return updates, EamsgdState(velocity, momentum, learning_rate, averaging)
 
-    return Averaging(init, update, inner.finish)
+    def finish(params, state):
+        x = eamsgd_eval_params(state, params)
+        moved, averaging = inner.finish(x, state.averaging)
+        # Where nothing has moved x, y stays as it is, to the bit.
+        params = _map_floats(lambda y, x, m: y + (m - x), params, x, moved)
+        return params, state._replace(averaging=averaging)
+
+    return Averaging(init, update, finish, state_type=EamsgdState)
 
 
 def eamsgd_eval_params(opt_state: PyTree, params: PyTree) -> PyTree:

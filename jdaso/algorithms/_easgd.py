@@ -11,7 +11,7 @@ from jdaso._leaves import split, widened
 from jdaso._state import averaging_state
 from jdaso._subject import BEFORE
 from jdaso._wire import chosen_wire
-from jdaso.algorithms._arguments import check_positive, chosen_schedule
+from jdaso.algorithms._arguments import check_positive, chosen_schedule, is_known
 
 
 class ElasticState(NamedTuple):
@@ -38,17 +38,19 @@ def easgd(
         x <- x + u - alpha (x - c)                                         (easgd Eq. 5)
         c <- c + alpha sum_i (x_i - c)                                     (easgd Eq. 6)
 
-    with the old x and c on both right sides; beta = P alpha. The new centre is needed a period
-    later at the earliest, so the sum flies for a whole period: the arithmetic is that of the
-    blocking algorithm, and nothing is late.
+    with the old x and c on both right sides. The new centre is needed a period later at the
+    earliest, so the sum flies for a whole period: the arithmetic is that of the blocking
+    algorithm, and nothing is late.
 
     Args:
         exchange: how nodes reach each other.
         period: tau, optimizer steps between two exchanges.
         alpha: moving rate; None: ``beta / (P period)`` (footnote 8).
-        beta: moving rate of the centre per period, used where alpha is None.
+        beta: used where alpha is None; at every exchange the centre follows the mean of the
+            nodes by the share ``P alpha = beta / period``.
         schedule: instead of the period; needs ``alpha``. Its delay changes when training waits
-            for the sum and, as long as all nodes are finite, no number.
+            for the sum and, as long as all nodes are finite, no number. What it wants at the end
+            of a step happens before the update of the next one, also at the end of an epoch.
         wire: dtype that crosses the network, never one wider than a leaf itself. None: that of
             the exchange, or float32.
         nonfinite: ``skip`` or ``raise``, as in :func:`jdaso.daso`.
@@ -112,17 +114,21 @@ def elastic(
     """What :func:`easgd` and :func:`eamsgd` have in common."""
     schedule = chosen_schedule(name, period, period, schedule)
     nodes = exchange.num_nodes
+    check_positive("beta", beta)
+    given = "alpha"
     if alpha is None:
-        check_positive("beta", beta)
         if period is None:
             raise ValueError(f"{name} needs alpha where a schedule is given instead of a period.")
-        alpha = beta / (nodes * period)
+        alpha, given = beta / (nodes * period), "beta / (P period)"
     check_positive("alpha", alpha)
-    if alpha * (nodes + 1) >= 2:
+    limit = 2 / (nodes + 1)
+    if is_known("alpha", alpha) and alpha >= limit:
+        best = f"alpha below {limit:g}"
+        if period is not None:
+            best += f", or beta below {limit * nodes * period:g}"
         warnings.warn(
-            f"{name}: alpha={alpha:g} with {nodes} nodes diverges for every learning rate (easgd "
-            f"Condition 17, where eta h -> 0): choose alpha below 2 / (P + 1) = "
-            f"{2 / (nodes + 1):g}, that is a beta = P alpha below {2 * nodes / (nodes + 1):g}.",
+            f"{name}: {given} = {alpha:g} with P = {nodes} nodes diverges for every learning rate "
+            f"(easgd Condition 17, where eta h -> 0). Choose {best}.",
             stacklevel=3,
         )
     wire = chosen_wire("wire", wire, exchange.wire, "float32")
@@ -144,7 +150,7 @@ def _elastic_merge(alpha: float) -> Merge:
     def merge(leaves: Leaves, arrival: Arrival, state: ElasticState):
         center, where = split(state.center)
         moved = [
-            c + alpha * (t - arrival.members.astype(t.dtype) * c)
+            (c + alpha * (t - arrival.members.astype(t.dtype) * c)).astype(c.dtype)
             for c, t in zip(center, arrival.total, strict=True)
         ]
         return leaves, ElasticState(where(moved))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jdaso._base import Exchange, Schedule
 from jdaso._engine import Averaging, averaging
 from jdaso._wire import chosen_wire
-from jdaso.algorithms._arguments import chosen_schedule
+from jdaso.algorithms._arguments import check_progress, chosen_schedule
 from jdaso.algorithms._dasgd import mixing
 
 
@@ -40,16 +40,19 @@ def local_sgd(
         An optax transformation, to be the last of a chain. ``update`` needs ``params``.
 
     Raises:
-        ValueError: for a period below 1, an unknown wire.
+        ValueError: for a period below 1, a schedule whose delay is a whole period, an unknown
+            wire.
 
     >>> import jdaso, optax
     >>> tx = optax.chain(optax.sgd(0.1), jdaso.local_sgd(jdaso.single_exchange(), period=8))
     """
+    schedule = chosen_schedule("local_sgd", period, 0, schedule)
+    check_progress("local_sgd", "a node's own weight", 0.0, schedule)
     wire = chosen_wire("wire", wire, exchange.wire, "float32")
     return averaging(
         "local_sgd",
         exchange,
-        chosen_schedule("local_sgd", period, 0, schedule),
+        schedule,
         mixing(0.0),
         wire=wire,
         blocking_wire=wire,

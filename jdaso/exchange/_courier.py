@@ -187,6 +187,8 @@ class Courier:
         # and their messages look alike.
         while before is not None and not before.done.is_set():
             yield before.waiting_for
+        if before is not None and before.error is not None:
+            raise before.error  # its messages may still arrive, and would be taken for these
         sent = 0
         if channel.group is not None:
             sent = yield from operations.in_world_ranks(

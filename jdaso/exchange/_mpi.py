@@ -36,7 +36,9 @@ def mpi_exchange(
 
     From jit on replicated values the program calls the host once per node; from inside
     ``shard_map`` over the axis ``"local"`` one device posts, and each collects a copy. One
-    exchange serves one optimizer state: make another for another.
+    exchange serves one optimizer state: make another for another. A state is stepped once:
+    ``optax.MultiSteps``, which steps it at every micro-batch and drops what it does not need,
+    ends with an error; accumulate gradients in the training step instead.
 
     Args:
         topology: from :func:`jdaso.discover_topology`.

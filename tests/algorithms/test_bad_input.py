@@ -13,6 +13,7 @@ import jdaso
 ALONE = jdaso.single_exchange()
 FOUR = jdaso.axis_exchange("node", 4)
 RARE = jdaso.constant(4, 1)
+FULL = jdaso.constant(4, 4)
 TWO_LEAVES = [jnp.ones(2), jnp.ones(3), jnp.int32(1)]
 
 
@@ -48,32 +49,61 @@ TABLE = [
     (dasgd, {"delay": 5}, "delay must not exceed period, got delay=5 and period=4"),
     (dasgd, {"delay": -1}, "delay must be a whole number of at least 0, got -1"),
     (dasgd, {"delay": None}, "dasgd(period=4) needs a delay, in steps; 0 blocks"),
-    (dasgd, {"delay": 4, "xi": 0}, "delay must be less than period where xi=0, got delay=4"),
-    (dasgd, {"fragments": 5}, "fragments must be in [1, 4], got 5"),
-    (dasgd, {"fragments": 0}, "fragments must be in [1, 4], got 0"),
+    (dasgd, {"delay": 4, "xi": 0}, "dasgd: delay must be less than period where xi is 0"),
+    (dasgd, {"period": None, "delay": None, "schedule": FULL, "xi": 0}, "less than period where"),
+    (dasgd, {"period": None, "schedule": RARE}, "dasgd needs either a period or a schedule"),
+    (dasgd, {"period": None, "schedule": RARE, "delay": None, "xi": "half"}, "xi must be a number"),
+    (dasgd, {"xi": None}, "xi must be a number, got None"),
+    (dasgd, {"xi": True}, "xi must be a number, got True"),
+    (dasgd, {"xi": jnp.float32(1.5)}, "xi must be in [0, 1], got"),
+    (dasgd, {"fragments": 5}, "fragments must be a whole number in [1, 4], got 5"),
+    (dasgd, {"fragments": 0}, "fragments must be a whole number in [1, 4], got 0"),
+    (dasgd, {"fragments": 2.0}, "fragments must be a whole number in [1, 4], got 2.0"),
+    (dasgd, {"fragments": True}, "fragments must be a whole number in [1, 4], got True"),
+    (dasgd, {"fragments": None}, "fragments must be a whole number in [1, 4], got None"),
     (diloco, {"mix": 1}, "mix must be in [0, 1), got 1"),
     (diloco, {"mix": 1.5}, "mix must be in [0, 1), got 1.5"),
     (diloco, {"mix": -0.1}, "mix must be in [0, 1), got -0.1"),
     (diloco, {"delay": 5, "mix": 0.5}, "delay must not exceed period, got delay=5 and period=4"),
-    (diloco, {"delay": 4}, "delay must be less than period where mix=0, got delay=4"),
-    (diloco, {"fragments": 5}, "fragments must be in [1, 4], got 5"),
-    (diloco, {"period": None, "delay": 1, "schedule": RARE}, "a schedule has its own delay"),
+    (diloco, {"delay": 4}, "diloco: delay must be less than period where mix is 0"),
+    (diloco, {"period": None, "schedule": FULL}, "diloco: delay must be less than period where"),
+    (diloco, {"mix": "half"}, "mix must be a number, got 'half'"),
+    (diloco, {"fragments": 5}, "fragments must be a whole number in [1, 4], got 5"),
+    (diloco, {"fragments": 2.5}, "fragments must be a whole number in [1, 4], got 2.5"),
+    (
+        diloco,
+        {"period": None, "delay": 1, "schedule": RARE},
+        "diloco needs either a period or a schedule, which has its own delay; got period=None, "
+        "delay=1 and a schedule",
+    ),
+    (diloco, {"outer": 0.7}, "outer must be an optax optimizer, such as optax.sgd(1.0), got 0.7"),
+    (diloco, {"outer": optax.sgd}, "outer must be an optax optimizer"),
+    (
+        local_sgd,
+        {"period": None, "schedule": FULL},
+        "local_sgd: delay must be less than period where a node's own weight is 0",
+    ),
+    (local_sgd, {"period": None, "schedule": 4}, "local_sgd: schedule must be one, such as"),
     (easgd, {"alpha": 0}, "alpha must be positive, got 0"),
     (easgd, {"alpha": -0.1}, "alpha must be positive, got -0.1"),
     (easgd, {"alpha": math.inf}, "alpha must be positive, got inf"),
     (easgd, {"beta": 0}, "beta must be positive, got 0"),
     (easgd, {"beta": -0.9}, "beta must be positive, got -0.9"),
     (easgd, {"period": None, "schedule": RARE}, "easgd needs alpha where a schedule is given"),
+    (easgd, {"alpha": "small"}, "alpha must be a number, got 'small'"),
+    (easgd, {"beta": None}, "beta must be a number, got None"),
     (eamsgd, {"alpha": 0}, "alpha must be positive, got 0"),
     (eamsgd, {"beta": 0}, "beta must be positive, got 0"),
     (eamsgd, {"learning_rate": None}, "eamsgd needs a learning_rate, a number or"),
-    (eamsgd, {"momentum": None}, "momentum must be in [0, 1), got None"),
+    (eamsgd, {"momentum": None}, "eamsgd needs a momentum in [0, 1)"),
+    (eamsgd, {"momentum": "much"}, "momentum must be a number, got 'much'"),
     (eamsgd, {"momentum": 1.0}, "momentum must be in [0, 1), got 1.0"),
     (eamsgd, {"momentum": -0.1}, "momentum must be in [0, 1), got -0.1"),
     *((f, {"period": 0}, "period must be a whole number of at least 1, got 0") for f in PERIODIC),
     *((f, {"period": 2.5}, "period must be a whole number of at least 1") for f in PERIODIC),
     *((f, {"period": None}, f"{f.__name__} needs either a period or a sch") for f in PERIODIC),
     *((f, {"schedule": RARE}, f"{f.__name__} needs either a period or a sch") for f in PERIODIC),
+    *((f, {"period": RARE}, f"{f.__name__} takes a schedule by name") for f in PERIODIC),
     *(
         (f, {"wire": "float8"}, "wire must be one of float64, float32, bfloat16, float16")
         for f in [*PERIODIC, allreduce_gradients]
@@ -88,11 +118,40 @@ TABLE = [
 @pytest.mark.parametrize(
     ("factory", "bad", "message"),
     TABLE,
-    ids=[f"{factory.__name__}-{bad}" for factory, bad, _ in TABLE],
+    ids=[f"{factory.__name__}-{message}" for factory, _, message in TABLE],
 )
 def test_a_factory_names_what_does_not_fit(factory, bad, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         factory(**bad)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "lost"),
+    [
+        (jdaso.constant(4, 3), False),
+        (jdaso.constant(1, 0), False),
+        (jdaso.constant(1, 1), True),
+        (jdaso.by_step(lambda step: (4, step % 4)), False),
+        (jdaso.by_step(lambda step: (4, 4 * (step == 4000))), True),
+        (jdaso.linear((2, 1), (8, 4), 9), False),
+        (jdaso.linear((2, 0), (8, 8), 9), True),
+        (jdaso.cycling(4, 0, 0, 40, epoch=10, delay=0), False),
+        (jdaso.cycling(4, 0, 0, 40, epoch=10, delay=2), True),  # of a period of 1 in the end
+    ],
+)
+def test_what_would_lose_every_step_is_refused(schedule, lost):
+    def build():
+        jdaso.dasgd(ALONE, schedule=schedule, xi=0)
+        jdaso.diloco(ALONE, schedule=schedule)
+        jdaso.local_sgd(ALONE, schedule=schedule)
+
+    if lost:
+        with pytest.raises(ValueError, match="or every step would be lost"):
+            build()
+    else:
+        build()
+    jdaso.dasgd(ALONE, schedule=schedule, xi=0.25)
+    jdaso.diloco(ALONE, schedule=schedule, mix=0.5)
 
 
 @pytest.mark.parametrize("factory", [dasgd, diloco])
@@ -125,15 +184,15 @@ def test_a_state_without_a_centre_is_refused():
 
 
 @pytest.mark.parametrize(
-    "unstable",
+    ("unstable", "beta"),
     [
-        lambda: jdaso.easgd(FOUR, period=1, beta=1.6),
-        lambda: jdaso.easgd(FOUR, period=8, alpha=0.4),
-        lambda: jdaso.eamsgd(FOUR, period=1, learning_rate=0.1, momentum=0.9, beta=1.6),
+        (lambda: jdaso.easgd(FOUR, period=1, beta=1.6), 1.6),
+        (lambda: jdaso.easgd(FOUR, period=8, alpha=0.4), 12.8),
+        (lambda: jdaso.eamsgd(FOUR, period=1, learning_rate=0.1, momentum=0.9, beta=1.6), 1.6),
     ],
 )
-def test_a_rate_that_diverges_for_every_learning_rate_is_warned_of(unstable):
-    message = r"Condition 17.*alpha below 2 / \(P \+ 1\) = 0.4,.*beta = P alpha below 1.6"
+def test_a_rate_that_diverges_for_every_learning_rate_is_warned_of(unstable, beta):
+    message = rf"Condition 17.*Choose alpha below 0.4, or beta below {beta}\."
     with pytest.warns(UserWarning, match=message) as caught:
         unstable()
     assert [warning.filename for warning in caught] == [__file__]  # where it was called

@@ -3,7 +3,7 @@
 import golden_family
 import numpy as np
 import pytest
-from cluster import LR, assert_near, few, random_run, simulate
+from cluster import LR, assert_near, dyadic_run, few, random_run, simulate
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -75,3 +75,20 @@ def test_xi_is_the_weight_of_a_node_itself(xi):
     late = np.broadcast_to(alone[2].mean(axis=0), x.shape)
     # Four roundings of numbers below 4.
     np.testing.assert_allclose(params[3], alone[3] if xi else late, atol=4 * 2.0**-23)
+
+
+@pytest.mark.parametrize("delay", [0, 2, 4])
+def test_where_nobody_contributes_nothing_changes_but_counts(delay):
+    """All nodes fail in step 3, after which they would be averaged."""
+    x, grads = dyadic_run(12, 3)
+    grads[3] = np.nan
+    averaging = jdaso.dasgd(jdaso.axis_exchange("node", 3), 4, delay)
+    params, state = simulate(averaging, x, grads)
+    alone = x + golden_family.sgd(np.nan_to_num(grads), LR).cumsum(axis=0)
+    np.testing.assert_array_equal(params[: 7 + delay], alone[: 7 + delay])  # exact
+    # The next mean is that of all.
+    merged = 0.25 * alone[7 + delay] + 0.75 * alone[7].mean(axis=0)
+    np.testing.assert_allclose(params[7 + delay], merged, rtol=1e-6)
+    assert (state.skipped[-1] == 1).all()
+    assert (state.left_out[-1] == 1).all()
+    assert (state.exchanges[-1] == 3).all()

@@ -1,6 +1,7 @@
 """EAMSGD against easgd Algorithm 2 in its own variables: x, v and the centre."""
 
 import golden_family
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -83,3 +84,51 @@ def test_integers_stay_as_they_are():
         params = optax.apply_updates(params, updates)
     assert params["n"] == 7
     assert jdaso.eamsgd_eval_params(state, params)["n"] == 7
+
+
+def test_drain_gives_a_lost_node_the_mean_of_the_others():
+    """Lost in step 2 and so left out before step 4; what is posted then lands at once by drain."""
+    x, noise = random_run(0, 8, 3, alike=True)
+    noise[2, 1, 0] = np.nan
+    tx = jdaso.eamsgd(jdaso.axis_exchange("node", 3), 4, LR, momentum=0.9, alpha=0.1)
+
+    def look(state, params):
+        drained, landed = jdaso.drain(tx, state, params)
+        x = jdaso.eamsgd_eval_params(state, params)[0]
+        return x, drained[0], jdaso.eamsgd_eval_params(landed, drained)[0], landed.velocity[0]
+
+    params, (own, drained, landed, v) = train(tx, x, noise, gradient=gradient, look=look)
+    others = [0, 2]
+    for t in range(4, 8):
+        mean = own[3, others].mean(axis=0)  # of what was there before step 4
+        np.testing.assert_allclose(landed[t, 1], mean, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(drained[t, 1] - 0.9 * v[t, 1], mean, rtol=1e-6, atol=1e-6)
+        assert np.abs(own[t, 1] - mean).max() > 0.01  # it was somewhere else
+        np.testing.assert_array_equal(
+            drained[t, others], params[t, others]
+        )  # only the centre moved
+
+
+def test_drain_without_a_flight_changes_no_bit():
+    tx = jdaso.eamsgd(jdaso.single_exchange(), 4, LR, momentum=0.9)
+    params = {"w": jnp.linspace(-1, 1, 50), "n": jnp.int32(7)}
+    state = tx.init(params)
+    for _ in range(3):
+        updates, state = tx.update({"w": params["w"] ** 2, "n": jnp.int32(0)}, state, params)
+        params = optax.apply_updates(params, updates)
+    jax.tree.map(np.testing.assert_array_equal, jdaso.drain(tx, state, params), (params, state))
+
+
+def test_x_is_the_same_to_the_last_bits_in_float64():
+    """delta is kept in as many bits as the parameters have, 0.9 has more than float32."""
+    with jax.enable_x64(True):
+        tx = jdaso.eamsgd(jdaso.single_exchange(), 4, LR, momentum=0.9)
+        y, state = jnp.linspace(-1, 1, 50), tx.init(jnp.linspace(-1, 1, 50))
+        x, v = np.asarray(y), 0.0
+        for t in range(3):
+            v = 0.9 * v - LR * np.cos(np.asarray(y) + t)
+            updates, state = tx.update(jnp.cos(y + t), state, y)
+            y, x = y + updates, x + v
+        own = jdaso.eamsgd_eval_params(state, y)
+        assert own.dtype == np.float64
+        np.testing.assert_allclose(own, x, rtol=0, atol=1e-14)

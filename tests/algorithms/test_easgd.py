@@ -1,10 +1,11 @@
 """EASGD against easgd Eq. 5 and 6; the recursion blocks, the library flies a whole period."""
 
+import golden
 import golden_family
 import jax
 import numpy as np
 import pytest
-from cluster import LR, assert_near, engine_state, few, random_run, simulate
+from cluster import LR, assert_near, dyadic_run, engine_state, few, random_run, simulate
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,9 +25,9 @@ def looking(averaging):
     return look
 
 
-def run(averaging, x, grads, momentum=None):
+def run(averaging, x, grads, momentum=None, losses=None):
     params, (center, landed, state) = simulate(
-        averaging, x, grads, momentum=momentum, look=looking(averaging)
+        averaging, x, grads, losses, momentum, look=looking(averaging)
     )
     for tree in (center, landed):  # the same on all nodes
         assert (tree == tree[:, :1]).all()
@@ -65,6 +66,68 @@ def test_a_schedule_changes_when_the_sum_arrives_and_no_number(delay, nodes, see
     expected = golden_family.easgd(x, golden_family.sgd(grads, LR), 3, alpha=0.1)
     assert_near(params, expected.params)
     assert_near(landed, expected.common)
+
+
+def blocking(x, updates, losses, schedule, alpha):
+    """Eq. 5 and 6 before the update of step t + 1 where the schedule wants them after step t."""
+    c, cycle, heard, params, centers = x[0], golden.Cycle(schedule), [], [], []
+    for t, update in enumerate(updates):
+        phase, start, _ = schedule.phase(t - 1)
+        period = cycle.period if phase == golden.CYCLING else 1
+        if t > 0 and ((t - start) % period == 0 or schedule.epoch_ends(t - 1)):
+            x, c = x - alpha * (x - c), c + alpha * (x - c).sum(axis=0)
+        if t > 0 and schedule.epoch_ends(t - 1):
+            if phase == golden.CYCLING:
+                cycle.epoch_loss(np.mean(heard))
+            heard = []
+        heard.append(losses[t])
+        x = x + update
+        params.append(x)
+        centers.append(c)
+    return np.array(params), np.array(centers)
+
+
+@few(max_examples=2)
+@given(st.integers(2, 5), SEEDS)
+def test_cycling_is_the_blocking_algorithm_whatever_the_delay(nodes, seed):
+    """Through warm-up, plateaus, ends of epochs within a period, and cool-down."""
+    x, grads = random_run(seed, 70, nodes, alike=True)
+    losses = np.random.default_rng(seed).choice([1.0, 2.0], (70, nodes))
+    exchange, results = jdaso.axis_exchange("node", nodes), []
+    for delay in (0, 1, 4):
+        phases = golden.Schedule(4, delay, warmup=6, cooldown=5, total=70, epoch=7, patience=0)
+        averaging = jdaso.easgd(exchange, alpha=0.1, schedule=jdaso.cycling(**vars(phases)))
+        results.append(run(averaging, x, grads, losses=losses))
+        params, _, landed, state = results[-1]
+        updates = golden_family.sgd(grads, LR)
+        expected, centers = blocking(x, updates, losses, phases, alpha=0.1)
+        assert_near(params, expected)
+        assert_near(landed, centers)
+        assert {1, 2, 4} <= set(state.plan.period[7:65].ravel().tolist())
+    for params, _, landed, _ in results[1:]:
+        np.testing.assert_array_equal(params, results[0][0])
+        np.testing.assert_array_equal(landed, results[0][2])
+
+
+@pytest.mark.parametrize("delay", [0, 2, 4])
+def test_where_nobody_contributes_nothing_changes_but_counts(delay):
+    """All nodes fail in step 4, before whose update they would communicate."""
+    x, grads = dyadic_run(12, 3)
+    x[:] = x[0]
+    grads[4] = np.nan
+    schedule = jdaso.constant(4, delay)
+    averaging = jdaso.easgd(jdaso.axis_exchange("node", 3), alpha=0.125, schedule=schedule)
+    params, _, landed, state = run(averaging, x, grads)
+    steps = golden_family.sgd(np.nan_to_num(grads), LR).cumsum(axis=0)
+    np.testing.assert_array_equal(params[:8], (x + steps)[:8])
+    assert (landed[:8] == x[0]).all()
+    # The next communication is that of all, on the numbers that were kept.
+    c, old = x[0], params[7]
+    np.testing.assert_allclose(params[8], old - 0.125 * (old - c) - LR * grads[8], rtol=1e-6)
+    np.testing.assert_allclose(landed[8], c + 0.125 * (old - c).sum(axis=0), rtol=1e-6)
+    assert (state.skipped[-1] == 1).all()
+    assert (state.left_out[-1] == 1).all()
+    assert (state.exchanges[-1] == 2).all()
 
 
 def test_alpha_is_beta_over_nodes_and_period():

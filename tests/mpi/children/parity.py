@@ -97,6 +97,9 @@ def check(build, steps):
     for name in ("step", "exchanges", "left_out"):
         assert int(getattr(mine, name)) == int(getattr(theirs, name)[topology.node]), name
     assert int(mine.exchanges) > 0
+    for flight, on_axis in zip(mine.flights, theirs.flights, strict=True):  # centres and anchors
+        own = jax.tree.map(lambda x: x[topology.node], on_axis.merge)
+        assert_close(flight.merge, own)
     same = jdaso.consensus(exchange, params)
     root = jdaso.broadcast(exchange, same)
     for x, y in zip(jax.tree.leaves(same), jax.tree.leaves(root), strict=True):
