@@ -266,7 +266,7 @@ def test_drain_takes_what_has_the_state():
     member = dasgd()
     tx = jdaso.chain(sgd(), member, "average")
     state = tx.init(PARAMS)
-    with pytest.raises(ValueError, match="not an optax.chain around it"):
+    with pytest.raises(ValueError, match=r"not an optax\.chain around it"):
         jdaso.drain(optax.chain(sgd(), member), state, PARAMS)
     with pytest.raises(ValueError, match="drain the chain, not its member"):
         jdaso.drain(member, state, PARAMS)
