@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdaso._base import Number, Plan, Schedule
+from jdaso._checks import check_period_and_delay, check_phases, check_whole
 
 WARMUP, CYCLING, COOLDOWN = 0, 1, 2
 PHASES = ("warm-up", "cycling", "cool-down")
@@ -37,7 +37,7 @@ def constant(period: int, delay: int = 0) -> Schedule:
     >>> [int(plan.posts()) for plan in plans]
     [0, 0, 0, 1, 0, 0, 0, 1]
     """
-    _check_period_and_delay(period, delay)
+    check_period_and_delay(period, delay)
 
     def plan(state, step):
         return _cycling_plan(period, delay, step + 1), state
@@ -80,7 +80,7 @@ def by_step(function: Callable[[jax.Array], tuple[Number, Number]]) -> Schedule:
         periods, delays = (np.broadcast_to(x, looked_at.shape) for x in found)
     for step, period, delay in zip(looked_at.tolist(), periods, delays, strict=True):
         try:
-            _check_period_and_delay(period.item(), delay.item())
+            check_period_and_delay(period.item(), delay.item())
         except ValueError as error:
             raise ValueError(f"by_step: function({step}): {error}") from error
 
@@ -122,11 +122,11 @@ def linear(start: tuple[int, int], end: tuple[int, int], steps: int) -> Schedule
     >>> posts
     [1, 1, 0, 1, 0, 0, 1, 0, 0, 0, 1, 0]
     """
-    _check_whole("steps", steps, 1)
+    check_whole("steps", steps, 1)
     for name, pair in (("start", start), ("end", end)):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise ValueError(f"linear: {name} must be (period, delay), got {pair!r}.")
-        _check_period_and_delay(*pair)
+        check_period_and_delay(*pair)
 
     lines = [_line(a, b, steps) for a, b in zip(start, end, strict=True)]
     return by_step(lambda step: (lines[0](step), lines[1](step)))
@@ -204,13 +204,13 @@ def cycling(
     >>> PHASES[int(plan.phase)], int(plan.period), int(plan.delay), bool(plan.posts())
     ('cycling', 4, 1, True)
     """
-    _check_whole("period", period, 1)
+    check_whole("period", period, 1)
     delay = max(1, period // 4) if delay is None else delay
-    _check_period_and_delay(period, delay)
-    _check_phases(period, warmup, cooldown, total, epoch)
+    check_period_and_delay(period, delay)
+    check_phases(period, warmup, cooldown, total, epoch)
     if threshold < 0 or threshold >= 1:
         raise ValueError(f"threshold must be in [0, 1), got {threshold}.")
-    _check_whole("patience", patience, 0)
+    check_whole("patience", patience, 0)
     cooldown_start = total - cooldown
 
     def init() -> CyclingState:
@@ -274,36 +274,3 @@ def _cycling_plan(period: Number, delay: Number, clock: Number) -> Plan:
     return Plan(
         jnp.int32(CYCLING), jnp.int32(period), jnp.int32(delay), jnp.int32(clock), no, no, no
     )
-
-
-def _check_period_and_delay(period: int, delay: int) -> None:
-    _check_whole("period", period, 1)
-    _check_whole("delay", delay, 0)
-    if delay > period:
-        raise ValueError(
-            f"delay must not exceed period, got delay={delay} and period={period}: the next "
-            "exchange would be due while the last one is still in flight."
-        )
-
-
-def _check_phases(period: int, warmup: int, cooldown: int, total: int, epoch: int | None) -> None:
-    _check_whole("warmup", warmup, 0)
-    _check_whole("cooldown", cooldown, 0)
-    _check_whole("total", total, 1)
-    if epoch is not None:
-        _check_whole("epoch", epoch, 1)
-    if warmup + cooldown > total:
-        raise ValueError(
-            f"warmup + cooldown must not exceed total, got {warmup} + {cooldown} > {total}."
-        )
-    steps = total - warmup - cooldown
-    if 0 < steps < period:
-        raise ValueError(
-            f"period must fit into the cycling phase, got period={period} and a phase of "
-            f"{steps} steps (total - warmup - cooldown)."
-        )
-
-
-def _check_whole(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")

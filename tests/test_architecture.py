@@ -25,6 +25,7 @@ LEAVES = {"schedules", "local", "perf"}
 # What files of a row may import from jdaso; a name stands for the module and all below it.
 ROWS = {
     "_wire": set(),
+    "_checks": set(),
     "_base": set(),
     "_images": set(),
     "_layout": {"_base"},
@@ -38,7 +39,7 @@ ROWS = {
     "_drain": FOUNDATION | {"_engine", "_memory", "_state"},
     "_memory": FOUNDATION | {"_engine", "_state"},
     "_consensus": FOUNDATION,
-    **dict.fromkeys(LEAVES, FOUNDATION),
+    **dict.fromkeys(LEAVES, FOUNDATION | {"_checks"}),
     "topology": FOUNDATION | LEAVES | {"_layout"},
     "exchange": FOUNDATION | LEAVES | {"exchange", "topology"},
     "center": FOUNDATION | LEAVES | {"center", "topology"},
