@@ -1,5 +1,6 @@
 """Train JAX models on many nodes with the network between them hidden."""
 
+from jdaso import checkpoint as checkpoint
 from jdaso._base import Arrival as Arrival
 from jdaso._base import Exchange as Exchange
 from jdaso._base import JdasoError as JdasoError
@@ -10,7 +11,12 @@ from jdaso._consensus import broadcast as broadcast
 from jdaso._consensus import consensus as consensus
 from jdaso._drain import drain as drain
 from jdaso._engine import averaging as averaging
+from jdaso._interruption import EXIT_TRY_AGAIN as EXIT_TRY_AGAIN
+from jdaso._interruption import Interruption as Interruption
 from jdaso._memory import chain as chain
+from jdaso._metrics import Metrics as Metrics
+from jdaso._metrics import drift as drift
+from jdaso._metrics import metrics as metrics
 from jdaso._state import AveragingState as AveragingState
 from jdaso._state import averaging_state as averaging_state
 from jdaso._subject import AFTER as AFTER
@@ -45,13 +51,16 @@ from jdaso.topology import discover_topology as discover_topology
 __all__ = [
     "AFTER",
     "BEFORE",
+    "EXIT_TRY_AGAIN",
     "GRADIENTS",
     "PHASES",
     "Arrival",
     "AveragingState",
     "Exchange",
+    "Interruption",
     "JdasoError",
     "Merge",
+    "Metrics",
     "Plan",
     "Schedule",
     "Subject",
@@ -63,6 +72,7 @@ __all__ = [
     "broadcast",
     "by_step",
     "chain",
+    "checkpoint",
     "consensus",
     "constant",
     "cycling",
@@ -71,6 +81,7 @@ __all__ = [
     "diloco",
     "discover_topology",
     "drain",
+    "drift",
     "eamsgd",
     "eamsgd_eval_params",
     "easgd",
@@ -78,6 +89,7 @@ __all__ = [
     "linear",
     "local_sgd",
     "local_value_and_grad",
+    "metrics",
     "mpi4jax_exchange",
     "mpi_exchange",
     "pmean",

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 PyTree = Any
 Leaves = list[jax.Array]
@@ -70,9 +71,40 @@ class Schedule(NamedTuple):
     delay_fills_period: bool
 
 
+class Posted(NamedTuple):
+    """What this node has posted, while the sum it belongs to is still on its way.
+
+    Attributes:
+        step: after which optimizer step it was posted.
+        header: float32[HEADER_SIZE].
+        leaves: as they were sent, in their wire dtypes.
+    """
+
+    step: int
+    header: np.ndarray
+    leaves: list[np.ndarray]
+
+
 def nothing_to_report() -> dict[str, float]:
     """The report of an exchange of which the host sees nothing."""
-    return {"exchanges": 0, "bytes_sent": 0, "seconds_blocked": 0.0}
+    return {"exchanges": 0, "bytes_sent": 0, "seconds_blocked": 0.0, "seconds_in_flight": 0.0}
+
+
+def nothing_posted() -> dict[int, Posted]:
+    """What is with the host, for an exchange that keeps everything in its state."""
+    return {}
+
+
+def _nothing_to_post(posted: dict[int, Posted]) -> None:
+    if posted:
+        raise ValueError(
+            f"posted: exchanges {sorted(posted)} were in flight between processes, but this "
+            "exchange keeps everything in its state; restore with an mpi_exchange."
+        )
+
+
+def _alone(flag: bool) -> bool:
+    return flag
 
 
 class Exchange(NamedTuple):
@@ -95,7 +127,14 @@ class Exchange(NamedTuple):
         finish: ``(state, number, like) -> (sums, header, state)``; sums have the shapes of
             ``like`` and the dtype in which they were accumulated, float32 or float64.
         broadcast: ``(leaves, root) -> leaves``, those of node ``root``, bit for bit.
-        report: ``() -> dict`` of what the host saw: exchanges, bytes sent, seconds blocked.
+        report: ``() -> dict`` of what the host saw: exchanges, bytes sent, seconds that
+            exchanges were on their way, and seconds of them that training was blocked.
+        posted: ``() -> dict`` by number, of what flies with the host and not in the state; a
+            checkpoint needs both.
+        post_again: the inverse, on all nodes together: what was posted flies once more, and what
+            was still in flight is forgotten.
+        anyone: ``(flag) -> bool``, whether any node said True, now or at the call before; on the
+            host, outside jit, and called by all nodes at the same steps.
     """
 
     num_nodes: int
@@ -105,6 +144,9 @@ class Exchange(NamedTuple):
     finish: Callable[[PyTree, Number, Leaves], tuple[Leaves, jax.Array, PyTree]]
     broadcast: Callable[[Leaves, int], Leaves]
     report: Callable[[], dict[str, float]] = nothing_to_report
+    posted: Callable[[], dict[int, Posted]] = nothing_posted
+    post_again: Callable[[dict[int, Posted]], None] = _nothing_to_post
+    anyone: Callable[[bool], bool] = _alone
 
 
 class Arrival(NamedTuple):

@@ -28,6 +28,9 @@ ROWS = {
     "_checks": set(),
     "_base": set(),
     "_images": set(),
+    "_host": {"_base"},
+    "_in_flight": {"_base", "_state"},
+    "_interruption": {"_base"},
     "_layout": {"_base"},
     "_leaves": {"_base", "_wire"},
     "_small_cnn": set(),
@@ -39,6 +42,8 @@ ROWS = {
     "_drain": FOUNDATION | {"_engine", "_memory", "_state"},
     "_memory": FOUNDATION | {"_engine", "_state"},
     "_consensus": FOUNDATION,
+    "_metrics": FOUNDATION | {"_consensus", "_state"},
+    "_runs": set(),
     **dict.fromkeys(LEAVES, FOUNDATION | {"_checks"}),
     "topology": FOUNDATION | LEAVES | {"_layout"},
     "exchange": FOUNDATION | LEAVES | {"exchange", "topology"},
@@ -46,7 +51,7 @@ ROWS = {
     "algorithms": ENGINE | {"algorithms", "schedules"},
 }
 # These may import all of them, and each other.
-TOP = {"__init__", "__main__", "_compare", "checkpoint", "metrics", "study"}
+TOP = {"__init__", "__main__", "_compare", "checkpoint", "report", "study"}
 
 
 def imports(path):

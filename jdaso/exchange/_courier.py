@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdaso._base import UNCOUNTED, JdasoError, nothing_to_report
+from jdaso._base import UNCOUNTED, JdasoError, Posted, nothing_to_report
 from jdaso.exchange import _operations as operations
 from jdaso.exchange._farewell import Farewell
 from jdaso.exchange._progress import Progress, Request
@@ -36,10 +36,12 @@ class Channel(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """An exchange that was posted: its request, its memory."""
+    """An exchange that was posted: its request, its memory, and what went with it."""
 
     request: Request
     staging: Staging
+    step: int
+    header: np.ndarray
 
 
 class Courier:
@@ -60,6 +62,8 @@ class Courier:
         self._aside = _channels(topology)[0]
         self._world = topology.comm.Dup()
         self._greetings = topology.comm.Dup()
+        self._questions = topology.comm.Dup()
+        self._question: Request | None = None
         self._progress = Progress(
             topology.describe,
             timeout,
@@ -75,7 +79,7 @@ class Courier:
         self._report = nothing_to_report()
 
     def report(self) -> dict[str, float]:
-        """Exchanges collected, bytes this process sent for them, seconds it waited for them."""
+        """Exchanges collected, bytes sent for them, seconds in flight, seconds waited for."""
         return dict(self._report)
 
     def post(
@@ -106,7 +110,7 @@ class Courier:
                 f"{_called(number)}, posted by {self._name} after step {step},",
             )
             self._last[line] = request
-            self._flights[number] = Flight(request, staging)
+            self._flights[number] = Flight(request, staging, step, np.array(header))
             self._lock.notify_all()
 
     def collect(self, number: int, takers: int) -> tuple[list[np.ndarray], np.ndarray]:
@@ -119,7 +123,8 @@ class Courier:
         if flight is None:
             raise JdasoError(
                 f"{_called(number)} is not in flight in {self._name}: the optimizer state is "
-                "from before a restart, or was stepped twice. Call jdaso.drain before saving."
+                "from before a restart, or was stepped twice. Save and restore with "
+                "jdaso.checkpoint, or call jdaso.drain before saving."
             )
         since = time.monotonic()
         header, sent = self._progress.wait(flight.request)
@@ -134,6 +139,7 @@ class Courier:
                 self._report["exchanges"] += 1
                 self._report["bytes_sent"] += sent
                 self._report["seconds_blocked"] += blocked
+                self._report["seconds_in_flight"] += flight.request.seconds
             if taken < takers:
                 self._taken[number] = taken
             else:
@@ -141,6 +147,36 @@ class Courier:
                 if number != UNCOUNTED:
                     self._spare[_shapes(flight.staging.specs)].append(flight.staging)
         return sums, header
+
+    def posted(self) -> dict[int, Posted]:
+        """Copies of what was posted and not yet collected."""
+        with self._lock:
+            return {
+                number: Posted(
+                    flight.step, flight.header, [leaf.copy() for leaf in flight.staging.leaves]
+                )
+                for number, flight in sorted(self._flights.items())
+                if number != UNCOUNTED
+            }
+
+    def post_again(self, posted: dict[int, Posted]) -> None:
+        """Forgets what is in flight, once it has landed, and lets what was saved fly."""
+        for flight in self._flights.values():
+            self._progress.wait(flight.request)
+        with self._lock:
+            self._flights.clear()
+            self._taken.clear()
+            self._highest = UNCOUNTED
+        for number, (step, header, leaves) in sorted(posted.items()):
+            specs = [Spec(leaf.shape, leaf.dtype) for leaf in leaves]
+            self.post(number, step, header, specs, leaves)
+
+    def anyone(self, flag: bool) -> bool:
+        """Whether any process said True at the call before; seldom waits, so much is past."""
+        asked = operations.anyone(self._questions, flag)
+        request = self._progress.submit(asked, f"a question to all, asked by {self._name},")
+        before, self._question = self._question, request
+        return before is not None and self._progress.wait(before)
 
     def broadcast(self, leaves: Sequence[np.ndarray], root: int) -> list[np.ndarray]:
         """The leaves of node ``root``."""

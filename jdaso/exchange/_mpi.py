@@ -50,8 +50,8 @@ def mpi_exchange(
 
     Returns:
         A :class:`jdaso.Exchange`. Its state is one int32; what is in flight is with the host,
-        two copies of the parameters. ``init`` compares the nodes' parameters, so all must call
-        it. With one node, :func:`jdaso.single_exchange`.
+        two copies of the parameters, and ``posted()`` hands it out. ``init`` compares the nodes'
+        parameters, so all must call it. With one node, :func:`jdaso.single_exchange`.
 
     Raises:
         ValueError: for an unknown wire, or numbers that are not positive.
@@ -134,7 +134,18 @@ def mpi_exchange(
         # them, until it meets something that lies on all.
         return [jnp.where(arrived, y, x) for y, x in zip(sent, leaves, strict=True)]
 
-    return Exchange(topology.num_nodes, wire, init, start, finish, broadcast, report=courier.report)
+    return Exchange(
+        topology.num_nodes,
+        wire,
+        init,
+        start,
+        finish,
+        broadcast,
+        report=courier.report,
+        posted=courier.posted,
+        post_again=courier.post_again,
+        anyone=courier.anyone,
+    )
 
 
 @contextlib.contextmanager

@@ -64,7 +64,11 @@ def mpi4jax_exchange(topology: Topology, wire: str | None = None) -> Exchange:
         if jax.tree.leaves(params):  # optax.tree_map_params calls init on a tree without leaves
             check_alike(aside.allgather(outline(params)), topology.describe)
 
-    return stored_exchange(size, wire, all_reduce, broadcast, compare)
+    def anyone(flag: bool) -> bool:
+        return any(aside.allgather(flag))
+
+    exchange = stored_exchange(size, wire, all_reduce, broadcast, compare)
+    return exchange._replace(anyone=anyone)
 
 
 def process_mean(topology: Topology) -> Callable[[PyTree], PyTree] | None:

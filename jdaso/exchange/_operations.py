@@ -15,7 +15,7 @@ from jdaso._base import HEADER_SIZE, JdasoError
 from jdaso.exchange._all_reduce import all_reduce, wait_for
 from jdaso.exchange._staging import Staging
 
-_GREETING_TAG, _OUTLINE_TAG, _FIRST_TAG = 0, 1, 2
+_GREETING_TAG, _OUTLINE_TAG, _FLAG_TAG, _FIRST_TAG = 0, 1, 2, 3
 _BROADCAST_BYTES = 1 << 26
 _GREETING = np.dtype(
     [("number", "<i8"), ("step", "<i8"), ("specs", "<i8"), ("header", "<f4", (HEADER_SIZE,))]
@@ -128,6 +128,12 @@ def in_world_ranks(operation: Waits, ranks: Sequence[int]) -> Waits:
         except StopIteration as end:
             return end.value
         yield frozenset(ranks[rank] for rank in waiting)
+
+
+def anyone(comm: Any, flag: bool) -> Waits:
+    """Whether any member's flag is set."""
+    flags = yield from _gather(comm, np.array([flag]), _FLAG_TAG)
+    return any(bool(given[0]) for given in flags)
 
 
 def _gather(comm: Any, own: np.ndarray, tag: int) -> Generator[frozenset[int], None, list]:

@@ -26,7 +26,7 @@ _POLL_SECONDS_WAITED_FOR = 5e-5
 
 
 class Request:
-    """An operation under way; done when it has returned or failed."""
+    """An operation under way; done when it has returned or failed, after so many seconds."""
 
     def __init__(self, operation: Operation, what: str, deadline: float):
         self.what = what
@@ -35,6 +35,8 @@ class Request:
         self.done = threading.Event()
         self.result: Any = None
         self.error: BaseException | None = None
+        self._since = time.monotonic()
+        self.seconds = 0.0
         self._operation = operation
 
     def step(self) -> None:
@@ -43,6 +45,7 @@ class Request:
             self.waiting_for = next(self._operation)
         except StopIteration as end:
             self.result = end.value
+            self.seconds = time.monotonic() - self._since
             self.done.set()
         except BaseException as error:
             self.fail(error)

@@ -45,7 +45,8 @@ class Staging:
             for dtype, length in lengths.items()
         }
         self.pairs = list(pairs.values())
-        self._inputs = [
+        #: What is sent, in the leaves' shapes.
+        self.leaves = [
             pairs[dtype][0][place].reshape(shape)
             for (shape, dtype), place in zip(self.specs, places, strict=True)
         ]
@@ -57,5 +58,5 @@ class Staging:
 
     def put(self, leaves: Sequence[np.ndarray]) -> None:
         """Copies the leaves to where they are sent from."""
-        for place, leaf in zip(self._inputs, leaves, strict=True):
+        for place, leaf in zip(self.leaves, leaves, strict=True):
             np.copyto(place, leaf)

@@ -1,0 +1,59 @@
+"""Signals that ask for an end, heard by one node and heeded by all at the same step."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+
+from jdaso._base import Exchange
+
+#: Exit status of a training that has saved and wants to be started again: EX_TEMPFAIL of
+#: sysexits.h, "try again later". A batch script can tell it from success and from an error.
+EXIT_TRY_AGAIN = 75
+
+
+class Interruption:
+    """Whether a signal has asked one of the nodes to stop.
+
+    Slurm warns a job of its time limit with a signal (``--signal=USR1@120``) and preempts it with
+    SIGTERM; the nodes do not hear it at the same step. So each asks the others at every call, and
+    takes the answer at the next: no node waits for one that is slower by less than the steps
+    between two calls, and all stop at the same one.
+
+    Args:
+        exchange: over which nodes tell each other.
+        signals: what to listen to; inside the ``with`` block they do nothing else.
+
+    >>> import jdaso
+    >>> with jdaso.Interruption(jdaso.single_exchange()) as interruption:
+    ...     interruption.wanted()
+    False
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
+    ):
+        self._exchange = exchange
+        self._signals = tuple(signals)
+        self._asked = False
+
+    def __enter__(self) -> Interruption:
+        self._before = [signal.signal(number, self._hear) for number in self._signals]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in zip(self._signals, self._before, strict=True):
+            signal.signal(number, handler)
+
+    def wanted(self) -> bool:
+        """Whether to save and stop now; all nodes must call it at the same steps.
+
+        Over MPI a signal is known to all at the second call after it.
+        """
+        return self._exchange.anyone(self._asked)
+
+    def _hear(self, number: int, frame: object) -> None:
+        del number, frame
+        self._asked = True

@@ -1,0 +1,26 @@
+"""Saved in flight and restored, bit for bit; on another number of nodes, from the mean."""
+
+import pytest
+from launch import mpiexec, passes
+
+
+@pytest.mark.parametrize(
+    ("saved_at", "algorithms"),
+    [
+        (13, ["daso", "easgd"]),
+        (14, ["dasgd fragments", "moments average"]),
+    ],
+)
+def test_resumed_run_ends_with_the_same_bits(tmp_path, saved_at, algorithms):
+    ended = mpiexec(2, "checkpoint.py", tmp_path, saved_at, *algorithms)
+    assert ended.returncode == 0, ended.output
+    for name in algorithms:
+        flying = 3 if name == "dasgd fragments" else 1
+        for rank in range(2):
+            assert f"rank {rank}: {name} passed, {flying} in flight" in ended.output
+
+
+@pytest.mark.parametrize("nodes", [3, 1])
+def test_other_number_of_nodes_goes_on_from_the_mean(tmp_path, nodes):
+    passes(mpiexec(2, "other_nodes.py", "save", tmp_path, 2))
+    passes(mpiexec(nodes, "other_nodes.py", "restore", tmp_path, 2))

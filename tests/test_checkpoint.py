@@ -1,0 +1,149 @@
+"""Folders of checkpoints in one process: what is kept, what is refused, what is never taken."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdaso
+from jdaso.checkpoint import Checkpoints
+
+TOPOLOGY = jdaso.discover_topology()
+EXCHANGE = jdaso.mpi_exchange(TOPOLOGY)
+
+
+def state(value=0.0):
+    """Leaves of several kinds, one without elements."""
+    return {
+        "layers": [jnp.full((2, 3), float(value)), jnp.full(3, value, jnp.bfloat16)],
+        "empty": jnp.zeros((0, 3)),
+        "mask": np.array([True, False]),
+        "step": int(value),
+        "seconds": float(value),
+    }
+
+
+def filled(folder, *steps):
+    checkpoints = Checkpoints(folder, TOPOLOGY, EXCHANGE, keep=2)
+    for step in steps:
+        checkpoints.save(step, state(step))
+    checkpoints.close()
+    return Checkpoints(folder, TOPOLOGY, EXCHANGE, keep=2)
+
+
+def test_state_comes_back_with_its_types_and_places(tmp_path):
+    restored = filled(tmp_path, 3).restore(state())
+    assert (restored.step, restored.num_nodes) == (3, 1)
+    for want, got in zip(*map(jax.tree.leaves, (state(3), restored.state)), strict=True):
+        assert type(want) is type(got)
+        np.testing.assert_array_equal(want, got)
+        assert np.asarray(want).dtype == np.asarray(got).dtype
+
+
+def test_the_last_ones_stay(tmp_path):
+    assert filled(tmp_path, 1, 2, 3, 4).steps() == [3, 4]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000003", "step_00000004"]
+
+
+def test_an_empty_folder_restores_nothing(tmp_path):
+    assert Checkpoints(tmp_path / "new", TOPOLOGY, EXCHANGE).restore(state()) is None
+
+
+def test_half_written_ones_are_never_taken(tmp_path):
+    """A part under its temporary name, and a checkpoint that lacks the part of one node."""
+    checkpoints = filled(tmp_path, 3)
+    part = tmp_path / "step_00000003" / "node_0_of_1"
+    shutil.copytree(part, tmp_path / "step_00000004" / "node_0_of_1.orbax-checkpoint-tmp")
+    shutil.copytree(part, tmp_path / "step_00000005" / "node_1_of_2")
+    (tmp_path / "notes").mkdir()
+    assert checkpoints.steps() == [3]
+    assert checkpoints.restore(state()).step == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step_00000003"]
+    checkpoints.save(4, state(4))
+    checkpoints.close()
+    assert checkpoints.steps() == [3, 4]
+
+
+def test_what_is_saved_is_what_was_there_at_the_call(tmp_path):
+    """The next step may be given the memory of this one while it is written."""
+    checkpoints = Checkpoints(tmp_path, TOPOLOGY, EXCHANGE)
+    values = np.zeros(1000)
+    checkpoints.save(1, {"x": values})
+    values += 1
+    checkpoints.close()
+    restored = Checkpoints(tmp_path, TOPOLOGY, EXCHANGE).restore({"x": values})
+    assert not restored.state["x"].any()
+
+
+def test_folder_of_another_training_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"greater than 3, the last one in .*, got 2"):
+        filled(tmp_path, 3).save(2, state())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers": [jnp.ones((2, 3))]}, r"layers\.1 is not asked for"),
+        ({"layers": [jnp.ones((2, 4)), jnp.ones(3, jnp.bfloat16)]}, r"layers\.0 is .*\(2, 3\)"),
+        ({"layers": [jnp.ones((2, 3)), jnp.ones(3)]}, r"layers\.1 is bfloat16\(3,\), .* float32"),
+        ({"momentum": jnp.ones(3)}, "momentum is missing"),
+    ],
+)
+def test_state_that_does_not_fit_is_named(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        filled(tmp_path, 3).restore({**state(), **change})
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"), [(jax.random.key(0), "typed random key"), ("text", "no array")]
+)
+def test_leaf_that_cannot_be_saved_is_named(tmp_path, leaf, message):
+    with pytest.raises(ValueError, match=f"bad.*{message}"):
+        Checkpoints(tmp_path, TOPOLOGY, EXCHANGE).save(1, {"bad": leaf})
+
+
+def test_keep_must_be_positive(tmp_path):
+    with pytest.raises(ValueError, match="keep"):
+        Checkpoints(tmp_path, TOPOLOGY, EXCHANGE, keep=0)
+
+
+FULL_DISK = """
+import resource, signal, sys, numpy as np, jdaso
+from jdaso.checkpoint import Checkpoints
+
+topology = jdaso.discover_topology()
+checkpoints = Checkpoints(sys.argv[1], topology, jdaso.mpi_exchange(topology))
+checkpoints.save(1, {"x": np.random.default_rng(1).normal(size=100_000)})
+checkpoints.wait()
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit is then an error
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+checkpoints.save(2, {"x": np.random.default_rng(2).normal(size=100_000)})
+checkpoints.wait()
+"""
+
+
+def test_full_disk_is_an_error_that_keeps_the_previous_one(tmp_path):
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1, ended.stderr
+    assert "could not be written by rank 0" in ended.stderr
+    assert "The one of step 1 stays" in ended.stderr
+    checkpoints = Checkpoints(tmp_path, TOPOLOGY, EXCHANGE)
+    assert checkpoints.steps() == [1]
+    x = checkpoints.restore({"x": np.zeros(100_000)}).state["x"]
+    np.testing.assert_array_equal(x, np.random.default_rng(1).normal(size=100_000))
+
+
+def test_signal_is_heard_and_handlers_are_put_back():
+    before = signal.getsignal(signal.SIGUSR1)
+    with jdaso.Interruption(EXCHANGE) as interruption:
+        assert not interruption.wanted()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert interruption.wanted()
+    assert signal.getsignal(signal.SIGUSR1) is before
