@@ -13,12 +13,8 @@ checkpoint is one when all parts are there: nodes need not talk to each other to
 from __future__ import annotations
 
 import contextlib
-import os
-import re
 import shutil
-import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,16 +22,12 @@ import jax
 import numpy as np
 
 from jdaso._base import Exchange, JdasoError, PyTree
+from jdaso._checkpoint_folder import Found, check_shared, found, part_path
 from jdaso._checks import check_whole
 from jdaso._host import named, put_back
 from jdaso._in_flight import at_step as at_step
 from jdaso._in_flight import grounded, joined, of_exchanges, split, without_exchanges
 from jdaso.topology import Topology
-
-_STEP = re.compile(r"step_(\d{8,})")
-_PART = re.compile(r"node_(\d+)_of_(\d+)")
-# A network file system may show a new file late.
-_SECONDS_TO_SHOW = 30.0
 
 
 class Restored(NamedTuple):
@@ -56,9 +48,9 @@ class Restored(NamedTuple):
 class Checkpoints:
     """A folder of checkpoints, on a file system that all nodes share.
 
-    A checkpoint is a folder ``step_00001200`` with an orbax checkpoint ``node_0_of_2``,
-    ``node_1_of_2`` for each node. Anything that is not complete is never restored. All nodes
-    must call every method, at the same steps. Needs orbax: ``pip install jdaso[checkpoint]``.
+    A checkpoint is a folder, ``000007_step_1200`` the seventh, with an orbax checkpoint for each
+    node, ``node_0_of_2`` and ``node_1_of_2``. One that is not complete is never restored. All
+    nodes must call every method, at the same steps. Needs ``pip install jdaso[checkpoint]``.
 
     Args:
         directory: the folder; it is made if it is not there.
@@ -87,12 +79,13 @@ class Checkpoints:
         self._topology = topology
         self._exchange = exchange
         self._keep = keep
+        self._next: int | None = None
         self._directory.mkdir(parents=True, exist_ok=True)
-        _check_shared(self._directory, topology)
+        check_shared(self._directory, topology)
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, in ascending order."""
-        return sorted(step for step, folder in self._folders() if _parts(folder))
+        """Steps of the complete checkpoints, oldest first."""
+        return [checkpoint.step for checkpoint in self._complete()]
 
     def save(self, step: int, state: PyTree) -> None:
         """Copies a state, and what is in flight, to the host; a thread writes it.
@@ -100,28 +93,30 @@ class Checkpoints:
         Waits until the one before is written.
 
         Args:
-            step: its number; it must be greater than those that are there.
+            step: how many optimizer steps the state has taken.
             state: any tree of arrays and Python numbers, with the optimizer's state in it.
 
         Raises:
             JdasoError: if the one before could not be written, for want of space for instance;
                 those before that are still there.
-            ValueError: if the folder holds a later step, left by another training.
+            ValueError: if another training has left checkpoints in the folder.
         """
         self.wait()
         if self._topology.local_rank > 0:
             return  # a node of several processes: they all hold the same
-        last = max(self.steps(), default=-1)
-        if step <= last:
+        if self._next is None and self._complete():
             raise ValueError(
-                f"step must be greater than {last}, the last one in {self._directory}, got {step}. "
-                "To continue that training, call restore first; for another, take a new folder."
+                f"directory {self._directory} holds checkpoints of steps {self.steps()}. To "
+                "continue that training, call restore first; for another, take a new folder."
             )
+        self._next = (self._next or 0) + 1
         arrays = named(state)  # waits for the step's computation, and so until it has posted
         tree = {"state": arrays, "in_flight": split(self._exchange.posted())}
-        part = f"node_{self._topology.node}_of_{self._topology.num_nodes}"
+        path = part_path(
+            self._directory, self._next, step, self._topology.node, self._topology.num_nodes
+        )
         with self._explained():
-            self._writer.save(self._folder(step) / part, {k: v for k, v in tree.items() if v})
+            self._writer.save(path, {k: v for k, v in tree.items() if v})
 
     def wait(self) -> None:
         """Waits until everything is written; old checkpoints are deleted then.
@@ -132,10 +127,10 @@ class Checkpoints:
         with self._explained():
             self._writer.wait_until_finished()
         if self._topology.rank == 0:
-            kept = self.steps()[-self._keep :]
-            for step, folder in self._folders():
-                if kept and step < kept[0]:
-                    shutil.rmtree(folder, ignore_errors=True)
+            kept = self._complete()[-self._keep :]
+            for other in found(self._directory):
+                if kept and other.number < kept[0].number:
+                    shutil.rmtree(other.path, ignore_errors=True)
 
     def close(self) -> None:
         """Waits until all nodes have written everything, and ends the writer's threads."""
@@ -163,53 +158,47 @@ class Checkpoints:
         """
         self.wait()
         self._meet()
-        comm, step, num_nodes = self._topology.comm, None, 0
+        comm, newest = self._topology.comm, None
         if self._topology.rank == 0:
-            step = max(self.steps(), default=None)
-            for other, folder in self._folders():
-                if step is None or other > step:
-                    shutil.rmtree(folder)
-            if step is not None:
-                num_nodes = len(_parts(self._folder(step)))
+            newest = max(self._complete(), default=None)
+            for other in found(self._directory):
+                if newest is None or other.number > newest.number:
+                    shutil.rmtree(other.path)
         if comm is not None:
-            step, num_nodes = comm.bcast((step, num_nodes))
-        if step is None:
+            newest = comm.bcast(newest)
+        self._next = 0 if newest is None else newest.number
+        if newest is None:
             return None
-        folder, own = self._folder(step), self._topology.num_nodes
-        if num_nodes == own:
-            tree = self._writer.restore(folder / f"node_{self._topology.node}_of_{own}")
-            state = put_back(tree["state"], like, str(folder))
+        parts, source = newest.parts, str(newest.path)
+        if len(parts) == self._topology.num_nodes:
+            tree = self._writer.restore(parts[self._topology.node])
+            state = put_back(tree["state"], like, source)
             self._exchange.post_again(joined(tree.get("in_flight", {})))
-            return Restored(state, step, num_nodes)
-        mean = self._mean(folder, num_nodes) if self._topology.rank == 0 else {}
+            return Restored(state, newest.step, len(parts))
+        mean = self._mean(parts) if self._topology.rank == 0 else {}
         if comm is not None:
             names = comm.bcast(list(mean))
             mean = {name: comm.bcast(mean.get(name)) for name in names}
-        found = put_back(mean, without_exchanges(like), str(folder))
-        return Restored(grounded(found, like), step, num_nodes)
+        state = grounded(put_back(mean, without_exchanges(like), source), like)
+        return Restored(state, newest.step, len(parts))
 
-    def _mean(self, folder: Path, num_nodes: int) -> dict[str, np.ndarray]:
-        """The mean over the nodes that saved, one part in memory at a time."""
-        paths = [folder / f"node_{node}_of_{num_nodes}" for node in range(num_nodes)]
-        first = self._writer.restore(paths[0])["state"]
+    def _mean(self, parts: Sequence[Path]) -> dict[str, np.ndarray]:
+        """The mean over the nodes that saved, two parts in memory at a time."""
+        first = self._writer.restore(parts[0])["state"]
         floats = {k for k, v in first.items() if jax.numpy.issubdtype(v.dtype, np.floating)}
         total = {name: first[name].astype(np.float64) for name in floats}
-        for path in paths[1:]:
+        for path in parts[1:]:
             part = self._writer.restore(path)["state"]
             for name in floats:
                 total[name] += part[name]
         return {
-            k: (total[k] / num_nodes).astype(v.dtype) if k in floats else v
+            k: (total[k] / len(parts)).astype(v.dtype) if k in floats else v
             for k, v in first.items()
             if not of_exchanges(k)
         }
 
-    def _folder(self, step: int) -> Path:
-        return self._directory / f"step_{step:08}"
-
-    def _folders(self) -> list[tuple[int, Path]]:
-        found = ((_STEP.fullmatch(path.name), path) for path in self._directory.iterdir())
-        return [(int(match[1]), path) for match, path in found if match]
+    def _complete(self) -> list[Found]:
+        return [checkpoint for checkpoint in found(self._directory) if checkpoint.parts]
 
     def _meet(self) -> None:
         if self._topology.comm is not None:
@@ -221,44 +210,12 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            last = max(self.steps(), default=None)
-            kept = "There is no earlier one." if last is None else f"The one of step {last} stays."
+            steps = self.steps()
+            kept = f"The one of step {steps[-1]} stays." if steps else "There is no earlier one."
             raise JdasoError(
                 f"a checkpoint in {self._directory} could not be written by "
                 f"{self._topology.describe(self._topology.rank)}: {error} {kept}"
             ) from error
-
-
-def _parts(folder: Path) -> list[Path]:
-    """The parts of a checkpoint, if they are all there; otherwise none."""
-    found = [(_PART.fullmatch(path.name), path) for path in folder.iterdir()]
-    for size in {int(match[2]) for match, _ in found if match}:
-        parts = [folder / f"node_{node}_of_{size}" for node in range(size)]
-        if all(path.is_dir() for path in parts):
-            return parts
-    return []
-
-
-def _check_shared(directory: Path, topology: Topology) -> None:
-    """Raises, on every node, if one of them does not see what the first one writes."""
-    if topology.comm is None:
-        return
-    name = None
-    if topology.rank == 0:
-        file, name = tempfile.mkstemp(prefix=".shared_", dir=directory)
-        os.close(file)
-    name = topology.comm.bcast(name)
-    until = time.monotonic() + _SECONDS_TO_SHOW
-    while not (seen := Path(name).name in os.listdir(directory)) and time.monotonic() < until:
-        time.sleep(0.2)
-    blind = [rank for rank, sees in enumerate(topology.comm.allgather(seen)) if not sees]
-    if topology.rank == 0:
-        os.unlink(name)
-    if blind:
-        raise ValueError(
-            f"directory must be on a file system that all nodes share: what rank 0 writes to "
-            f"{directory} is not seen by {', '.join(map(topology.describe, blind))}."
-        )
 
 
 def _orbax():

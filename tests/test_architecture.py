@@ -26,6 +26,7 @@ LEAVES = {"schedules", "local", "perf"}
 ROWS = {
     "_wire": set(),
     "_checks": set(),
+    "_checkpoint_folder": {"topology"},
     "_base": set(),
     "_images": set(),
     "_host": {"_base"},

@@ -48,7 +48,7 @@ def test_state_comes_back_with_its_types_and_places(tmp_path):
 
 def test_the_last_ones_stay(tmp_path):
     assert filled(tmp_path, 1, 2, 3, 4).steps() == [3, 4]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000003", "step_00000004"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["000003_step_3", "000004_step_4"]
 
 
 def test_an_empty_folder_restores_nothing(tmp_path):
@@ -58,13 +58,13 @@ def test_an_empty_folder_restores_nothing(tmp_path):
 def test_half_written_ones_are_never_taken(tmp_path):
     """A part under its temporary name, and a checkpoint that lacks the part of one node."""
     checkpoints = filled(tmp_path, 3)
-    part = tmp_path / "step_00000003" / "node_0_of_1"
-    shutil.copytree(part, tmp_path / "step_00000004" / "node_0_of_1.orbax-checkpoint-tmp")
-    shutil.copytree(part, tmp_path / "step_00000005" / "node_1_of_2")
+    part = tmp_path / "000001_step_3" / "node_0_of_1"
+    shutil.copytree(part, tmp_path / "000002_step_4" / "node_0_of_1.orbax-checkpoint-tmp")
+    shutil.copytree(part, tmp_path / "000003_step_5" / "node_1_of_2")
     (tmp_path / "notes").mkdir()
     assert checkpoints.steps() == [3]
     assert checkpoints.restore(state()).step == 3
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step_00000003"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["000001_step_3", "notes"]
     checkpoints.save(4, state(4))
     checkpoints.close()
     assert checkpoints.steps() == [3, 4]
@@ -82,8 +82,8 @@ def test_what_is_saved_is_what_was_there_at_the_call(tmp_path):
 
 
 def test_folder_of_another_training_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"greater than 3, the last one in .*, got 2"):
-        filled(tmp_path, 3).save(2, state())
+    with pytest.raises(ValueError, match=r"holds checkpoints of steps \[3\].* call restore"):
+        filled(tmp_path, 3).save(4, state())
 
 
 @pytest.mark.parametrize(

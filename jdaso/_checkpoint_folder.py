@@ -1,0 +1,71 @@
+"""The folder of checkpoints: its names, what is complete, whether all nodes see it."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from jdaso.topology import Topology
+
+_CHECKPOINT = re.compile(r"(\d{6,})_step_(\d+)")
+_PART = re.compile(r"node_(\d+)_of_(\d+)")
+# A network file system may show a new file late.
+_SECONDS_TO_SHOW = 30.0
+
+
+class Found(NamedTuple):
+    """A checkpoint; its parts in the order of nodes, or none if one of them is missing."""
+
+    number: int
+    step: int
+    path: Path
+    parts: list[Path]
+
+
+def found(directory: Path) -> list[Found]:
+    """All checkpoints of a folder, oldest first, also those that are not complete."""
+    matches = [(_CHECKPOINT.fullmatch(path.name), path) for path in directory.iterdir()]
+    return sorted(Found(int(m[1]), int(m[2]), path, _parts(path)) for m, path in matches if m)
+
+
+def part_path(directory: Path, number: int, step: int, node: int, num_nodes: int) -> Path:
+    """Where a node writes its part; the path exists when all of it is written."""
+    return directory / f"{number:06}_step_{step}" / f"node_{node}_of_{num_nodes}"
+
+
+def check_shared(directory: Path, topology: Topology) -> None:
+    """Raises ValueError, on every node, if one does not see what the first writes; collective."""
+    if topology.comm is None:
+        return
+    name = None
+    if topology.rank == 0:
+        file, name = tempfile.mkstemp(prefix=".shared_", dir=directory)
+        os.close(file)
+    name = topology.comm.bcast(name)
+    until = time.monotonic() + _SECONDS_TO_SHOW
+    while not (seen := Path(name).name in os.listdir(directory)) and time.monotonic() < until:
+        time.sleep(0.2)
+    blind = [rank for rank, sees in enumerate(topology.comm.allgather(seen)) if not sees]
+    if topology.rank == 0:
+        os.unlink(name)
+    if blind:
+        raise ValueError(
+            f"directory must be on a file system that all nodes share: what rank 0 writes to "
+            f"{directory} is not seen by {', '.join(map(topology.describe, blind))}."
+        )
+
+
+def _parts(checkpoint: Path) -> list[Path]:
+    try:
+        names = os.listdir(checkpoint)
+    except FileNotFoundError:  # another node has just deleted it
+        return []
+    for size in {int(match[2]) for match in map(_PART.fullmatch, names) if match}:
+        parts = [checkpoint / f"node_{node}_of_{size}" for node in range(size)]
+        if all(path.name in names for path in parts):
+            return parts
+    return []
