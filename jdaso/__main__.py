@@ -1,7 +1,7 @@
-"""What one looks at before a training, on the command line.
+"""What one looks at before a training and after it, on the command line.
 
 ``python -m jdaso topology`` prints what the library sees of the cluster, ``compare`` trains a small
-network with every algorithm on a virtual one.
+network with every algorithm on a virtual one, ``report`` draws trainings.
 """
 
 from __future__ import annotations
@@ -64,6 +64,18 @@ def table(topology: Topology) -> str:
     )
 
 
+def print_report(folders: list[Path], out: Path | None) -> None:
+    """Prints a table of runs, draws them, and prints where."""
+    from jdaso import report
+
+    try:
+        runs = report.read_all(folders)
+        print(f"{report.summary(runs)}\n")
+        print(report.draw(runs, out))
+    except (ImportError, OSError, ValueError) as error:
+        raise SystemExit(f"jdaso report: {error}") from error
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m jdaso", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -82,7 +94,15 @@ def main() -> None:
     add("--delay", type=int, default=1, help="steps that an exchange flies")
     add("--seed", type=int, default=0)
     add("--out", type=Path, default=Path("runs/compare"), help="folder for plot.png")
+    report = commands.add_parser("report", help="draw trainings, and compare them in a table")
+    report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="has a metrics.jsonl")
+    report.add_argument(
+        "--out", type=Path, help="picture to write (report.png: of one run in it, of several here)"
+    )
     arguments = parser.parse_args()
+    if arguments.command == "report":
+        print_report(arguments.runs, arguments.out)
+        return
     if arguments.command == "compare":
         from jdaso import _compare
 

@@ -1,0 +1,141 @@
+"""What a training records, also when it is killed and goes on."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("tqdm")
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+import watch
+
+import jdaso
+
+METRICS = jdaso.metrics(
+    jdaso.dasgd(jdaso.single_exchange(), period=4, delay=2).init({"w": jnp.ones(3)})
+)
+
+
+def open_watch(out, active=True, tensorboard=False, **options):
+    return watch.Watch(out, active, 1000, tensorboard, **options)
+
+
+def line(epoch, **more):
+    return {"step": 10 * epoch, "epoch": epoch, "seconds": 2.0 * epoch, **more}
+
+
+def recorded(out):
+    return [json.loads(text) for text in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def train(out, epochs, **options):
+    """Records some epochs and is killed: nothing is closed, lines must be there all the same."""
+    view = open_watch(out, **options)
+    for epoch in epochs:
+        view.epoch(line(epoch))
+    seen = recorded(out)
+    view.close()
+    return seen
+
+
+def test_lines_are_there_at_once(tmp_path):
+    assert train(tmp_path / "new", [1, 2]) == [line(1), line(2)]
+
+
+def test_a_fresh_start_begins_a_new_file(tmp_path):
+    train(tmp_path, [1, 2])
+    assert train(tmp_path, [1]) == [line(1)]
+
+
+@pytest.mark.parametrize(("resumed_at", "kept"), [(20, 2), (25, 2), (9, 0), (30, 3)])
+def test_steps_after_the_checkpoint_are_cut_off(tmp_path, resumed_at, kept):
+    train(tmp_path, [1, 2, 3])
+    view = open_watch(tmp_path, resumed_at=resumed_at)
+    assert recorded(tmp_path) == [line(epoch) for epoch in range(1, kept + 1)]
+    view.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl"}
+
+
+def test_a_half_written_line_does_not_spoil_the_next(tmp_path):
+    train(tmp_path, [1])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2')
+    assert train(tmp_path, [], resumed_at=10) == [line(1)]
+    view = open_watch(tmp_path, resumed_at=10)
+    view.epoch({"step": 20, "epoch": 2, "seconds": 2.0})
+    view.close()
+    assert recorded(tmp_path) == [line(1), line(2)]
+
+
+def test_a_checkpoint_without_records_goes_on(tmp_path):
+    assert train(tmp_path, [3], resumed_at=20) == [line(3)]
+
+
+def test_totals_go_on_from_those_of_the_last_process(tmp_path):
+    totals = {"seconds": 7.0, "bytes_sent": 100, "seconds_blocked": 0.5, "seconds_in_flight": 2.0}
+    exchanges = {"exchanges": 5}  # from the optimizer's state, which the checkpoint had
+    for start, resumed_at in ((1, None), (3, 20), (5, 40)):
+        view = open_watch(tmp_path, resumed_at=resumed_at)
+        for epoch in (start, start + 1):
+            passed = epoch - start + 1
+            own = {key: passed * total for key, total in totals.items()}
+            view.epoch({"step": 10 * epoch, "epoch": epoch, **own, **exchanges})
+        view.close()
+    assert recorded(tmp_path) == [
+        {"step": 10 * epoch, "epoch": epoch}
+        | {key: epoch * total for key, total in totals.items()}
+        | exchanges
+        for epoch in range(1, 7)
+    ]
+
+
+def test_a_process_that_is_not_active_does_nothing(tmp_path, capsys):
+    view = open_watch(tmp_path / "none", active=False, tensorboard=True)
+    view.step(1, 8, None, None, None)
+    view.epoch({})
+    view.close()
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_bar_shows_where_training_is_and_leaves_few_lines_in_a_log(tmp_path, capsys):
+    view = open_watch(tmp_path, done_images=100, resumed_at=10)
+    for step in range(11, 101):
+        view.step(step, 10 * step, jnp.float32(0.25), METRICS, 0.1)
+    view.close()
+    shown = capsys.readouterr().err.split("\r")
+    assert len(shown) < 10
+    assert "10%" in shown[1]
+    assert "epoch 1, loss 0.250, cycling, period 4, delay 2" in shown[-1]
+    assert "1.00k/1.00k" in shown[-1]
+
+
+def test_epochs_are_counted_over_restarts(tmp_path, capsys):
+    train(tmp_path, [1, 2])
+    view = open_watch(tmp_path, resumed_at=20)
+    view.step(21, 210, jnp.float32(0.25), METRICS, 0.1)
+    view.close()
+    assert "epoch 3, " in capsys.readouterr().err
+
+
+def test_tensorboard_gets_steps_and_epochs(tmp_path):
+    pytest.importorskip("tensorboardX")
+    view = open_watch(tmp_path, tensorboard=True)
+    view.step(5, 50, jnp.float32(0.25), METRICS, jnp.float32(0.1))
+    view.epoch(line(1, test_accuracy=0.5, phase="cycling", drift=None))
+    view.close()
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    written = file.read_bytes()
+    for tag in ("step/loss", "step/learning_rate", "step/in_flight", "epoch/test_accuracy"):
+        assert tag.encode() in written
+    for tag in ("epoch/phase", "epoch/drift"):
+        assert tag.encode() not in written
+
+
+def test_without_tensorboardx_the_error_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ImportError, match="pip install tensorboardX"):
+        open_watch(tmp_path, tensorboard=True)
