@@ -1,0 +1,294 @@
+"""The keys of a run: their defaults, a file that changes some, and the command line above both.
+
+A configuration file is Python whose every name is a key, such as ``epochs = 90``; names that start
+with an underscore are its own. No key is ignored: one that does not exist, does not fit, or has no
+effect beside the others ends the program before anything starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import runpy
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FLIGHT = {"fragments": 1, "wire": None, "moments": "local"}
+#: What sync may be, which options each algorithm listens to, and their defaults.
+SYNC = {
+    "daso": {"period": 4, "delay": 2, **FLIGHT},
+    "dasgd": {"period": 4, "delay": 2, "own_weight": 0.25, **FLIGHT},
+    "local_sgd": {"period": 4, "wire": None, "moments": "local"},
+    "post_local_sgd": {"period": 4, "wire": None, "moments": "local"},
+    "easgd": {"period": 4, "wire": None},
+    "eamsgd": {"period": 4, "wire": None},
+    "diloco": {"period": 4, "delay": 2, "own_weight": 0.5, **FLIGHT},
+    "allreduce_gradients": {"wire": None},
+    "none": {},
+}
+#: The same for the decay of the learning rate.
+DECAY = {
+    "cosine": {},
+    "plateau": {"decay_factor": 0.5, "decay_patience": 5, "decay_threshold": 0.05},
+    "step": {"decay_factor": 0.1, "decay_epochs": ()},
+    "constant": {},
+}
+#: Keys that change nothing of what is computed; the images may have been copied elsewhere.
+MAY_CHANGE = {"data", "workers", "out", "keep", "save_every", "resume", "tensorboard"}
+
+
+def key(default: Any, text: str, valid: str | tuple[str, ...] = "") -> Any:
+    """A field with its help text, and its choices or, for numbers, the interval they lie in."""
+    return dataclasses.field(default=default, metadata={"help": text, "valid": valid})
+
+
+@dataclass(frozen=True)
+class Config:
+    """The keys of a run; where None is allowed, it stands for the algorithm's own default."""
+
+    model: str = key("resnet20", "", ("resnet18", "resnet20", "resnet34", "resnet50", "resnet101"))
+    data: str = key("digits", "digits, synthetic, or a folder with train/ and val/ or test/")
+    image_size: int = key(0, "pixels; 0: the model's own", "[0, inf)")
+    augment: str = key("random_resized_crop", "", ("random_resized_crop", "random_crop"))
+    padding: int = key(0, "pixels on each side before a random crop", "[0, inf)")
+    min_area: float = key(0.25, "share of a random resized crop; ImageNet's usual: 0.08", "(0, 1]")
+    num_classes: int = key(1000, "of synthetic images", "[1, inf)")
+    synthetic_images: int = key(50_000, "in an epoch", "[1, inf)")
+    workers: int = key(0, "processes that load images; 0: threads of this one", "[0, inf)")
+    compute_dtype: str = key("float32", "of activations", ("float32", "bfloat16"))
+
+    epochs: int = key(24, "", "[1, inf)")
+    batch_size: int = key(16, "images per device and step", "[1, inf)")
+    learning_rate: float = key(0.025, "per device: the peak is this by all devices", "(0, inf)")
+    warmup_epochs: int = key(3, "the learning rate rises, daso blocks", "[0, inf)")
+    cooldown_epochs: int = key(3, "daso blocks again", "[0, inf)")
+    decay: str = key("cosine", "of the learning rate after warm-up", tuple(DECAY))
+    decay_factor: float | None = key(None, "of plateau (0.5), of step (0.1)", "(0, 1)")
+    decay_patience: int | None = key(None, "epochs without progress before plateau (5)", "[1, inf)")
+    decay_threshold: float | None = key(None, "of the loss: progress for plateau (0.05)", "(0, 1)")
+    decay_epochs: tuple[int, ...] = key((), "at which step decays", "[1, inf)")
+    momentum: float = key(0.9, "", "[0, 1)")
+    nesterov: bool = key(False, "Nesterov's momentum")
+    weight_decay: float = key(1e-4, "not of norms and biases", "[0, inf)")
+    label_smoothing: float = key(0.0, "share of a label spread over all classes", "[0, 1)")
+    seed: int = key(0, "of parameters, order and augmentation", "[0, inf)")
+
+    sync: str = key("daso", "between nodes", tuple(SYNC))
+    period: int | None = key(None, "steps between two exchanges (4)", "[1, inf)")
+    delay: int | None = key(None, "steps of a flight (2); daso, dasgd, diloco", "[0, inf)")
+    own_weight: float | None = key(None, "xi of dasgd (0.25), mix of diloco (0.5)", "[0, 1]")
+    fragments: int | None = key(None, "exchanged in turn (1); daso, dasgd, diloco", "[1, inf)")
+    wire: str | None = key(None, "dtype between nodes", ("float32", "bfloat16", "float16"))
+    moments: str | None = key(None, "momentum at a merge (local)", ("local", "average", "reset"))
+
+    devices: int = key(0, "virtual CPU devices per process; 0: what is there", "[0, inf)")
+    processes_per_node: int | None = key(None, "none: found out", "[1, inf)")
+    out: str = key("runs/train", "folder for metrics, plot and checkpoints")
+    keep: int = key(3, "checkpoints", "[1, inf)")
+    save_every: int = key(0, "steps between checkpoints; 0: one at the end of an epoch", "[0, inf)")
+    resume: bool = key(False, "go on from the last checkpoint in the folder")
+    tensorboard: bool = key(False, "write what TensorBoard reads, too")
+
+
+DEFAULTS = Config()
+
+
+def parse(
+    argv: list[str] | None = None, description: str = "", defaults: Config = DEFAULTS
+) -> Config:
+    """The configuration that the command line asks for.
+
+    Args:
+        argv: the arguments; None: those of the program.
+        description: of the program, for ``--help``.
+        defaults: what neither the file nor an option changes.
+
+    Returns:
+        A configuration like ``defaults``, completed: see :func:`complete`.
+
+    Raises:
+        SystemExit: naming the option, or the file and the key, the value, and what to do.
+    """
+    parser = argparse.ArgumentParser(
+        description=description,
+        usage="%(prog)s [--config FILE] [--KEY VALUE ...]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", default=None, help="Python that sets keys")
+    for field, kind, optional in _keys(defaults):
+        default, valid = getattr(defaults, field.name), field.metadata["valid"]
+        text = field.metadata["help"] + ("" if default in (None, ()) else f" ({default})")
+        how: dict[str, Any] = {"type": _or_none(kind) if optional else kind}
+        if isinstance(valid, tuple):
+            how["metavar"] = "{" + ",".join(valid) + "}"
+        if kind is bool:
+            how = {"action": argparse.BooleanOptionalAction}
+        elif kind == tuple[int, ...]:
+            how = {"type": int, "nargs": "*"}
+        parser.add_argument(option(field.name), help=text.strip(), **how)
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        names = [option(field.name) for field in dataclasses.fields(defaults)]
+        raise SystemExit(f"{unknown[0]} is no option; {_nearest(unknown[0].split('=')[0], names)}")
+    given = vars(known)
+    path = given.pop("config")
+    from_file = {} if path is None else read(path, defaults)
+    return complete(dataclasses.replace(defaults, **from_file | given))
+
+
+def read(path: str, defaults: Config = DEFAULTS) -> dict[str, Any]:
+    """The keys that a configuration file sets; raises SystemExit unless all are right."""
+    if not Path(path).is_file():
+        raise SystemExit(f"--config: there is no file {path}.")
+    try:
+        names = runpy.run_path(path)
+    except Exception as error:
+        raise SystemExit(f"{path}: {type(error).__name__}: {error}") from error
+    values = {name: value for name, value in names.items() if not name.startswith("_")}
+    if not values:
+        raise SystemExit(f"{path} sets no key; it needs lines such as: epochs = 90")
+    keys = {field.name: (field, *kind) for field, *kind in _keys(defaults)}
+    for name, value in values.items():
+        if name not in keys:
+            raise SystemExit(f"{path}: {name} = {value!r} is no key; {_nearest(name, keys)}")
+    return {name: _checked(f"{path}: {name}", v, *keys[name]) for name, v in values.items()}
+
+
+def complete(config: Config) -> Config:
+    """Fills in the algorithm's own defaults; refuses what does not fit, or has no effect."""
+    values = {
+        field.name: _checked(option(field.name), getattr(config, field.name), field, *kind)
+        for field, *kind in _keys(config)
+    }
+    for chooser, listening in (("sync", SYNC), ("decay", DECAY)):
+        own = listening[values[chooser]]
+        for name in {name: None for options in listening.values() for name in options}:
+            if values[name] in (None, ()):
+                values[name] = own.get(name, values[name])
+            elif name not in own:
+                raise SystemExit(
+                    f"{option(name)} has no effect with {option(chooser)} {values[chooser]}; "
+                    "leave it out, or set it to none where a file gives it."
+                )
+    config = dataclasses.replace(config, **values)
+    _check_together(config)
+    return config
+
+
+def save(config: Config, path: str | Path) -> None:
+    """Writes all keys to a JSON file."""
+    Path(path).write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+
+
+def differences(config: Config, path: str | Path) -> list[str]:
+    """Keys whose values change what is computed and are not those saved, with both values.
+
+    Args:
+        config: a completed configuration.
+        path: the file that :func:`save` wrote.
+
+    Returns:
+        Texts such as ``"epochs (24, now 30)"``; none if a run may go on.
+    """
+    saved = json.loads(Path(path).read_text())
+    now = json.loads(json.dumps(dataclasses.asdict(config)))
+    names = [name for name in now | saved if name not in MAY_CHANGE]
+    pairs = [(name, saved.get(name, "not set"), now.get(name, "not a key")) for name in names]
+    return [f"{name} ({old}, now {new})" for name, old, new in pairs if old != new]
+
+
+def option(name: str) -> str:
+    """A key's option on the command line."""
+    return "--" + name.replace("_", "-")
+
+
+def _check_together(config: Config) -> None:
+    """Raises SystemExit for keys that are right one by one only."""
+    epochs, warmup, cooldown = config.epochs, config.warmup_epochs, config.cooldown_epochs
+    if warmup >= epochs:
+        raise SystemExit(f"--warmup-epochs must be less than --epochs {epochs}, got {warmup}.")
+    if warmup + cooldown > epochs:
+        raise SystemExit(
+            f"--warmup-epochs and --cooldown-epochs must not exceed --epochs {epochs}, got "
+            f"{warmup} and {cooldown}."
+        )
+    if config.delay is not None and config.delay > config.period:
+        raise SystemExit(f"--delay must not exceed --period {config.period}, got {config.delay}.")
+    steps = list(config.decay_epochs)
+    if config.decay == "step" and not steps:
+        raise SystemExit("--decay step needs --decay-epochs, such as 30 60 80.")
+    if steps != sorted({epoch for epoch in steps if warmup <= epoch < epochs}):
+        raise SystemExit(f"--decay-epochs must rise within [{warmup}, {epochs}), got {steps}.")
+    if config.nesterov and config.sync == "eamsgd":
+        raise SystemExit("--nesterov has no effect with --sync eamsgd, which is Nesterov's anyway.")
+    if config.nesterov and config.momentum == 0:
+        raise SystemExit("--nesterov needs a --momentum above 0, got 0.")
+
+
+_KINDS = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    tuple[int, ...]: "whole numbers",
+}
+
+
+def _keys(config: Config) -> list[tuple[dataclasses.Field, Any, bool]]:
+    """Each field with its type, and whether it may be None."""
+    hints = typing.get_type_hints(type(config))
+    keys = []
+    for field in dataclasses.fields(config):
+        kinds = typing.get_args(hints[field.name])
+        optional = type(None) in kinds
+        keys.append((field, kinds[0] if optional else hints[field.name], optional))
+    return keys
+
+
+def _checked(where: str, value: Any, field: dataclasses.Field, kind: Any, optional: bool) -> Any:
+    """The value in its type; raises SystemExit if it does not fit."""
+    if value is None and optional:
+        return None
+    if not _fits(value, kind):
+        raise SystemExit(f"{where} must be {_KINDS[kind]}, got {value!r}.")
+    valid = field.metadata["valid"]
+    if isinstance(valid, tuple) and value not in valid:
+        raise SystemExit(f"{where} must be one of {', '.join(valid)}, got {value!r}.")
+    each = value if kind == tuple[int, ...] else (value,)
+    if isinstance(valid, str) and valid and not all(_within(x, valid) for x in each):
+        raise SystemExit(f"{where} must be {_KINDS[kind]} in {valid}, got {value!r}.")
+    return kind(value)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    if kind == tuple[int, ...]:
+        return isinstance(value, tuple | list) and all(_fits(x, int) for x in value)
+    return isinstance(value, int | float if kind is float else kind)
+
+
+def _within(value: float, interval: str) -> bool:
+    low, high = (float(end) for end in interval[1:-1].split(","))
+    above = value >= low if interval[0] == "[" else value > low
+    return above and (value <= high if interval[-1] == "]" else value < high)
+
+
+def _or_none(kind: type) -> Any:
+    """Reads ``none`` as None, which takes back what a file says."""
+
+    def read_option(text: str) -> Any:
+        return None if text == "none" else kind(text)
+
+    read_option.__name__ = kind.__name__  # argparse names it in errors
+    return read_option
+
+
+def _nearest(name: str, names: typing.Iterable[str]) -> str:
+    return f"did you mean {difflib.get_close_matches(name, names, n=1, cutoff=0)[0]}?"

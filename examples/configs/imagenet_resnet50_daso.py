@@ -1,0 +1,28 @@
+"""DASO: ResNet-50 on ImageNet (daso-journal Table 1 and Sec. "Performance evaluation").
+
+4, 8, 16, 32 and 64 nodes of four A100 each; --data is the folder of ImageNet-2012.
+
+Not in the paper, and as in the authors' script (Heat, examples/nn/imagenet-DASO.py): the learning
+rate and the batch of a GPU, the threshold of a stable loss. Not as there: the least area of a crop
+is the usual 0.08, not 0.05; norms and biases do not decay, and the last norm of a block starts
+at 0, both as in Goyal et al., to whom the paper refers for the warm-up.
+"""
+
+model = "resnet50"
+data = "imagenet"
+min_area = 0.08
+epochs = 90
+batch_size = 256
+learning_rate = 0.0125
+warmup_epochs = 5
+cooldown_epochs = 5
+decay = "plateau"
+decay_factor = 0.5
+decay_patience = 5
+decay_threshold = 0.05
+momentum = 0.9
+weight_decay = 1e-4
+
+sync = "daso"
+period = 4
+delay = 1

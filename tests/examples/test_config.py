@@ -1,0 +1,269 @@
+"""Keys come from defaults, a file and the command line, in this order, and wrong ones are named."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+import config
+import models
+from config import Config
+
+EXAMPLES = Path(config.__file__).parent
+FILES = sorted((EXAMPLES / "configs").glob("*.py"))
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Writes a configuration file and returns its path."""
+
+    def write(text):
+        path = tmp_path / "experiment.py"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def refused():
+    """The message with which a call ends the program."""
+
+    def message(function, *args):
+        with pytest.raises(SystemExit) as ended:
+            function(*args)
+        return str(ended.value)
+
+    return message
+
+
+def test_without_arguments_everything_has_its_default():
+    parsed = config.parse([])
+    own = {"period": 4, "delay": 2, "fragments": 1, "moments": "local"}
+    assert parsed == dataclasses.replace(Config(), **own)
+    assert config.complete(parsed) == parsed
+
+
+def test_files_go_over_defaults_and_options_over_files(file):
+    path = file("import math as _math\nepochs = 3 * int(_math.sqrt(900))\nmomentum = 0\nseed = 1")
+    parsed = config.parse(
+        ["--config", path, "--seed", "2", "--keep", "9"],
+        defaults=dataclasses.replace(Config(), keep=5, batch_size=7),
+    )
+    found = [parsed.epochs, parsed.momentum, parsed.seed, parsed.keep, parsed.batch_size]
+    assert found == [90, 0.0, 2, 9, 7]
+    assert type(parsed.momentum) is float
+
+
+def other(field):
+    """A value of a key that is not its default, and how it is written on the command line."""
+    valid, default = field.metadata["valid"], field.default
+    if isinstance(default, bool):
+        return not default, ["--no-" * default or f"--{field.name}".replace("_", "-")]
+    if isinstance(valid, tuple):
+        value = next(choice for choice in valid if choice != default)
+    else:
+        value = {
+            "data": "images",
+            "out": "elsewhere",
+            "decay_epochs": (4, 12),
+            "own_weight": 0.75,
+            "decay_factor": 0.25,
+            "decay_threshold": 0.125,
+            "min_area": 0.5,
+            "momentum": 0.5,
+            "label_smoothing": 0.5,
+            "learning_rate": 0.5,
+            "weight_decay": 0.5,
+        }.get(field.name, 2 if default != 2 else 3)
+    words = value if isinstance(value, tuple) else (value,)
+    return value, [config.option(field.name), *map(str, words)]
+
+
+# What a key needs beside it to have an effect.
+BESIDE = {
+    "decay_factor": ["--decay", "plateau"],
+    "decay_patience": ["--decay", "plateau"],
+    "decay_threshold": ["--decay", "plateau"],
+    "decay_epochs": ["--decay", "step"],
+    "decay": [],
+    "own_weight": ["--sync", "dasgd"],
+    "epochs": ["--warmup-epochs", "1", "--cooldown-epochs", "1"],
+}
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(Config), ids=lambda field: field.name)
+def test_every_key_is_an_option(field):
+    value, words = other(field)
+    parsed = config.parse([*BESIDE.get(field.name, []), *words])
+    assert getattr(parsed, field.name) == value != getattr(Config(), field.name)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("epoch = 90", ["epoch = 90", "did you mean epochs?"]),
+        ("learningrate = 0.1", ["learningrate = 0.1", "did you mean learning_rate?"]),
+        ("epochs = '90'", ["epochs must be a whole number, got '90'"]),
+        ("epochs = True", ["epochs must be a whole number, got True"]),
+        ("epochs = 90.0", ["epochs must be a whole number, got 90.0"]),
+        ("epochs = None", ["epochs must be a whole number, got None"]),
+        ("epochs = 0", ["epochs must be a whole number in [1, inf), got 0"]),
+        ("nesterov = 1", ["nesterov must be True or False, got 1"]),
+        ("learning_rate = '0.1'", ["learning_rate must be a number, got '0.1'"]),
+        ("learning_rate = float('nan')", ["learning_rate must be a number in (0, inf), got nan"]),
+        ("decay_epochs = 30", ["decay_epochs must be whole numbers, got 30"]),
+        ("decay_epochs = 30, 0", ["decay_epochs must be whole numbers in [1, inf), got (30, 0)"]),
+        ("model = 'resnet52'", ["model must be one of", "resnet50", "got 'resnet52'"]),
+        ("data = 7", ["data must be a text, got 7"]),
+        ("_epochs = 90", ["sets no key"]),
+        ("epochs = ninety", ["NameError", "ninety"]),
+        ("epochs = = 90", ["SyntaxError"]),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(file, refused, text, named):
+    path = file(text)
+    message = refused(config.parse, ["--config", path])
+    assert all(part in message for part in [path, *named]), message
+
+
+def test_a_file_that_is_missing_is_named(refused, tmp_path):
+    for path in (tmp_path / "none.py", tmp_path):
+        assert f"no file {path}" in refused(config.parse, ["--config", str(path)])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--epoch 3", "--epoch is no option; did you mean --epochs?"),
+        ("--learning-rat=0.1", "did you mean --learning-rate?"),
+        ("--momentum 1", "--momentum must be a number in [0, 1), got 1.0."),
+        ("--momentum nan", "--momentum must be a number in [0, 1), got nan."),
+        ("--label-smoothing 1", "--label-smoothing must be a number in [0, 1), got 1.0."),
+        ("--min-area 0", "--min-area must be a number in (0, 1], got 0.0."),
+        ("--batch-size 0", "--batch-size must be a whole number in [1, inf), got 0."),
+        ("--sync dazo", "--sync must be one of daso, dasgd"),
+        ("--epochs 3", "--warmup-epochs must be less than --epochs 3, got 3."),
+        ("--epochs 5", "must not exceed --epochs 5, got 3 and 3."),
+        ("--period 4 --delay 5", "--delay must not exceed --period 4, got 5."),
+        ("--decay step", "--decay step needs --decay-epochs"),
+        ("--decay step --decay-epochs 12 6", "--decay-epochs must rise within [3, 24)"),
+        ("--decay step --decay-epochs 2 6", "--decay-epochs must rise within [3, 24)"),
+        ("--decay step --decay-epochs 6 24", "--decay-epochs must rise within [3, 24)"),
+        ("--decay-factor 0.5", "--decay-factor has no effect with --decay cosine"),
+        ("--decay plateau --decay-epochs 6", "--decay-epochs has no effect with --decay plateau"),
+        ("--sync easgd --delay 2", "--delay has no effect with --sync easgd"),
+        ("--own-weight 0", "--own-weight has no effect with --sync daso"),
+        ("--sync none --wire float32", "--wire has no effect with --sync none"),
+        ("--sync allreduce_gradients --period 4", "--period has no effect with --sync allreduce"),
+        ("--sync eamsgd --nesterov", "--nesterov has no effect with --sync eamsgd"),
+        ("--momentum 0 --nesterov", "--nesterov needs a --momentum above 0"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(refused, line, message):
+    assert message in refused(config.parse, line.split())
+
+
+def test_a_value_of_another_type_is_named_by_its_option(capsys, refused):
+    refused(config.parse, ["--epochs", "many"])
+    assert "--epochs: invalid int value: 'many'" in capsys.readouterr().err
+
+
+def test_every_model_can_be_chosen():
+    (field,) = (field for field in dataclasses.fields(Config) if field.name == "model")
+    assert set(field.metadata["valid"]) == set(models.IMAGE_SIZE)
+
+
+def test_each_algorithm_has_its_own_defaults():
+    weights = {sync: config.parse(["--sync", sync]).own_weight for sync in config.SYNC}
+    assert weights == dict.fromkeys(config.SYNC) | {"dasgd": 0.25, "diloco": 0.5}
+    factors = [
+        config.parse(["--decay", "plateau"]).decay_factor,
+        config.parse(["--decay", "step", "--decay-epochs", "9"]).decay_factor,
+        config.parse([]).decay_factor,
+    ]
+    assert factors == [0.5, 0.1, None]
+
+
+def test_none_takes_back_what_a_file_says(file):
+    path = file("period = 8\ndelay = 3\ndecay = 'step'\ndecay_epochs = 9, 12")
+    words = ["--sync", "easgd", "--delay", "none", "--decay", "constant", "--decay-epochs"]
+    parsed = config.parse(["--config", path, *words])
+    assert (parsed.period, parsed.delay, parsed.decay_epochs) == (8, None, ())
+
+
+def test_what_is_saved_is_the_resolved_configuration_in_its_order(tmp_path):
+    parsed = config.parse(["--decay", "step", "--decay-epochs", "9", "12", "--own-weight", "none"])
+    config.save(parsed, tmp_path / "config.json")
+    text = (tmp_path / "config.json").read_text()
+    assert list(json.loads(text)) == [field.name for field in dataclasses.fields(Config)]
+    assert '\n  "decay_factor": 0.1,\n' in text
+    values = json.loads(text)
+    values["decay_epochs"] = tuple(values["decay_epochs"])
+    assert Config(**values) == parsed
+
+
+def test_differences_that_matter_are_named_with_both_values(tmp_path):
+    path = tmp_path / "config.json"
+    step = ["--decay", "step", "--decay-epochs", "9", "12"]
+    config.save(config.parse([*step, "--out", "a", "--data", "here", "--keep", "1"]), path)
+    same = config.parse([*step, "--resume", "--out", "b", "--data", "there", "--workers", "2"])
+    assert config.differences(same, path) == []
+    other = config.parse([*step, "--epochs", "30", "--seed", "1"])
+    assert config.differences(other, path) == ["epochs (24, now 30)", "seed (0, now 1)"]
+
+
+def test_keys_of_another_version_are_differences(tmp_path):
+    path = tmp_path / "config.json"
+    config.save(config.parse([]), path)
+    values = json.loads(path.read_text())
+    del values["seed"]
+    path.write_text(json.dumps(values | {"optimizer": "adam"}))
+    found = config.differences(config.parse([]), path)
+    assert found == ["seed (not set, now 0)", "optimizer (adam, now not a key)"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_published_experiment_is_read(path):
+    model, sync = path.stem.split("_")[1:]
+    parsed = config.parse(["--config", str(path)])
+    assert parsed.model == model
+    assert parsed.sync == {"synchronous": "allreduce_gradients"}.get(sync, sync)
+
+
+def test_the_demonstration_is_the_default():
+    path = EXAMPLES / "configs" / "digits_resnet20_daso.py"
+    assert config.parse(["--config", str(path)]) == config.parse([])
+
+
+def test_baselines_differ_in_what_happens_between_nodes_only():
+    for name in ("imagenet_resnet50", "cifar10_resnet20"):
+        files = (EXAMPLES / "configs" / f"{name}_{sync}.py" for sync in ("daso", "synchronous"))
+        daso, baseline = (config.read(str(file)) for file in files)
+        different = {key for key in daso | baseline if daso.get(key) != baseline.get(key)}
+        assert different <= {"sync", "wire", "period", "delay", "cooldown_epochs"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Other(Config):
+    """The keys of another program, which has another model and one key more."""
+
+    model: str = config.key("unet", "", ("unet",))
+    crop: int | None = config.key(None, "pixels", "[1, inf)")
+
+
+def test_another_program_may_have_other_keys(file, refused):
+    parsed = config.parse(["--config", file("crop = 64")], defaults=Other())
+    assert parsed == dataclasses.replace(config.complete(Other()), crop=64)
+    message = refused(config.parse, ["--model", "resnet20"], "", Other())
+    assert message == "--model must be one of unet, got 'resnet20'."
+
+
+def test_arguments_are_read_without_jax():
+    code = "import sys, config; config.parse([]); sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=EXAMPLES, check=True, timeout=60)
