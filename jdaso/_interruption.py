@@ -22,7 +22,9 @@ class Interruption:
 
     Args:
         exchange: over which nodes tell each other.
-        signals: what to listen to; inside the ``with`` block they do nothing else.
+        signals: what to listen to; inside the ``with`` block they do nothing else. After one
+            was heeded that stays so: a launcher may send SIGTERM to a node that is still about
+            to end because another one has ended, and would take that for its exit status.
 
     >>> import jdaso
     >>> with jdaso.Interruption(jdaso.single_exchange()) as interruption:
@@ -38,12 +40,15 @@ class Interruption:
         self._exchange = exchange
         self._signals = tuple(signals)
         self._asked = False
+        self._wanted = False
 
     def __enter__(self) -> Interruption:
         self._before = [signal.signal(number, self._hear) for number in self._signals]
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self._wanted:
+            return
         for number, handler in zip(self._signals, self._before, strict=True):
             signal.signal(number, handler)
 
@@ -52,7 +57,8 @@ class Interruption:
 
         Over MPI a signal is known to all at the second call after it.
         """
-        return self._exchange.anyone(self._asked)
+        self._wanted = self._exchange.anyone(self._asked)
+        return self._wanted
 
     def _hear(self, number: int, frame: object) -> None:
         del number, frame

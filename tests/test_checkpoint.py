@@ -140,10 +140,24 @@ def test_full_disk_is_an_error_that_keeps_the_previous_one(tmp_path):
     np.testing.assert_array_equal(x, np.random.default_rng(1).normal(size=100_000))
 
 
-def test_signal_is_heard_and_handlers_are_put_back():
-    before = signal.getsignal(signal.SIGUSR1)
+@pytest.fixture
+def handler():
+    """A handler of SIGUSR1 that is there before, and again after, the test."""
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    yield signal.SIG_IGN
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_handlers_are_put_back(handler):
     with jdaso.Interruption(EXCHANGE) as interruption:
+        assert signal.getsignal(signal.SIGUSR1) is not handler
         assert not interruption.wanted()
+    assert signal.getsignal(signal.SIGUSR1) is handler
+
+
+def test_signal_is_heard_and_then_does_nothing_more(handler):
+    with jdaso.Interruption(EXCHANGE, signals=[signal.SIGUSR1]) as interruption:
         os.kill(os.getpid(), signal.SIGUSR1)
         assert interruption.wanted()
-    assert signal.getsignal(signal.SIGUSR1) is before
+    assert signal.getsignal(signal.SIGUSR1) is not handler
+    os.kill(os.getpid(), signal.SIGUSR1)

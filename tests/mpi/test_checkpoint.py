@@ -1,7 +1,11 @@
 """Saved in flight and restored, bit for bit; on another number of nodes, from the mean."""
 
+import re
+
 import pytest
 from launch import mpiexec, passes
+
+import jdaso
 
 
 @pytest.mark.parametrize(
@@ -24,3 +28,9 @@ def test_resumed_run_ends_with_the_same_bits(tmp_path, saved_at, algorithms):
 def test_other_number_of_nodes_goes_on_from_the_mean(tmp_path, nodes):
     passes(mpiexec(2, "other_nodes.py", "save", tmp_path, 2))
     passes(mpiexec(nodes, "other_nodes.py", "restore", tmp_path, 2))
+
+
+def test_signal_that_one_node_hears_stops_all_at_the_same_step():
+    ended = mpiexec(3, "interrupted.py")
+    assert ended.returncode == jdaso.EXIT_TRY_AGAIN, ended.output
+    assert sorted(re.findall(r"rank (\d) passed", ended.output)) == ["0", "1", "2"]
