@@ -1,111 +1,67 @@
-"""Images: scikit-learn's digits, or folders of JPEG and PNG files as ImageNet has them.
-
-Processes never talk about data. Each computes the same permutation of an epoch from (seed, epoch)
-and takes its own part of it, so all take the same number of steps and share no image.
-"""
+"""Data sets: scikit-learn's digits, folders as ImageNet has them, and noise to measure with."""
 
 from __future__ import annotations
 
-import collections
+import functools
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image
+from augment import Crop, read_image
 
 from jdaso import study
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
-DECODERS = 16  # threads; Pillow lets others run while it decodes
-BATCHES_AHEAD = 2
-MIN_AREA = 0.25  # of a random crop; ImageNet's usual 0.08 pays off in long trainings only
+SYNTHETIC_DISTINCT = 16  # images, which are then repeated
+SYNTHETIC_TEST_IMAGES = 1000
 
+# Images, uint8 of shape (batch, height, width, channels), and labels, int32 of shape (batch, ...).
 Batch = tuple[np.ndarray, np.ndarray]
 
 
 class Split(NamedTuple):
-    """Labels, int32, and ``load(index, rng)``: one uint8 image, augmented if there is an rng."""
+    """Images to train with or to test.
 
-    labels: np.ndarray
-    load: Callable[[int, np.random.Generator | None], np.ndarray]
+    Attributes:
+        size: how many.
+        load: ``(index, rng) -> (image, label)``: uint8 of shape (height, width, channels),
+            augmented if there is an rng, and int32 of any shape, -1 where nothing is to be
+            learnt. It is sent to worker processes, so it must be picklable.
+    """
+
+    size: int
+    load: Callable[[int, np.random.Generator | None], tuple[np.ndarray, np.ndarray]]
 
 
 class Dataset(NamedTuple):
+    """What a model is trained and tested with."""
+
     train: Split
     test: Split
     num_classes: int
     channels: int
 
 
-def load(data: str, image_size: int) -> Dataset:
-    """``digits``, in their own size, or a folder with train/<class>/ and val/<class>/ or test/."""
-    return digits() if data == "digits" else folder(Path(data), image_size)
+def load(config) -> Dataset:
+    """The data set of a configuration.
 
+    Args:
+        config: has ``data``: ``"digits"``, ``"synthetic"`` or a folder with train/<class>/ and
+            val/<class>/ or test/<class>/. Folders need ``image_size``, ``augment``, ``padding``
+            and ``min_area``, see :class:`augment.Crop`; ``"synthetic"`` needs ``image_size``,
+            ``num_classes`` and ``synthetic_images``.
 
-def steps_per_epoch(num_images: int, num_parts: int, batch_size: int) -> int:
-    """Training steps of an epoch, the same in every process."""
-    steps = num_images // (num_parts * batch_size)
-    if steps == 0:
-        raise ValueError(
-            f"batch_size: {num_parts} processes take {batch_size} images each at a step, but "
-            f"there are {num_images} in all; lower --batch-size."
-        )
-    return steps
-
-
-def train_indices(
-    num_images: int, part: int, num_parts: int, batch_size: int, seed: int, epoch: int
-) -> np.ndarray:
-    """Numbers of the images of one process in one epoch, of shape (steps, batch_size).
-
-    The remainder that does not fill a batch everywhere is left out, another one in every epoch.
+    Raises:
+        ValueError: if a setting is out of its range, or a folder not as described.
     """
-    steps = steps_per_epoch(num_images, num_parts, batch_size)
-    order = np.random.default_rng((seed, epoch)).permutation(num_images)
-    return order[: steps * num_parts * batch_size].reshape(steps, num_parts, batch_size)[:, part]
-
-
-def test_indices(num_images: int, part: int, num_parts: int, batch_size: int) -> np.ndarray:
-    """The process's part of all images, of shape (steps, batch_size); -1 where none is left."""
-    steps = -(-num_images // (num_parts * batch_size))
-    order = np.full(steps * num_parts * batch_size, -1)
-    order[:num_images] = np.arange(num_images)
-    return order.reshape(steps, num_parts, batch_size)[:, part]
-
-
-def train_batches(
-    split: Split, part: int, num_parts: int, batch_size: int, seed: int, epoch: int
-) -> Iterator[Batch]:
-    """Images and labels; how an image is augmented depends on seed and epoch alone."""
-
-    def load(index):
-        return split.load(index, np.random.default_rng((seed, epoch, index)))
-
-    indices = train_indices(len(split.labels), part, num_parts, batch_size, seed, epoch)
-    return _ahead(load, split.labels, indices)
-
-
-def test_batches(split: Split, part: int, num_parts: int, batch_size: int) -> Iterator[Batch]:
-    """Images and labels; a label of -1 marks what only fills the batch."""
-    indices = test_indices(len(split.labels), part, num_parts, batch_size)
-    labels = np.append(split.labels, np.int32(-1))  # which index -1 finds
-    return _ahead(lambda index: split.load(max(index, 0), None), labels, indices)
-
-
-def _ahead(load: Callable, labels: np.ndarray, indices: np.ndarray) -> Iterator[Batch]:
-    """Batches; the next ones are decoded while the devices work on the last."""
-    with ThreadPoolExecutor(DECODERS) as pool:
-        waiting = collections.deque()
-        for batch in indices:
-            waiting.append((pool.map(load, batch.tolist()), labels[batch]))
-            if len(waiting) > BATCHES_AHEAD:
-                images, batch_labels = waiting.popleft()
-                yield np.stack(list(images)), batch_labels
-        for images, batch_labels in waiting:
-            yield np.stack(list(images)), batch_labels
+    if config.data == "digits":
+        return digits()
+    if config.data == "synthetic":
+        return synthetic(config.synthetic_images, config.image_size, config.num_classes)
+    crop = Crop(config.augment, config.image_size, config.padding, config.min_area)
+    return folder(Path(config.data), crop)
 
 
 def digits() -> Dataset:
@@ -114,69 +70,83 @@ def digits() -> Dataset:
 
     def split(images, labels):
         padded = np.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)))
-
-        def load(index, rng):
-            if rng is None:
-                return images[index]
-            top, left = rng.integers(0, 3, 2)  # shifted by up to one pixel
-            return padded[index, top : top + 8, left : left + 8]
-
-        return Split(labels, load)
+        return Split(len(labels), functools.partial(_digit, padded, labels))
 
     train, test = (data.images, data.labels), (data.test_images, data.test_labels)
     return Dataset(split(*train), split(*test), num_classes=10, channels=1)
 
 
-def folder(root: Path, image_size: int) -> Dataset:
+def synthetic(num_images: int, image_size: int, num_classes: int) -> Dataset:
+    """Noise that costs nothing to make, to find out how fast a model trains."""
+    if min(num_images, num_classes) < 1:
+        raise ValueError(
+            "synthetic_images and num_classes must be at least 1, "
+            f"got {num_images} and {num_classes}."
+        )
+    shape = (SYNTHETIC_DISTINCT, image_size, image_size, 3)
+    images = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    load = functools.partial(_synthetic, images, num_classes)
+    test = Split(min(num_images, SYNTHETIC_TEST_IMAGES), load)
+    return Dataset(Split(num_images, load), test, num_classes, channels=3)
+
+
+def folder(root: Path, crop: Crop) -> Dataset:
     """ImageNet's layout; val/ is preferred to test/, whose labels ImageNet keeps to itself."""
     train, test = root / "train", root / "val"
     if not test.is_dir():
         test = root / "test"
-    for path in (train, test):
-        if not path.is_dir():
-            raise ValueError(f"data: {root} needs train/ and val/ or test/, found no {path}.")
-    classes, test_classes = (
-        sorted(path.name for path in side.iterdir() if path.is_dir()) for side in (train, test)
-    )
-    if not classes:
-        raise ValueError(f"data: {train} holds no folder; it needs one for each class.")
+    for side in (train, test):
+        if not side.is_dir():
+            raise ValueError(f"data: {root} needs train/ and val/ or test/, found no {side}.")
+    classes, test_classes = _classes(train), _classes(test)
     if classes != test_classes:
         raise ValueError(
             f"data: {train} and {test} must hold the same classes, only one of them has "
             f"{', '.join(sorted(set(classes) ^ set(test_classes)))}."
         )
-
-    def split(side):
-        paths, labels = [], []
-        for label, name in enumerate(classes):
-            found = sorted(x for x in os.listdir(side / name) if x.lower().endswith(SUFFIXES))
-            if not found:
-                raise ValueError(f"data: {side / name} holds no image ({', '.join(SUFFIXES)}).")
-            paths += [f"{side}/{name}/{x}" for x in found]
-            labels += [label] * len(found)
-        return Split(
-            np.array(labels, np.int32), lambda index, rng: read_image(paths[index], image_size, rng)
-        )
-
-    return Dataset(split(train), split(test), num_classes=len(classes), channels=3)
+    splits = (_folder_split(side, classes, crop) for side in (train, test))
+    return Dataset(*splits, num_classes=len(classes), channels=3)
 
 
-def read_image(path: str, size: int, rng: np.random.Generator | None) -> np.ndarray:
-    """A random crop, resized and perhaps mirrored; without rng the middle 7/8 of the square."""
+def _classes(side: Path) -> list[str]:
+    """Names of the folders in one."""
+    classes = sorted(entry.name for entry in _entries(side) if entry.is_dir())
+    if not classes:
+        raise ValueError(f"data: {side} holds no folder; it needs one for each class.")
+    return classes
+
+
+def _folder_split(side: Path, classes: list[str], crop: Crop) -> Split:
+    names, labels = [], []
+    for label, name in enumerate(classes):
+        entries = _entries(side / name)
+        found = sorted(x.name for x in entries if x.name.lower().endswith(SUFFIXES))
+        if not found:
+            raise ValueError(f"data: {side / name} holds no image ({', '.join(SUFFIXES)}).")
+        names += [os.fsencode(f"{name}/{x}") for x in found]
+        labels += [label] * len(found)
+    # As one array, a million names reach a worker process in no time.
+    files = functools.partial(_file, side, np.array(names), np.array(labels, np.int32), crop)
+    return Split(len(labels), files)
+
+
+def _entries(path: Path) -> list[os.DirEntry]:
     try:
-        with Image.open(path) as file:
-            image = file.convert("RGB")
-    except (OSError, SyntaxError, ValueError) as error:
-        raise ValueError(f"data: {path} is not a readable image ({error}); replace it.") from error
-    width, height = image.size
-    if rng is None:
-        w = h = min(width, height) * 7 / 8
-        left, top = (width - w) / 2, (height - h) / 2
-    else:
-        area, ratio = rng.uniform(MIN_AREA, 1), np.exp(rng.uniform(-1, 1) * np.log(4 / 3))
-        side = np.sqrt(area * width * height)
-        w, h = min(side * np.sqrt(ratio), width), min(side / np.sqrt(ratio), height)
-        left, top = rng.uniform(0, width - w), rng.uniform(0, height - h)
-    image = image.resize((size, size), Image.Resampling.BILINEAR, (left, top, left + w, top + h))
-    pixels = np.asarray(image)
-    return pixels[:, ::-1] if rng is not None and rng.random() < 0.5 else pixels
+        with os.scandir(path) as entries:
+            return list(entries)
+    except OSError as error:
+        raise ValueError(f"data: {path} cannot be listed ({error.strerror}).") from error
+
+
+def _file(side, names, labels, crop, index, rng):
+    path = os.path.join(side, os.fsdecode(names[index]))
+    return read_image(path, crop, rng), labels[index]
+
+
+def _digit(padded, labels, index, rng):
+    top, left = (1, 1) if rng is None else rng.integers(0, 3, 2)  # shifted by up to one pixel
+    return padded[index, top : top + 8, left : left + 8], labels[index]
+
+
+def _synthetic(images, num_classes, index, rng):
+    return images[index % len(images)], np.int32(index % num_classes)

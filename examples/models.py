@@ -1,4 +1,4 @@
-"""Residual networks (He et al. 2016) in flax.nnx: CIFAR's ResNet-20 and ImageNet's ResNet-50."""
+"""Residual networks (He et al. 2016) in flax.nnx: ResNet-18 to 101, CIFAR's ResNet-20."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 # BatchNorm takes mean and variance over all devices of a node, the axis that is bound inside
 # jdaso.local_value_and_grad; between nodes they differ, as in DASO.
 LOCAL_AXIS = "local"
 
-IMAGE_SIZE = {"resnet20": 32, "resnet50": 224}
+IMAGE_SIZE = {"resnet18": 224, "resnet34": 224, "resnet50": 224, "resnet101": 224, "resnet20": 32}
 
 conv = functools.partial(
     nnx.Conv,
@@ -27,11 +28,11 @@ last_norm = functools.partial(norm, scale_init=nnx.initializers.zeros_init())
 class Shortcut(nnx.Module):
     """The identity, or a projection where a block changes the shape."""
 
-    def __init__(self, features: int, out: int, stride: int, rngs: nnx.Rngs):
+    def __init__(self, features: int, out: int, stride: int, dtype: DTypeLike, rngs: nnx.Rngs):
         self.project = stride != 1 or features != out
         if self.project:
-            self.conv = conv(features, out, (1, 1), strides=stride, rngs=rngs)
-            self.norm = norm(out, rngs=rngs)
+            self.conv = conv(features, out, (1, 1), strides=stride, dtype=dtype, rngs=rngs)
+            self.norm = norm(out, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         return self.norm(self.conv(x), use_running_average=not train) if self.project else x
@@ -42,12 +43,12 @@ class BasicBlock(nnx.Module):
 
     expansion = 1
 
-    def __init__(self, features: int, width: int, stride: int, rngs: nnx.Rngs):
-        self.conv1 = conv(features, width, (3, 3), strides=stride, rngs=rngs)
-        self.norm1 = norm(width, rngs=rngs)
-        self.conv2 = conv(width, width, (3, 3), rngs=rngs)
-        self.norm2 = last_norm(width, rngs=rngs)
-        self.shortcut = Shortcut(features, width, stride, rngs)
+    def __init__(self, features: int, width: int, stride: int, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.conv1 = conv(features, width, (3, 3), strides=stride, dtype=dtype, rngs=rngs)
+        self.norm1 = norm(width, dtype=dtype, rngs=rngs)
+        self.conv2 = conv(width, width, (3, 3), dtype=dtype, rngs=rngs)
+        self.norm2 = last_norm(width, dtype=dtype, rngs=rngs)
+        self.shortcut = Shortcut(features, width, stride, dtype, rngs)
 
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         y = nnx.relu(self.norm1(self.conv1(x), use_running_average=not train))
@@ -60,21 +61,31 @@ class Bottleneck(nnx.Module):
 
     expansion = 4
 
-    def __init__(self, features: int, width: int, stride: int, rngs: nnx.Rngs):
+    def __init__(self, features: int, width: int, stride: int, dtype: DTypeLike, rngs: nnx.Rngs):
         out = self.expansion * width
-        self.conv1 = conv(features, width, (1, 1), rngs=rngs)
-        self.norm1 = norm(width, rngs=rngs)
-        self.conv2 = conv(width, width, (3, 3), strides=stride, rngs=rngs)
-        self.norm2 = norm(width, rngs=rngs)
-        self.conv3 = conv(width, out, (1, 1), rngs=rngs)
-        self.norm3 = last_norm(out, rngs=rngs)
-        self.shortcut = Shortcut(features, out, stride, rngs)
+        self.conv1 = conv(features, width, (1, 1), dtype=dtype, rngs=rngs)
+        self.norm1 = norm(width, dtype=dtype, rngs=rngs)
+        self.conv2 = conv(width, width, (3, 3), strides=stride, dtype=dtype, rngs=rngs)
+        self.norm2 = norm(width, dtype=dtype, rngs=rngs)
+        self.conv3 = conv(width, out, (1, 1), dtype=dtype, rngs=rngs)
+        self.norm3 = last_norm(out, dtype=dtype, rngs=rngs)
+        self.shortcut = Shortcut(features, out, stride, dtype, rngs)
 
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         y = nnx.relu(self.norm1(self.conv1(x), use_running_average=not train))
         y = nnx.relu(self.norm2(self.conv2(y), use_running_average=not train))
         y = self.norm3(self.conv3(y), use_running_average=not train)
         return nnx.relu(y + self.shortcut(x, train))
+
+
+# Block, blocks of each stage, width of the first, and whether the stem quarters the resolution.
+ARCHITECTURES = {
+    "resnet18": (BasicBlock, (2, 2, 2, 2), 64, True),
+    "resnet34": (BasicBlock, (3, 4, 6, 3), 64, True),
+    "resnet50": (Bottleneck, (3, 4, 6, 3), 64, True),
+    "resnet101": (Bottleneck, (3, 4, 23, 3), 64, True),
+    "resnet20": (BasicBlock, (3, 3, 3), 16, False),
+}
 
 
 class ResNet(nnx.Module):
@@ -88,37 +99,50 @@ class ResNet(nnx.Module):
         large_stem: bool,
         channels: int,
         num_classes: int,
+        dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
+        self.dtype = dtype
         self.large_stem = large_stem
         kernel, stride = ((7, 7), 2) if large_stem else ((3, 3), 1)
-        self.stem = conv(channels, width, kernel, strides=stride, rngs=rngs)
-        self.stem_norm = norm(width, rngs=rngs)
+        self.stem = conv(channels, width, kernel, strides=stride, dtype=dtype, rngs=rngs)
+        self.stem_norm = norm(width, dtype=dtype, rngs=rngs)
         blocks, features = [], width
         for stage, depth in enumerate(stages):
             for i in range(depth):
                 stride = 2 if stage > 0 and i == 0 else 1
-                blocks.append(block(features, width * 2**stage, stride, rngs))
+                blocks.append(block(features, width * 2**stage, stride, dtype, rngs))
                 features = block.expansion * width * 2**stage
         self.blocks = nnx.List(blocks)
         self.head = nnx.Linear(features, num_classes, rngs=rngs)
 
     def __call__(self, images: jax.Array, train: bool) -> jax.Array:
-        """Logits of images, uint8 of shape (batch, height, width, channels)."""
-        x = images.astype(jnp.float32) / 127.5 - 1
+        """Logits, float32, of images, uint8 of shape (batch, height, width, channels)."""
+        x = (images.astype(jnp.float32) / 127.5 - 1).astype(self.dtype)
         x = nnx.relu(self.stem_norm(self.stem(x), use_running_average=not train))
         if self.large_stem:
             x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
         for block in self.blocks:
             x = block(x, train)
-        return self.head(x.mean(axis=(1, 2)))
+        return self.head(x.astype(jnp.float32).mean(axis=(1, 2)))
 
 
-def create(name: str, channels: int, num_classes: int, seed: int) -> ResNet:
-    """The model of that name, ``resnet20`` or ``resnet50``, with its first parameters."""
-    rngs = nnx.Rngs(seed)
-    if name == "resnet20":
-        return ResNet(BasicBlock, (3, 3, 3), 16, False, channels, num_classes, rngs)
-    if name == "resnet50":
-        return ResNet(Bottleneck, (3, 4, 6, 3), 64, True, channels, num_classes, rngs)
-    raise ValueError(f"model must be one of {', '.join(IMAGE_SIZE)}, got {name!r}.")
+def create(
+    name: str, channels: int, num_classes: int, seed: int, dtype: DTypeLike = jnp.float32
+) -> ResNet:
+    """The model of that name with its first parameters.
+
+    Args:
+        name: a key of ``IMAGE_SIZE``.
+        channels: of the images.
+        num_classes: length of the logits.
+        seed: of the first parameters.
+        dtype: in which convolutions and normalisations calculate. Parameters, batch statistics
+            and the classifier are float32 in any case.
+
+    Raises:
+        ValueError: if there is no such model.
+    """
+    if name not in ARCHITECTURES:
+        raise ValueError(f"model must be one of {', '.join(IMAGE_SIZE)}, got {name!r}.")
+    return ResNet(*ARCHITECTURES[name], channels, num_classes, dtype, nnx.Rngs(seed))

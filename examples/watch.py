@@ -90,15 +90,15 @@ class Watch:
         seen = {"loss": loss, "learning_rate": learning_rate, **metrics._asdict()}
         self._to_tensorboard("step", step, {key: float(value) for key, value in seen.items()})
 
-    def epoch(self, line: dict[str, Any]) -> None:
-        """Writes a line of metrics.jsonl, at the end of an epoch.
+    def epoch(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Writes a line of metrics.jsonl, at the end of an epoch, and returns it.
 
         Args:
             line: Python's numbers and strings, ``step`` and ``seconds`` among them. To ``TOTALS``,
                 counted since this process began, what earlier ones had counted is added.
         """
         if not self._active:
-            return
+            return line
         totals = {key: line[key] + self._before.get(key, 0) for key in TOTALS if key in line}
         line = {**line, **totals}
         self._epoch = line.get("epoch", self._epoch + 1)
@@ -106,6 +106,7 @@ class Watch:
         self._to_tensorboard("epoch", line["step"], line)
         if self._writer:
             self._writer.flush()
+        return line
 
     def close(self) -> None:
         """Ends the bar, and writes what is left."""

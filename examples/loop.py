@@ -1,0 +1,128 @@
+"""The training loop of all examples: train, evaluate, save, stop and go on, on every node alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from config import Config
+from resume import claim, resume, to_save
+from setup import Setup, evaluate, mean_of, no_losses, set_up, training_batches
+from steps import Task, TrainState
+from watch import Watch
+
+import jdaso
+from jdaso.checkpoint import Checkpoints
+from jdaso.report import report
+
+FETCH_EVERY = 10  # steps; to fetch the loss of each would keep the devices waiting
+
+
+def run(config: Config, create_task: Callable[[Config], Task]) -> int:
+    """Trains to the end, or until a signal asks to stop; returns the program's exit status."""
+    if config.devices:
+        jdaso.use_virtual_devices(config.devices)
+    topology = jdaso.discover_topology(config.processes_per_node)
+    first, out = topology.rank == 0, Path(config.out)
+    if first:
+        claim(out, config)
+    setup, state = set_up(config, topology, create_task(config))
+    total, epoch_steps, images = setup.total, setup.epoch_steps, setup.images_per_step
+    decay, begin = setup.rates.init(), 0
+    checkpoints = Checkpoints(out / "checkpoints", topology, setup.world, config.keep)
+    if config.resume:
+        state, decay, begin = resume(setup, checkpoints, state, decay)
+    watch = Watch(
+        out, first, total * images, config.tensorboard, begin * images, begin if begin else None
+    )
+
+    start = epoch_start = time.perf_counter()
+    epoch_begin, drift, line, stop = begin, 0.0, None, False
+    with jdaso.Interruption(setup.world) as interruption:
+        for step, batch in enumerate(training_batches(setup, begin), begin):
+            rate = np.float32(setup.rates.at(decay, step / epoch_steps))
+            state, loss, metrics = setup.train_step(state, rate, *batch)
+            done = step + 1
+            epoch_end = done % epoch_steps == 0
+            if step == epoch_begin or not epoch_end:
+                plan = metrics  # but not of an epoch's last step: its mean may block
+            if (done + 1) % epoch_steps == 0:  # before such a mean
+                drift = float(mean_of(setup, jdaso.drift(setup.world, state.params)))
+            if step % FETCH_EVERY == 0 or epoch_end:
+                watch.step(done, done * images, loss, metrics, rate)
+            if epoch_end:
+                jax.block_until_ready(state)
+                seconds = time.perf_counter() - epoch_start
+                state, scores = end_epoch(setup, state, last=done == total)
+                decay = setup.rates.observe(decay, scores["loss"], step // epoch_steps)
+                line = {  # since this process began; Watch adds what others had counted before
+                    "step": done,
+                    "epoch": done // epoch_steps,
+                    "seconds": time.perf_counter() - start,
+                    **scores,
+                    "learning_rate": float(rate),
+                    "drift": drift,
+                    "images_per_second": (done - epoch_begin) * images / seconds,
+                    "nodes": topology.num_nodes,
+                    **numbers(plan, metrics),
+                    **setup.world.report(),
+                    "exchanges": int(metrics.exchanges),
+                }
+                line = watch.epoch(line)
+                epoch_start, epoch_begin = time.perf_counter(), done
+            if done % FETCH_EVERY == 0 or epoch_end:
+                stop = interruption.wanted() and done < total
+            if stop or done == total or done % (config.save_every or epoch_steps) == 0:
+                checkpoints.save(done, to_save(setup, state, decay))
+            if stop:
+                break
+    checkpoints.close()
+    watch.close()
+    if first and stop:
+        print(f"stopped by a signal and saved at step {done} of {total}; --resume goes on")
+    elif first and line:
+        report([out])
+        print(summary(setup, line))
+    return jdaso.EXIT_TRY_AGAIN if stop else 0
+
+
+def end_epoch(setup: Setup, state: TrainState, last: bool) -> tuple[TrainState, dict[str, float]]:
+    """The state that the next epoch begins with, and the loss and scores of this one."""
+    optimizer, loss = setup.optimizer, mean_of(setup, state.losses[0] / state.losses[1])
+    if last and optimizer.averaging is not None:
+        params, opt_state = jdaso.drain(optimizer.averaging, state.opt_state, state.params)
+        state = state._replace(params=params, opt_state=opt_state)
+    # Batch statistics are each node's own in training, and so may parameters be: what is
+    # evaluated is their mean.
+    own = (optimizer.evaluated(state.params, state.opt_state), state.stats)
+    scores = evaluate(setup, *jdaso.consensus(optimizer.exchange, own))
+    return state._replace(losses=no_losses(setup)), {"loss": float(loss), **scores}
+
+
+def numbers(plan: jdaso.Metrics, metrics: jdaso.Metrics) -> dict[str, Any]:
+    """What the averaging tells of an epoch."""
+    plan, metrics = jax.device_get((plan, metrics))
+    return {
+        "phase": jdaso.PHASES[plan.phase],
+        "period": int(plan.period),
+        "delay": int(plan.delay),
+        "skipped": int(metrics.skipped),
+        "left_out": int(metrics.left_out),
+    }
+
+
+def summary(setup: Setup, line: dict[str, Any]) -> str:
+    """The last line of a training."""
+    scores = ", ".join(
+        f"{key.replace('_', ' ')} {value:.4f}" for key, value in line.items() if key[:5] == "test_"
+    )
+    return (
+        f"{scores}  (sync={setup.config.sync}, {setup.topology.num_nodes} nodes x "
+        f"{setup.topology.num_local_devices} devices, {line['seconds']:.1f} s, "
+        f"{line['exchanges']} exchanges, {line['seconds_blocked']:.2f} s blocked, "
+        f"{line['bytes_sent'] / 1e6:.0f} MB sent)"
+    )

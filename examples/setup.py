@@ -1,0 +1,128 @@
+"""Everything a training is made of, and what its nodes compute together between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import batches
+import jax
+import jax.numpy as jnp
+import learning_rate
+import numpy as np
+import optimizers
+from config import Config
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from steps import Task, TrainState, make_steps
+
+import jdaso
+
+
+class Setup(NamedTuple):
+    """What stays the same all through a training.
+
+    Attributes:
+        config: the keys of the run.
+        topology, world: who the others are, and how to reach them.
+        task: what is learnt.
+        optimizer, rates: how.
+        batch_size: images of this process in a step.
+        images_per_step: of all processes.
+        epoch_steps: steps of an epoch.
+        train_step, count: compiled; see steps.py.
+        across: the mean over the processes of a node.
+    """
+
+    config: Config
+    topology: jdaso.Topology
+    world: jdaso.Exchange
+    task: Task
+    optimizer: optimizers.Optimizer
+    rates: learning_rate.LearningRate
+    batch_size: int
+    images_per_step: int
+    epoch_steps: int
+    train_step: Callable
+    count: Callable
+    across: Callable
+
+    @property
+    def total(self) -> int:
+        """Steps of the whole training."""
+        return self.config.epochs * self.epoch_steps
+
+
+def set_up(config: Config, topology: jdaso.Topology, task: Task) -> tuple[Setup, TrainState]:
+    """The parts of a training, and the state it starts from, the same on all nodes."""
+    world = jdaso.mpi_exchange(topology)
+    num_processes, num_devices = len(topology.processes), topology.mesh.size
+    batch_size = config.batch_size * num_devices
+    epoch_steps = batches.steps_per_epoch(task.dataset.train.size, num_processes, batch_size)
+    optimizer = optimizers.create(config, world, epoch_steps)
+    setup = Setup(
+        config,
+        topology,
+        world,
+        task,
+        optimizer,
+        learning_rate.create(config, num_devices * num_processes),
+        batch_size,
+        batch_size * num_processes,
+        epoch_steps,
+        *make_steps(task, optimizer, topology),
+        jdaso.process_mean(topology) or (lambda arrays: arrays),
+    )
+    replicated = NamedSharding(topology.mesh, P())
+    _, params, stats = nnx.split(task.model, nnx.Param, nnx.BatchStat)
+    params, stats = jdaso.broadcast(world, jax.device_put((params, stats), replicated))
+    opt_state = jax.jit(optimizer.transformation.init, out_shardings=replicated)(params)
+    return setup, TrainState(params, stats, opt_state, no_losses(setup))
+
+
+def no_losses(setup: Setup) -> jax.Array:
+    """The losses of an epoch that begins."""
+    return jax.device_put(jnp.zeros(2), NamedSharding(setup.topology.mesh, P()))
+
+
+def training_batches(setup: Setup, begin: int) -> Iterator[Any]:
+    """This process's batches from a step on, on its devices."""
+    config, topology = setup.config, setup.topology
+    feed = batches.train_batches(
+        setup.task.dataset.train,
+        topology.rank,
+        len(topology.processes),
+        setup.batch_size,
+        config.epochs,
+        config.seed,
+        start=begin,
+        workers=config.workers,
+    )
+    return (jax.device_put(batch, _split(setup)) for batch in feed)
+
+
+def evaluate(setup: Setup, params: Any, stats: Any) -> dict[str, float]:
+    """Scores on all test images; each process looks at its part of them."""
+    topology = setup.topology
+    parts = batches.test_batches(
+        setup.task.dataset.test,
+        topology.rank,
+        len(topology.processes),
+        setup.batch_size,
+        workers=setup.config.workers,
+    )
+    split = _split(setup)
+    counts = [setup.count(params, stats, *jax.device_put(batch, split)) for batch in parts]
+    mine = np.sum(jax.device_get(counts), axis=0, dtype=np.float64)
+    return setup.task.score(mean_of(setup, mine) * len(topology.processes))
+
+
+def mean_of(setup: Setup, values: Any) -> np.ndarray:
+    """The mean of a small float32 array over all processes, in float64."""
+    mean = jdaso.consensus(setup.world, setup.across([jnp.asarray(values, jnp.float32)]))[0]
+    return np.asarray(mean, np.float64)
+
+
+def _split(setup: Setup) -> NamedSharding:
+    return NamedSharding(setup.topology.mesh, P("local"))

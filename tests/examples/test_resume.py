@@ -1,0 +1,119 @@
+"""A training that was killed or stopped, and resumed, ends as one that was not: bit for bit."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import orbax.checkpoint
+import pytest
+from launch import mpiexec
+
+import jdaso
+
+OPTIONS = [
+    "--devices",
+    "2",
+    "--epochs",
+    "3",
+    "--warmup-epochs",
+    "1",
+    "--cooldown-epochs",
+    "1",
+    "--save-every",
+    "5",
+]
+TOTAL = 66  # 22 steps of 2 x 2 x 16 of 1437 images
+
+
+def train(out, *options, nodes=2, **env):
+    return mpiexec(nodes, "training.py", *OPTIONS, "--out", out, *options, timeout=300, **env)
+
+
+def saved(out, step, nodes=2):
+    """What the nodes have saved at a step: arrays by name."""
+    (folder,) = (out / "checkpoints").glob(f"*_step_{step}")
+    with orbax.checkpoint.StandardCheckpointer() as reader:
+        parts = [reader.restore(folder / f"node_{n}_of_{nodes}") for n in range(nodes)]
+    return [part["state"] | part.get("in_flight", {}) for part in parts]
+
+
+def assert_equal(found, expected):
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, array in mine.items():
+            np.testing.assert_array_equal(array, theirs[name], err_msg=name)
+
+
+def losses(out):
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"], line["test_accuracy"], line["drift"]) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """A run that nothing has stopped."""
+    out = tmp_path_factory.mktemp("run") / "straight"
+    ended = train(out)
+    assert ended.returncode == 0, ended.output
+    assert re.search(r"test accuracy 0\.\d{4}  \(sync=daso, 2 nodes x 2 devices", ended.output)
+    return out
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """A run that was killed while it saved step 40: the last one that counts is in flight."""
+    out = tmp_path_factory.mktemp("run") / "killed"
+    ended = train(out, SIGNAL="SIGKILL:000008_*/node_1_of_2.*tmp:0")
+    assert ended.returncode != 0, ended.output
+    assert any(name[0].isdigit() for name in saved(out, 35)[0])  # numbers of exchanges
+    return out
+
+
+def check_resumed(out, at, straight):
+    ended = train(out, "--resume")
+    assert ended.returncode == 0, ended.output
+    assert re.search(rf"resumed at step {at} of {TOTAL}, bit for bit", ended.output), ended.output
+    assert_equal(saved(out, TOTAL), saved(straight, TOTAL))
+    assert losses(out) == losses(straight)
+
+
+def test_killed_while_saving(killed, straight, tmp_path):
+    out = tmp_path / "killed"
+    shutil.copytree(killed, out)
+    check_resumed(out, 35, straight)
+
+
+def test_killed_between_two_saves(tmp_path, straight):
+    seconds = np.random.default_rng().uniform(0, 0.2)
+    ended = train(tmp_path, SIGNAL=f"SIGKILL:000006_*/node_1_of_2:{seconds}")
+    assert ended.returncode != 0, f"after {seconds} s: {ended.output}"
+    check_resumed(tmp_path, r"\d+", straight)
+
+
+def test_other_number_of_nodes_says_so_and_goes_on(killed, tmp_path):
+    """Step 35 is the 13th of its epoch; of three nodes an epoch has 14 steps, not 22."""
+    out = tmp_path / "killed"
+    shutil.copytree(killed, out)
+    ended = train(out, "--resume", nodes=3)
+    assert ended.returncode == 0, ended.output
+    step = 14 + 13 * 64 // 96
+    assert f"resumed at step {step} of 42, from the mean over the 2 nodes" in ended.output
+    assert "test accuracy" in ended.output
+    assert len(saved(out, 42, nodes=3)) == 3
+
+
+def test_signal_saves_and_ends_with_a_status_of_its_own(tmp_path, straight):
+    ended = train(tmp_path, SIGNAL="SIGUSR1:000003_*/node_1_of_2:0")
+    assert ended.returncode == jdaso.EXIT_TRY_AGAIN, ended.output
+    (step,) = re.findall(r"stopped by a signal and saved at step (\d+) of 66", ended.output)
+    check_resumed(tmp_path, step, straight)
+
+
+def test_folder_of_a_run_is_not_taken_by_another(straight):
+    ended = train(straight)
+    assert ended.returncode != 0
+    assert "holds a run already; --resume goes on with it" in ended.output
+    ended = train(straight, "--resume", "--momentum", "0.8")
+    assert ended.returncode != 0
+    assert "momentum (0.9, now 0.8)" in ended.output
