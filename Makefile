@@ -25,6 +25,7 @@ $(VENV)/.installed: pyproject.toml Makefile
 	touch $@
 
 demo: $(VENV)/.installed
+	rm -rf runs/demo
 	mpiexec -n 2 $(BIN)/python examples/train.py --devices 2 --out runs/demo
 
 lint: $(VENV)/.installed

@@ -11,23 +11,23 @@ from launch import mpiexec
 
 import jdaso
 
-OPTIONS = [
-    "--devices",
-    "2",
-    "--epochs",
-    "3",
-    "--warmup-epochs",
-    "1",
-    "--cooldown-epochs",
-    "1",
-    "--save-every",
-    "5",
-]
+OPTIONS = ("--devices", "2", "--epochs", "3", "--warmup-epochs", "1", "--cooldown-epochs", "1")
 TOTAL = 66  # 22 steps of 2 x 2 x 16 of 1437 images
 
 
 def train(out, *options, nodes=2, **env):
-    return mpiexec(nodes, "training.py", *OPTIONS, "--out", out, *options, timeout=300, **env)
+    return mpiexec(
+        nodes,
+        "training.py",
+        *OPTIONS,
+        "--save-every",
+        5,
+        "--out",
+        out,
+        *options,
+        timeout=300,
+        **env,
+    )
 
 
 def saved(out, step, nodes=2):

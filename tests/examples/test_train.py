@@ -24,7 +24,7 @@ def train(out, *options, timeout):
     assert ended.returncode == 0, ended.output
     accuracy = float(re.search(r"test accuracy ([\d.]+)", ended.output).group(1))
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert (out / "plot.png").stat().st_size > 1000
+    assert (out / "report.png").stat().st_size > 1000
     return accuracy, lines
 
 
