@@ -74,11 +74,24 @@ def set_up(config: Config, topology: jdaso.Topology, task: Task) -> tuple[Setup,
         *make_steps(task, optimizer, topology),
         jdaso.process_mean(topology) or (lambda arrays: arrays),
     )
+    check_sizes(setup)
     replicated = NamedSharding(topology.mesh, P())
     _, params, stats = nnx.split(task.model, nnx.Param, nnx.BatchStat)
     params, stats = jdaso.broadcast(world, jax.device_put((params, stats), replicated))
     opt_state = jax.jit(optimizer.transformation.init, out_shardings=replicated)(params)
     return setup, TrainState(params, stats, opt_state, no_losses(setup))
+
+
+def check_sizes(setup: Setup) -> None:
+    """Raises ValueError where the number of images is not that of the first node."""
+    own = [setup.task.dataset.train.size, setup.task.dataset.test.size]
+    first = jdaso.broadcast(setup.world, np.array(own, np.int32)).tolist()
+    if own != first:
+        topology = setup.topology
+        raise ValueError(
+            f"data: {topology.describe(topology.rank)} has {own[0]} images for training and "
+            f"{own[1]} to test, rank 0 has {first[0]} and {first[1]}; give all the same."
+        )
 
 
 def no_losses(setup: Setup) -> jax.Array:
@@ -110,8 +123,7 @@ def evaluate(setup: Setup, params: Any, stats: Any) -> dict[str, float]:
         topology.rank,
         len(topology.processes),
         setup.batch_size,
-        workers=setup.config.workers,
-    )
+    )  # by threads: to start processes each time would take longer than they save
     split = _split(setup)
     counts = [setup.count(params, stats, *jax.device_put(batch, split)) for batch in parts]
     mine = np.sum(jax.device_get(counts), axis=0, dtype=np.float64)

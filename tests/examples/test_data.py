@@ -1,7 +1,10 @@
-"""Every image once, on one process, and the same number of steps everywhere."""
+"""The data sets, and folders that are not as they should be."""
 
+import os
+import pickle
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +14,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import data
 
-SIZES = [(100, 2, 8), (101, 3, 5), (16, 1, 16), (1437, 4, 32), (97, 5, 7)]
+
+def load(name, **settings):
+    defaults = {"image_size": 16, "augment": "random_resized_crop", "padding": 0, "min_area": 0.25}
+    return data.load(SimpleNamespace(data=str(name), **defaults | settings))
+
+
+def labels(split):
+    return [int(split.load(index, None)[1]) for index in range(split.size)]
 
 
 @pytest.fixture
@@ -27,103 +37,128 @@ def images(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(("num_images", "num_parts", "batch_size"), SIZES)
-def test_training_parts_are_disjoint_and_take_equal_steps(num_images, num_parts, batch_size):
-    parts = [
-        data.train_indices(num_images, part, num_parts, batch_size, seed=3, epoch=1)
-        for part in range(num_parts)
-    ]
-    steps = num_images // (num_parts * batch_size)
-    assert [part.shape for part in parts] == [(steps, batch_size)] * num_parts
-    seen = np.concatenate(parts, axis=None)
-    assert len(np.unique(seen)) == len(seen)
-    assert seen.min() >= 0
-    assert seen.max() < num_images
-
-
-def test_order_depends_on_seed_and_epoch_alone():
-    first = data.train_indices(100, 0, 2, 8, seed=0, epoch=0)
-    np.testing.assert_array_equal(first, data.train_indices(100, 0, 2, 8, seed=0, epoch=0))
-    for seed, epoch in ((0, 1), (1, 0)):
-        assert not np.array_equal(first, data.train_indices(100, 0, 2, 8, seed=seed, epoch=epoch))
-
-
-def test_a_step_sees_the_same_images_whatever_the_number_of_parts():
-    alone = data.train_indices(100, 0, 1, 16, seed=0, epoch=0)
-    parts = [data.train_indices(100, part, 4, 4, seed=0, epoch=0) for part in range(4)]
-    np.testing.assert_array_equal(alone, np.concatenate(parts, axis=1))
-
-
-def test_batch_that_is_too_large_says_so():
-    with pytest.raises(ValueError, match="lower --batch-size"):
-        data.train_indices(10, 0, 2, 8, seed=0, epoch=0)
-
-
-@pytest.mark.parametrize(("num_images", "num_parts", "batch_size"), [*SIZES, (3, 4, 8)])
-def test_evaluation_sees_every_image_once(num_images, num_parts, batch_size):
-    parts = [data.test_indices(num_images, i, num_parts, batch_size) for i in range(num_parts)]
-    assert len({part.shape for part in parts}) == 1
-    seen = np.concatenate(parts, axis=None)
-    assert sorted(seen[seen >= 0]) == list(range(num_images))
-
-
 def test_digits_have_a_fixed_stratified_test_split():
-    dataset = data.digits()
-    assert len(dataset.train.labels) == 1437
-    assert np.bincount(dataset.test.labels).min() >= 34
-    batches = list(data.test_batches(dataset.test, part=1, num_parts=2, batch_size=64))
-    labels = np.concatenate([labels for _, labels in batches])
-    assert batches[0][0].shape == (64, 8, 8, 1)
-    assert np.sum(labels == -1) == 2 * 3 * 64 - 360  # the last part of the last step is padded
+    dataset = load("digits")
+    assert (dataset.train.size, dataset.test.size) == (1437, 360)
+    assert (dataset.num_classes, dataset.channels) == (10, 1)
+    assert np.bincount(labels(dataset.test)).min() >= 34
 
 
-def test_training_images_are_augmented_alike_in_every_run():
-    train = data.digits().train
-    first, again = (next(data.train_batches(train, 0, 2, 16, seed=1, epoch=2)) for _ in range(2))
-    np.testing.assert_array_equal(first[0], again[0])
-    indices = data.train_indices(len(train.labels), 0, 2, 16, seed=1, epoch=2)[0]
-    plain = np.stack([train.load(i, None) for i in indices])
-    assert not np.array_equal(first[0], plain)
-    np.testing.assert_array_equal(first[1], train.labels[indices])
+def test_digits_are_shifted_by_up_to_one_pixel():
+    train = load("digits").train
+    plain, rng = train.load(3, None)[0], np.random.default_rng(0)
+    padded = np.pad(plain, ((1, 1), (1, 1), (0, 0)))
+    places = {padded[i : i + 8, j : j + 8].tobytes() for i in range(3) for j in range(3)}
+    assert {train.load(3, rng)[0].tobytes() for _ in range(200)} == places
+    assert plain.shape == (8, 8, 1)
+
+
+def test_synthetic_images_have_the_shape_and_labels_asked_for():
+    dataset = load("synthetic", synthetic_images=5000, num_classes=7, image_size=24)
+    assert (dataset.train.size, dataset.test.size) == (5000, data.SYNTHETIC_TEST_IMAGES)
+    assert (dataset.num_classes, dataset.channels) == (7, 3)
+    (image, label), (other, _) = (dataset.train.load(i, None) for i in (4999, 4998))
+    assert (image.shape, image.dtype, label.dtype) == ((24, 24, 3), np.uint8, np.int32)
+    assert label == 4999 % 7
+    assert not np.array_equal(image, other)
+
+
+@pytest.mark.parametrize("setting", ["synthetic_images", "num_classes"])
+def test_synthetic_images_without_images_are_an_error(setting):
+    with pytest.raises(ValueError, match="must be at least 1"):
+        load("synthetic", **{"synthetic_images": 9, "num_classes": 9, setting: 0})
 
 
 def test_folders_are_read(images):
-    dataset = data.load(str(images), image_size=16)
-    assert dataset.train.labels.tolist() == [0] * 3 + [1] * 4
-    assert dataset.test.labels.tolist() == [0, 1, 1]
+    dataset = load(images)
+    assert labels(dataset.train) == [0] * 3 + [1] * 4
+    assert labels(dataset.test) == [0, 1, 1]
+    assert (dataset.num_classes, dataset.channels) == (2, 3)
     for split, rng in ((dataset.train, np.random.default_rng(0)), (dataset.test, None)):
-        for index in range(len(split.labels)):
-            image = split.load(index, rng)
-            assert image.shape == (16, 16, 3)
-            assert image.dtype == np.uint8
+        for index in range(split.size):
+            image, label = split.load(index, rng)
+            assert (image.shape, image.dtype, label.dtype) == ((16, 16, 3), np.uint8, np.int32)
 
 
-@pytest.mark.parametrize("damage", [b"", b"no image", None])
-def test_corrupt_image_is_named(images, damage):
-    path = images / "train" / "dog" / "2.JPEG"
-    path.write_bytes(path.read_bytes()[:200] if damage is None else damage)
-    train = data.load(str(images), image_size=16).train
-    with pytest.raises(ValueError, match=r"train/dog/2\.JPEG is not a readable image"):
-        list(data.train_batches(train, 0, 1, 7, seed=0, epoch=0))
+def test_other_files_and_names_of_any_length_and_alphabet(images):
+    dog = images / "train" / "dog"
+    (dog / "notes.txt").write_text("no image")
+    (dog / "0.JPEG").rename(dog / ("ü" * 60 + ".JPEG"))
+    train = load(images).train
+    assert labels(train) == [0] * 3 + [1] * 4
+
+
+def test_settings_reach_the_crop(images):
+    image, _ = load(images, image_size=18, augment="random_crop").test.load(0, None)
+    with Image.open(images / "val" / "cat" / "0.JPEG") as file:
+        np.testing.assert_array_equal(image, np.asarray(file)[1:19, 6:24])
+    with pytest.raises(ValueError, match="min_area must be"):
+        load(images, min_area=2)
+
+
+@pytest.mark.parametrize("name", ["digits", "synthetic", "folder"])
+def test_splits_can_be_sent_to_workers(images, name):
+    dataset = load(images if name == "folder" else name, synthetic_images=9, num_classes=3)
+    for split in (dataset.train, dataset.test):
+        for original, copy in zip(
+            split.load(1, np.random.default_rng(0)),
+            pickle.loads(pickle.dumps(split)).load(1, np.random.default_rng(0)),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(original, copy)
 
 
 def test_class_on_one_side_only_is_named(images):
     (images / "train" / "emu").mkdir()
     with pytest.raises(ValueError, match="emu"):
-        data.load(str(images), image_size=16)
+        load(images)
 
 
-def test_class_without_images_is_named(images):
-    for side in ("train", "val"):
-        (images / side / "emu").mkdir()
-    with pytest.raises(ValueError, match="emu holds no image"):
-        data.load(str(images), image_size=16)
-
-
-def test_folder_without_test_images_is_named(images):
-    for path in (images / "val").rglob("*.JPEG"):
+@pytest.mark.parametrize("side", ["train", "val"])
+def test_class_without_images_is_named(images, side):
+    for path in (images / side / "cat").iterdir():
         path.unlink()
-    with pytest.raises(ValueError, match="val/cat holds no image"):
-        data.load(str(images), image_size=16)
-    with pytest.raises(ValueError, match="needs train/"):
-        data.load(str(images / "train"), image_size=16)
+    with pytest.raises(ValueError, match=f"{side}/cat holds no image"):
+        load(images)
+
+
+def test_folder_without_classes_is_named(images):
+    for path in (images / "val").rglob("*.JPEG"):
+        path.rename(images / "val" / path.name)
+    for name in ("cat", "dog"):
+        (images / "val" / name).rmdir()
+    with pytest.raises(ValueError, match="val holds no folder; it needs one for each class"):
+        load(images)
+
+
+def test_missing_folders_are_named(images):
+    with pytest.raises(ValueError, match=r"needs train/ .* found no .*cat/train"):
+        load(images / "train" / "cat")
+    (images / "val").rename(images / "validation")
+    with pytest.raises(ValueError, match=r"found no .*test"):
+        load(images)
+
+
+def test_val_is_preferred_to_test(images):
+    (images / "test").mkdir()
+    assert load(images).test.size == 3
+    (images / "test").rmdir()
+    (images / "val").rename(images / "test")
+    assert load(images).test.size == 3
+
+
+@pytest.mark.parametrize("closed", ["train", "val/dog"])
+def test_unreadable_folder_is_named(images, closed, monkeypatch):
+    """Pretended, as root may read everything."""
+    scandir = os.scandir
+
+    def pretend(path):
+        if Path(path) == images / closed:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", pretend)
+    with pytest.raises(
+        ValueError, match=rf"{images / closed} cannot be listed \(Permission denied"
+    ):
+        load(images)
