@@ -48,19 +48,13 @@ def key(default: Any, text: str, valid: str | tuple[str, ...] = "") -> Any:
 
 @dataclass(frozen=True)
 class Config:
-    """The keys of a run; where None is allowed, it stands for the algorithm's own default."""
+    """The keys of every program; where None is allowed, it stands for the algorithm's own default.
 
-    model: str = key("resnet20", "", ("resnet18", "resnet20", "resnet34", "resnet50", "resnet101"))
-    data: str = key("digits", "digits, synthetic, or a folder with train/ and val/ or test/")
-    image_size: int = key(0, "pixels; 0: the model's own", "[0, inf)")
-    augment: str = key("random_resized_crop", "", ("random_resized_crop", "random_crop"))
-    padding: int = key(0, "pixels on each side before a random crop", "[0, inf)")
-    min_area: float = key(0.25, "share of a random resized crop; ImageNet's usual: 0.08", "(0, 1]")
-    num_classes: int = key(1000, "of synthetic images", "[1, inf)")
-    synthetic_images: int = key(50_000, "in an epoch", "[1, inf)")
+    A program adds its own, those of its data and its models, as a subclass.
+    """
+
     workers: int = key(0, "processes that load images; 0: threads of this one", "[0, inf)")
     compute_dtype: str = key("float32", "of activations", ("float32", "bfloat16"))
-
     epochs: int = key(24, "", "[1, inf)")
     batch_size: int = key(16, "images per device and step", "[1, inf)")
     learning_rate: float = key(0.025, "per device: the peak is this by all devices", "(0, inf)")
@@ -74,7 +68,6 @@ class Config:
     momentum: float = key(0.9, "", "[0, 1)")
     nesterov: bool = key(False, "Nesterov's momentum")
     weight_decay: float = key(1e-4, "not of norms and biases", "[0, inf)")
-    label_smoothing: float = key(0.0, "share of a label spread over all classes", "[0, 1)")
     seed: int = key(0, "of parameters, order and augmentation", "[0, inf)")
 
     sync: str = key("daso", "between nodes", tuple(SYNC))

@@ -12,10 +12,15 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import config
 import models
-from config import Config
+from classification import Classification as Config
 
 EXAMPLES = Path(config.__file__).parent
 FILES = sorted((EXAMPLES / "configs").glob("*.py"))
+
+
+def parse(argv=(), description="", defaults=Config()):  # noqa: B008, frozen
+    """The configuration of train.py."""
+    return config.parse(list(argv), description, defaults)
 
 
 @pytest.fixture
@@ -43,7 +48,7 @@ def refused():
 
 
 def test_without_arguments_everything_has_its_default():
-    parsed = config.parse([])
+    parsed = parse([])
     own = {"period": 4, "delay": 2, "fragments": 1, "moments": "local"}
     assert parsed == dataclasses.replace(Config(), **own)
     assert config.complete(parsed) == parsed
@@ -51,7 +56,7 @@ def test_without_arguments_everything_has_its_default():
 
 def test_files_go_over_defaults_and_options_over_files(file):
     path = file("import math as _math\nepochs = 3 * int(_math.sqrt(900))\nmomentum = 0\nseed = 1")
-    parsed = config.parse(
+    parsed = parse(
         ["--config", path, "--seed", "2", "--keep", "9"],
         defaults=dataclasses.replace(Config(), keep=5, batch_size=7),
     )
@@ -100,7 +105,7 @@ BESIDE = {
 @pytest.mark.parametrize("field", dataclasses.fields(Config), ids=lambda field: field.name)
 def test_every_key_is_an_option(field):
     value, words = other(field)
-    parsed = config.parse([*BESIDE.get(field.name, []), *words])
+    parsed = parse([*BESIDE.get(field.name, []), *words])
     assert getattr(parsed, field.name) == value != getattr(Config(), field.name)
 
 
@@ -128,13 +133,13 @@ def test_every_key_is_an_option(field):
 )
 def test_what_is_wrong_in_a_file_is_named(file, refused, text, named):
     path = file(text)
-    message = refused(config.parse, ["--config", path])
+    message = refused(parse, ["--config", path])
     assert all(part in message for part in [path, *named]), message
 
 
 def test_a_file_that_is_missing_is_named(refused, tmp_path):
     for path in (tmp_path / "none.py", tmp_path):
-        assert f"no file {path}" in refused(config.parse, ["--config", str(path)])
+        assert f"no file {path}" in refused(parse, ["--config", str(path)])
 
 
 @pytest.mark.parametrize(
@@ -166,11 +171,11 @@ def test_a_file_that_is_missing_is_named(refused, tmp_path):
     ],
 )
 def test_options_that_do_not_fit_are_named(refused, line, message):
-    assert message in refused(config.parse, line.split())
+    assert message in refused(parse, line.split())
 
 
 def test_a_value_of_another_type_is_named_by_its_option(capsys, refused):
-    refused(config.parse, ["--epochs", "many"])
+    refused(parse, ["--epochs", "many"])
     assert "--epochs: invalid int value: 'many'" in capsys.readouterr().err
 
 
@@ -180,12 +185,12 @@ def test_every_model_can_be_chosen():
 
 
 def test_each_algorithm_has_its_own_defaults():
-    weights = {sync: config.parse(["--sync", sync]).own_weight for sync in config.SYNC}
+    weights = {sync: parse(["--sync", sync]).own_weight for sync in config.SYNC}
     assert weights == dict.fromkeys(config.SYNC) | {"dasgd": 0.25, "diloco": 0.5}
     factors = [
-        config.parse(["--decay", "plateau"]).decay_factor,
-        config.parse(["--decay", "step", "--decay-epochs", "9"]).decay_factor,
-        config.parse([]).decay_factor,
+        parse(["--decay", "plateau"]).decay_factor,
+        parse(["--decay", "step", "--decay-epochs", "9"]).decay_factor,
+        parse([]).decay_factor,
     ]
     assert factors == [0.5, 0.1, None]
 
@@ -193,12 +198,12 @@ def test_each_algorithm_has_its_own_defaults():
 def test_none_takes_back_what_a_file_says(file):
     path = file("period = 8\ndelay = 3\ndecay = 'step'\ndecay_epochs = 9, 12")
     words = ["--sync", "easgd", "--delay", "none", "--decay", "constant", "--decay-epochs"]
-    parsed = config.parse(["--config", path, *words])
+    parsed = parse(["--config", path, *words])
     assert (parsed.period, parsed.delay, parsed.decay_epochs) == (8, None, ())
 
 
 def test_what_is_saved_is_the_resolved_configuration_in_its_order(tmp_path):
-    parsed = config.parse(["--decay", "step", "--decay-epochs", "9", "12", "--own-weight", "none"])
+    parsed = parse(["--decay", "step", "--decay-epochs", "9", "12", "--own-weight", "none"])
     config.save(parsed, tmp_path / "config.json")
     text = (tmp_path / "config.json").read_text()
     assert list(json.loads(text)) == [field.name for field in dataclasses.fields(Config)]
@@ -211,40 +216,40 @@ def test_what_is_saved_is_the_resolved_configuration_in_its_order(tmp_path):
 def test_differences_that_matter_are_named_with_both_values(tmp_path):
     path = tmp_path / "config.json"
     step = ["--decay", "step", "--decay-epochs", "9", "12"]
-    config.save(config.parse([*step, "--out", "a", "--data", "here", "--keep", "1"]), path)
-    same = config.parse([*step, "--resume", "--out", "b", "--data", "there", "--workers", "2"])
+    config.save(parse([*step, "--out", "a", "--data", "here", "--keep", "1"]), path)
+    same = parse([*step, "--resume", "--out", "b", "--data", "there", "--workers", "2"])
     assert config.differences(same, path) == []
-    other = config.parse([*step, "--epochs", "30", "--seed", "1"])
+    other = parse([*step, "--epochs", "30", "--seed", "1"])
     assert config.differences(other, path) == ["epochs (24, now 30)", "seed (0, now 1)"]
 
 
 def test_keys_of_another_version_are_differences(tmp_path):
     path = tmp_path / "config.json"
-    config.save(config.parse([]), path)
+    config.save(parse([]), path)
     values = json.loads(path.read_text())
     del values["seed"]
     path.write_text(json.dumps(values | {"optimizer": "adam"}))
-    found = config.differences(config.parse([]), path)
+    found = config.differences(parse([]), path)
     assert found == ["seed (not set, now 0)", "optimizer (adam, now not a key)"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_published_experiment_is_read(path):
     model, sync = path.stem.split("_")[1:]
-    parsed = config.parse(["--config", str(path)])
+    parsed = parse(["--config", str(path)])
     assert parsed.model == model
     assert parsed.sync == {"synchronous": "allreduce_gradients"}.get(sync, sync)
 
 
 def test_the_demonstration_is_the_default():
     path = EXAMPLES / "configs" / "digits_resnet20_daso.py"
-    assert config.parse(["--config", str(path)]) == config.parse([])
+    assert parse(["--config", str(path)]) == parse([])
 
 
 def test_baselines_differ_in_what_happens_between_nodes_only():
     for name in ("imagenet_resnet50", "cifar10_resnet20"):
         files = (EXAMPLES / "configs" / f"{name}_{sync}.py" for sync in ("daso", "synchronous"))
-        daso, baseline = (config.read(str(file)) for file in files)
+        daso, baseline = (config.read(str(file), Config()) for file in files)
         different = {key for key in daso | baseline if daso.get(key) != baseline.get(key)}
         assert different <= {"sync", "wire", "period", "delay", "cooldown_epochs"}
 
@@ -258,9 +263,9 @@ class Other(Config):
 
 
 def test_another_program_may_have_other_keys(file, refused):
-    parsed = config.parse(["--config", file("crop = 64")], defaults=Other())
+    parsed = parse(["--config", file("crop = 64")], defaults=Other())
     assert parsed == dataclasses.replace(config.complete(Other()), crop=64)
-    message = refused(config.parse, ["--model", "resnet20"], "", Other())
+    message = refused(parse, ["--model", "resnet20"], "", Other())
     assert message == "--model must be one of unet, got 'resnet20'."
 
 

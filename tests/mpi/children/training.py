@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 import config
 import data
 import loop
+from classification import Classification
 from flax import nnx
 from steps import Task
 
@@ -54,7 +55,7 @@ def send(name, folder, pattern, seconds):
 
 
 if __name__ == "__main__":
-    keys = config.parse()
+    keys = config.parse(defaults=Classification())
     rank = os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK")
     if "SIGNAL" in os.environ and rank == "1":
         name, pattern, seconds = os.environ["SIGNAL"].split(":")

@@ -1,0 +1,52 @@
+"""What an image shows: residual networks on digits, CIFAR or ImageNet."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import data
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+import optax
+from config import Config, key
+from steps import Task
+
+
+@dataclass(frozen=True)
+class Classification(Config):
+    """The keys of train.py."""
+
+    model: str = key("resnet20", "", ("resnet18", "resnet20", "resnet34", "resnet50", "resnet101"))
+    data: str = key("digits", "digits, synthetic, or a folder with train/ and val/ or test/")
+    image_size: int = key(0, "pixels; 0: the model's own", "[0, inf)")
+    augment: str = key("random_resized_crop", "", ("random_resized_crop", "random_crop"))
+    padding: int = key(0, "pixels on each side before a random crop", "[0, inf)")
+    min_area: float = key(0.25, "share of a random resized crop; ImageNet's usual: 0.08", "(0, 1]")
+    num_classes: int = key(1000, "of synthetic images", "[1, inf)")
+    synthetic_images: int = key(50_000, "in an epoch", "[1, inf)")
+    label_smoothing: float = key(0.0, "share of a label spread over all classes", "[0, 1)")
+
+
+def task(config: Classification) -> Task:
+    """Data, model and loss that a configuration asks for."""
+    size = config.image_size or models.IMAGE_SIZE[config.model]
+    dataset = data.load(dataclasses.replace(config, image_size=size))
+    dtype = jnp.dtype(config.compute_dtype)
+    classes = dataset.num_classes
+    model = models.create(config.model, dataset.channels, classes, config.seed, dtype)
+
+    def loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
+        smooth = optax.smooth_labels(jax.nn.one_hot(labels, classes), config.label_smoothing)
+        return optax.softmax_cross_entropy(logits, smooth).mean()
+
+    def counts(logits: jax.Array, labels: jax.Array) -> jax.Array:
+        right = logits.argmax(axis=-1) == labels  # a label of -1 is never right
+        return jnp.stack([right.sum(), (labels >= 0).sum()]).astype(jnp.float32)
+
+    def score(counts: np.ndarray) -> dict[str, float]:
+        return {"test_accuracy": float(counts[0] / counts[1])}
+
+    return Task(dataset, model, loss, counts, score)
