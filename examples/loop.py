@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import config as configuration
 import jax
 import numpy as np
 from config import Config
-from resume import claim, resume, to_save
+from resume import check_folder, resume, to_save
 from setup import Setup, evaluate, mean_of, no_losses, set_up, training_batches
 from steps import Task, TrainState
 from watch import Watch
@@ -29,31 +30,34 @@ def run(config: Config, create_task: Callable[[Config], Task]) -> int:
     topology = jdaso.discover_topology(config.processes_per_node)
     first, out = topology.rank == 0, Path(config.out)
     if first:
-        claim(out, config)
+        check_folder(out, config)
     setup, state = set_up(config, topology, create_task(config))
+    if first:  # not before: what has failed so far has begun no run
+        out.mkdir(parents=True, exist_ok=True)
+        configuration.save(config, out / "config.json")
     total, epoch_steps, images = setup.total, setup.epoch_steps, setup.images_per_step
     decay, begin = setup.rates.init(), 0
     checkpoints = Checkpoints(out / "checkpoints", topology, setup.world, config.keep)
     if config.resume:
         state, decay, begin = resume(setup, checkpoints, state, decay)
-    watch = Watch(
-        out, first, total * images, config.tensorboard, begin * images, begin if begin else None
-    )
+    watch = Watch(out, first, config.tensorboard, images, total, begin, begin // epoch_steps)
 
     start = epoch_start = time.perf_counter()
-    epoch_begin, drift, line, stop = begin, 0.0, None, False
+    epoch_begin, line, stop = begin, None, False
     with jdaso.Interruption(setup.world) as interruption:
         for step, batch in enumerate(training_batches(setup, begin), begin):
             rate = np.float32(setup.rates.at(decay, step / epoch_steps))
             state, loss, metrics = setup.train_step(state, rate, *batch)
             done = step + 1
             epoch_end = done % epoch_steps == 0
+            if step == epoch_begin:
+                drift = {}
             if step == epoch_begin or not epoch_end:
                 plan = metrics  # but not of an epoch's last step: its mean may block
             if (done + 1) % epoch_steps == 0:  # before such a mean
-                drift = float(mean_of(setup, jdaso.drift(setup.world, state.params)))
+                drift = {"drift": float(mean_of(setup, jdaso.drift(setup.world, state.params)))}
             if step % FETCH_EVERY == 0 or epoch_end:
-                watch.step(done, done * images, loss, metrics, rate)
+                watch.step(done, loss, metrics, rate)
             if epoch_end:
                 jax.block_until_ready(state)
                 seconds = time.perf_counter() - epoch_start
@@ -65,7 +69,7 @@ def run(config: Config, create_task: Callable[[Config], Task]) -> int:
                     "seconds": time.perf_counter() - start,
                     **scores,
                     "learning_rate": float(rate),
-                    "drift": drift,
+                    **drift,
                     "images_per_second": (done - epoch_begin) * images / seconds,
                     "nodes": topology.num_nodes,
                     **numbers(plan, metrics),

@@ -13,8 +13,8 @@ from steps import TrainState
 from jdaso.checkpoint import Checkpoints, at_step
 
 
-def claim(out: Path, config: Config) -> None:
-    """Takes the folder of a run, unless it belongs to another one; for one process only."""
+def check_folder(out: Path, config: Config) -> None:
+    """Raises ValueError if a folder belongs to another run."""
     saved = out / "config.json"
     if saved.exists() and not config.resume:
         raise ValueError(
@@ -25,8 +25,6 @@ def claim(out: Path, config: Config) -> None:
             f"resume: {out} is a run with other keys: {', '.join(changed)}. Take those of {saved}, "
             "or choose another --out."
         )
-    out.mkdir(parents=True, exist_ok=True)
-    configuration.save(config, saved)
 
 
 def to_save(setup: Setup, state: TrainState, decay: Any) -> dict[str, Any]:

@@ -25,11 +25,12 @@ class Watch:
     Args:
         out: folder of metrics.jsonl and tensorboard/.
         active: whether this process is the one that records, rank 0.
-        total_images: images of the whole training.
         tensorboard: whether to write for TensorBoard, too.
-        done_images: images of it that were seen before this process began.
-        resumed_at: the step of the checkpoint that training goes on from; what an earlier process
-            recorded of later steps is dropped. None begins new records.
+        images_per_step: of all processes.
+        total_steps: of the whole training.
+        begin: the step that training goes on from, or 0.
+        epochs: those that are done then; what an earlier process recorded of later ones is
+            dropped.
 
     Raises:
         ImportError: for TensorBoard without tensorboardX.
@@ -39,23 +40,24 @@ class Watch:
         self,
         out: Path,
         active: bool,
-        total_images: int,
         tensorboard: bool,
-        done_images: int = 0,
-        resumed_at: int | None = None,
+        images_per_step: int,
+        total_steps: int,
+        begin: int = 0,
+        epochs: int = 0,
     ):
         self._active = active
         if not active:
             return
         out.mkdir(parents=True, exist_ok=True)
-        kept = begin_records(out / "metrics.jsonl", resumed_at)
+        kept = begin_records(out / "metrics.jsonl", epochs)
         self._before = kept[-1] if kept else {}
-        self._epoch = self._before.get("epoch", 0)
+        self._epoch, self._images_per_step = epochs, images_per_step
         self._records = (out / "metrics.jsonl").open("a", buffering=1)  # flushed line by line
-        self._writer = _summary_writer(out / "tensorboard", resumed_at) if tensorboard else None
+        self._writer = _summary_writer(out / "tensorboard", begin) if tensorboard else None
         self._bar = tqdm(
-            total=total_images,
-            initial=done_images,
+            total=total_steps * images_per_step,
+            initial=begin * images_per_step,
             unit="img",
             unit_scale=True,
             mininterval=0.1 if sys.stderr.isatty() else BAR_SECONDS,
@@ -64,7 +66,6 @@ class Watch:
     def step(
         self,
         step: int,
-        images: int,
         loss: jax.Array,
         metrics: jdaso.Metrics,
         learning_rate: jax.Array | float,
@@ -73,7 +74,6 @@ class Watch:
 
         Args:
             step: optimizer steps taken.
-            images: images seen so far, ``done_images`` included.
             loss: this node's, a scalar.
             metrics: from :func:`jdaso.metrics`.
             learning_rate: of this step.
@@ -86,7 +86,7 @@ class Watch:
             f"period {metrics.period}, delay {metrics.delay}",
             refresh=False,
         )
-        self._bar.update(images - self._bar.n)
+        self._bar.update(step * self._images_per_step - self._bar.n)
         seen = {"loss": loss, "learning_rate": learning_rate, **metrics._asdict()}
         self._to_tensorboard("step", step, {key: float(value) for key, value in seen.items()})
 
@@ -124,23 +124,23 @@ class Watch:
                     self._writer.add_scalar(f"{group}/{key}", value, step)
 
 
-def begin_records(path: Path, resumed_at: int | None) -> list[dict[str, Any]]:
-    """Cuts off the lines of steps after ``resumed_at``, all of them if it is None.
+def begin_records(path: Path, epochs: int) -> list[dict[str, Any]]:
+    """Cuts off what follows the lines of the first epochs.
 
     A job that is killed meanwhile leaves the old file.
 
     Returns:
         The lines that stay.
     """
-    lines = report.read_lines(path) if resumed_at is not None and path.exists() else []
-    kept = [line for line in lines if line["step"] <= resumed_at]
+    lines = report.read_lines(path) if epochs and path.exists() else []
+    kept = [line for line in lines if line["epoch"] <= epochs]
     new = path.with_suffix(".new")
     new.write_text("".join(json.dumps(line) + "\n" for line in kept))
     os.replace(new, path)
     return kept
 
 
-def _summary_writer(folder: Path, resumed_at: int | None) -> Any:
+def _summary_writer(folder: Path, begin: int) -> Any:
     try:
         from tensorboardX import SummaryWriter
     except ImportError as error:
@@ -149,4 +149,4 @@ def _summary_writer(folder: Path, resumed_at: int | None) -> Any:
             "--tensorboard."
         ) from error
     # TensorBoard hides what earlier processes wrote of this step and later ones.
-    return SummaryWriter(str(folder), purge_step=0 if resumed_at is None else resumed_at + 1)
+    return SummaryWriter(str(folder), purge_step=begin + 1 if begin else 0)

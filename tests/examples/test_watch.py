@@ -19,8 +19,9 @@ METRICS = jdaso.metrics(
 )
 
 
-def open_watch(out, active=True, tensorboard=False, **options):
-    return watch.Watch(out, active, 1000, tensorboard, **options)
+def open_watch(out, active=True, tensorboard=False, begin=0):
+    """Of a training of 100 steps, 10 steps an epoch, 10 images a step."""
+    return watch.Watch(out, active, tensorboard, 10, 100, begin, begin // 10)
 
 
 def line(epoch, **more):
@@ -50,10 +51,10 @@ def test_a_fresh_start_begins_a_new_file(tmp_path):
     assert train(tmp_path, [1]) == [line(1)]
 
 
-@pytest.mark.parametrize(("resumed_at", "kept"), [(20, 2), (25, 2), (9, 0), (30, 3)])
-def test_steps_after_the_checkpoint_are_cut_off(tmp_path, resumed_at, kept):
+@pytest.mark.parametrize(("begin", "kept"), [(20, 2), (25, 2), (9, 0), (30, 3)])
+def test_steps_after_the_checkpoint_are_cut_off(tmp_path, begin, kept):
     train(tmp_path, [1, 2, 3])
-    view = open_watch(tmp_path, resumed_at=resumed_at)
+    view = open_watch(tmp_path, begin=begin)
     assert recorded(tmp_path) == [line(epoch) for epoch in range(1, kept + 1)]
     view.close()
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl"}
@@ -63,22 +64,22 @@ def test_a_half_written_line_does_not_spoil_the_next(tmp_path):
     train(tmp_path, [1])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2')
-    assert train(tmp_path, [], resumed_at=10) == [line(1)]
-    view = open_watch(tmp_path, resumed_at=10)
+    assert train(tmp_path, [], begin=10) == [line(1)]
+    view = open_watch(tmp_path, begin=10)
     view.epoch({"step": 20, "epoch": 2, "seconds": 2.0})
     view.close()
     assert recorded(tmp_path) == [line(1), line(2)]
 
 
 def test_a_checkpoint_without_records_goes_on(tmp_path):
-    assert train(tmp_path, [3], resumed_at=20) == [line(3)]
+    assert train(tmp_path, [3], begin=20) == [line(3)]
 
 
 def test_totals_go_on_from_those_of_the_last_process(tmp_path):
     totals = {"seconds": 7.0, "bytes_sent": 100, "seconds_blocked": 0.5, "seconds_in_flight": 2.0}
     exchanges = {"exchanges": 5}  # from the optimizer's state, which the checkpoint had
-    for start, resumed_at in ((1, None), (3, 20), (5, 40)):
-        view = open_watch(tmp_path, resumed_at=resumed_at)
+    for start, begin in ((1, 0), (3, 20), (5, 40)):
+        view = open_watch(tmp_path, begin=begin)
         for epoch in (start, start + 1):
             passed = epoch - start + 1
             own = {key: passed * total for key, total in totals.items()}
@@ -94,7 +95,7 @@ def test_totals_go_on_from_those_of_the_last_process(tmp_path):
 
 def test_a_process_that_is_not_active_does_nothing(tmp_path, capsys):
     view = open_watch(tmp_path / "none", active=False, tensorboard=True)
-    view.step(1, 8, None, None, None)
+    view.step(1, None, None, None)
     view.epoch({})
     view.close()
     assert list(tmp_path.iterdir()) == []
@@ -102,21 +103,21 @@ def test_a_process_that_is_not_active_does_nothing(tmp_path, capsys):
 
 
 def test_the_bar_shows_where_training_is_and_leaves_few_lines_in_a_log(tmp_path, capsys):
-    view = open_watch(tmp_path, done_images=100, resumed_at=10)
+    view = open_watch(tmp_path, begin=10)
     for step in range(11, 101):
-        view.step(step, 10 * step, jnp.float32(0.25), METRICS, 0.1)
+        view.step(step, jnp.float32(0.25), METRICS, 0.1)
     view.close()
     shown = capsys.readouterr().err.split("\r")
     assert len(shown) < 10
     assert "10%" in shown[1]
-    assert "epoch 1, loss 0.250, cycling, period 4, delay 2" in shown[-1]
+    assert "epoch 2, loss 0.250, cycling, period 4, delay 2" in shown[-1]
     assert "1.00k/1.00k" in shown[-1]
 
 
 def test_epochs_are_counted_over_restarts(tmp_path, capsys):
     train(tmp_path, [1, 2])
-    view = open_watch(tmp_path, resumed_at=20)
-    view.step(21, 210, jnp.float32(0.25), METRICS, 0.1)
+    view = open_watch(tmp_path, begin=20)
+    view.step(21, jnp.float32(0.25), METRICS, 0.1)
     view.close()
     assert "epoch 3, " in capsys.readouterr().err
 
@@ -124,7 +125,7 @@ def test_epochs_are_counted_over_restarts(tmp_path, capsys):
 def test_tensorboard_gets_steps_and_epochs(tmp_path):
     pytest.importorskip("tensorboardX")
     view = open_watch(tmp_path, tensorboard=True)
-    view.step(5, 50, jnp.float32(0.25), METRICS, jnp.float32(0.1))
+    view.step(5, jnp.float32(0.25), METRICS, jnp.float32(0.1))
     view.epoch(line(1, test_accuracy=0.5, phase="cycling", drift=None))
     view.close()
     (file,) = (tmp_path / "tensorboard").iterdir()

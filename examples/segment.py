@@ -1,0 +1,59 @@
+"""Trains a segmentation network for street scenes, the second workload of the DASO paper.
+
+    mpiexec -n 2 python examples/segment.py --devices 2 --out runs/streets
+    srun -K python examples/segment.py --config examples/configs/cityscapes_hrnet_daso.py \\
+        --data /data/cityscapes --out runs/cityscapes --resume
+
+Loop, algorithms and all options but those of data and model are those of train.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+import loop
+from config import Config, key, parse
+from flax import nnx
+from segmentation import attention, intersection_over_union
+from segmentation.cityscapes import cityscapes
+from segmentation.streets import streets
+from steps import Task
+
+
+@dataclass(frozen=True)
+class Segmentation(Config):
+    """The keys of segment.py."""
+
+    data: str = key("streets", "streets, which are drawn, or a folder in Cityscapes' layout")
+    height: int = key(64, "pixels of a street, or of a random crop", "[8, inf)")
+    width: int = key(128, "pixels of a street, or of a random crop", "[8, inf)")
+    num_train: int = key(512, "streets drawn to train with", "[1, inf)")
+    num_test: int = key(128, "streets drawn to test", "[1, inf)")
+
+
+def task(config: Segmentation) -> Task:
+    """Data, model and loss that a configuration asks for."""
+    size = (config.height, config.width)
+    if config.data == "streets":
+        dataset = streets(*size, config.num_train, config.num_test)
+    else:
+        dataset = cityscapes(Path(config.data), size)
+    model = attention.MultiScaleAttention(
+        dataset.channels,
+        dataset.num_classes,
+        nnx.Rngs(config.seed),
+        dtype=jnp.dtype(config.compute_dtype),
+    )
+
+    def counts(prediction: attention.Prediction, labels: jnp.ndarray) -> jnp.ndarray:
+        return intersection_over_union.counts(prediction.logits, labels)
+
+    return Task(dataset, model, attention.loss, counts, intersection_over_union.score)
+
+
+if __name__ == "__main__":
+    defaults = Segmentation(epochs=10, batch_size=8, learning_rate=0.05)
+    sys.exit(loop.run(parse(description=__doc__, defaults=defaults), task))
