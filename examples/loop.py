@@ -11,7 +11,7 @@ import config as configuration
 import jax
 import numpy as np
 from config import Config
-from resume import check_folder, resume, to_save
+from resume import Position, check_folder, resume, to_save
 from setup import Setup, evaluate, mean_of, no_losses, set_up, training_batches
 from steps import Task, TrainState
 from watch import Watch
@@ -21,6 +21,8 @@ from jdaso.checkpoint import Checkpoints
 from jdaso.report import report
 
 FETCH_EVERY = 10  # steps; to fetch the loss of each would keep the devices waiting
+#: What is counted from the start of the training, over all processes that were part of it.
+TOTALS = ("seconds", "bytes_sent", "seconds_in_flight", "seconds_blocked")
 
 
 def run(config: Config, create_task: Callable[[Config], Task]) -> int:
@@ -36,14 +38,20 @@ def run(config: Config, create_task: Callable[[Config], Task]) -> int:
         out.mkdir(parents=True, exist_ok=True)
         configuration.save(config, out / "config.json")
     total, epoch_steps, images = setup.total, setup.epoch_steps, setup.images_per_step
-    decay, begin = setup.rates.init(), 0
     checkpoints = Checkpoints(out / "checkpoints", topology, setup.world, config.keep)
+    position, begin = Position(state, setup.rates.init(), np.zeros(len(TOTALS))), 0
     if config.resume:
-        state, decay, begin = resume(setup, checkpoints, state, decay)
+        position, begin = resume(setup, checkpoints, position)
+    state, decay, before = position
     watch = Watch(out, first, config.tensorboard, images, total, begin, begin // epoch_steps)
 
     start = epoch_start = time.perf_counter()
     epoch_begin, line, stop = begin, None, False
+
+    def totals() -> np.ndarray:
+        now = {"seconds": time.perf_counter() - start, **setup.world.report()}
+        return before + [now[key] for key in TOTALS]
+
     with jdaso.Interruption(setup.world) as interruption:
         for step, batch in enumerate(training_batches(setup, begin), begin):
             rate = np.float32(setup.rates.at(decay, step / epoch_steps))
@@ -63,25 +71,23 @@ def run(config: Config, create_task: Callable[[Config], Task]) -> int:
                 seconds = time.perf_counter() - epoch_start
                 state, scores = end_epoch(setup, state, last=done == total)
                 decay = setup.rates.observe(decay, scores["loss"], step // epoch_steps)
-                line = {  # since this process began; Watch adds what others had counted before
+                line = {
                     "step": done,
                     "epoch": done // epoch_steps,
-                    "seconds": time.perf_counter() - start,
+                    **dict(zip(TOTALS, totals().tolist(), strict=True)),
                     **scores,
                     "learning_rate": float(rate),
                     **drift,
                     "images_per_second": (done - epoch_begin) * images / seconds,
                     "nodes": topology.num_nodes,
                     **numbers(plan, metrics),
-                    **setup.world.report(),
-                    "exchanges": int(metrics.exchanges),
                 }
-                line = watch.epoch(line)
+                watch.epoch(line)
                 epoch_start, epoch_begin = time.perf_counter(), done
             if done % FETCH_EVERY == 0 or epoch_end:
                 stop = interruption.wanted() and done < total
             if stop or done == total or done % (config.save_every or epoch_steps) == 0:
-                checkpoints.save(done, to_save(setup, state, decay))
+                checkpoints.save(done, to_save(setup, Position(state, decay, totals())))
             if stop:
                 break
     checkpoints.close()
@@ -114,6 +120,7 @@ def numbers(plan: jdaso.Metrics, metrics: jdaso.Metrics) -> dict[str, Any]:
         "phase": jdaso.PHASES[plan.phase],
         "period": int(plan.period),
         "delay": int(plan.delay),
+        "exchanges": int(metrics.exchanges),
         "skipped": int(metrics.skipped),
         "left_out": int(metrics.left_out),
     }

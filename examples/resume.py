@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import config as configuration
+import numpy as np
 from config import Config
 from setup import Setup
 from steps import TrainState
@@ -27,21 +28,33 @@ def check_folder(out: Path, config: Config) -> None:
         )
 
 
-def to_save(setup: Setup, state: TrainState, decay: Any) -> dict[str, Any]:
+class Position(NamedTuple):
+    """Where a training is.
+
+    Attributes:
+        state: what steps change.
+        decay: of the learning rate.
+        totals: float64, seconds, bytes sent, seconds in flight and seconds blocked so far.
+    """
+
+    state: TrainState
+    decay: Any
+    totals: np.ndarray
+
+
+def to_save(setup: Setup, position: Position) -> dict[str, Any]:
     """What a checkpoint holds; an epoch has other steps if there are more or fewer processes."""
     counts = {"epoch_steps": setup.epoch_steps, "images_per_step": setup.images_per_step}
-    return {"state": state, "decay": decay, **counts}
+    return {**position._asdict(), **counts}
 
 
-def resume(
-    setup: Setup, checkpoints: Checkpoints, state: TrainState, decay: Any
-) -> tuple[TrainState, Any, int]:
-    """State, decay and step of the last checkpoint; without one, those given and step 0."""
-    restored = checkpoints.restore(to_save(setup, state, decay))
+def resume(setup: Setup, checkpoints: Checkpoints, begin: Position) -> tuple[Position, int]:
+    """Position and step of the last checkpoint; without one, the position given and step 0."""
+    restored = checkpoints.restore(to_save(setup, begin))
     if restored is None:
-        return state, decay, 0
+        return begin, 0
     saved, nodes = restored.state, restored.num_nodes
-    state, decay, step = saved["state"], saved["decay"], restored.step
+    state, step = saved["state"], restored.step
     same = saved["images_per_step"] == setup.images_per_step
     if not same:
         epoch, within = divmod(step, saved["epoch_steps"])
@@ -52,4 +65,4 @@ def resume(
         exact = same and nodes == setup.topology.num_nodes
         how = "bit for bit" if exact else f"from the mean over the {nodes} nodes that saved it"
         print(f"resumed at step {step} of {setup.total}, {how}", flush=True)
-    return state, decay, step
+    return Position(state, saved["decay"], saved["totals"]), step

@@ -27,6 +27,7 @@ from steps import Task
 class Segmentation(Config):
     """The keys of segment.py."""
 
+    model: str = key("hrnet", "", ("hrnet",))
     data: str = key("streets", "streets, which are drawn, or a folder in Cityscapes' layout")
     height: int = key(64, "pixels of a street, or of a random crop", "[8, inf)")
     width: int = key(128, "pixels of a street, or of a random crop", "[8, inf)")

@@ -15,8 +15,6 @@ import jdaso
 from jdaso import report
 
 BAR_SECONDS = 10.0  # between two lines of the bar where they stay, as in the log of a Slurm job
-#: What a process counts from its own start, and metrics.jsonl from that of the training.
-TOTALS = ("seconds", "bytes_sent", "seconds_blocked", "seconds_in_flight")
 
 
 class Watch:
@@ -50,8 +48,7 @@ class Watch:
         if not active:
             return
         out.mkdir(parents=True, exist_ok=True)
-        kept = begin_records(out / "metrics.jsonl", epochs)
-        self._before = kept[-1] if kept else {}
+        begin_records(out / "metrics.jsonl", epochs)
         self._epoch, self._images_per_step = epochs, images_per_step
         self._records = (out / "metrics.jsonl").open("a", buffering=1)  # flushed line by line
         self._writer = _summary_writer(out / "tensorboard", begin) if tensorboard else None
@@ -90,23 +87,19 @@ class Watch:
         seen = {"loss": loss, "learning_rate": learning_rate, **metrics._asdict()}
         self._to_tensorboard("step", step, {key: float(value) for key, value in seen.items()})
 
-    def epoch(self, line: dict[str, Any]) -> dict[str, Any]:
-        """Writes a line of metrics.jsonl, at the end of an epoch, and returns it.
+    def epoch(self, line: dict[str, Any]) -> None:
+        """Writes a line of metrics.jsonl, at the end of an epoch.
 
         Args:
-            line: Python's numbers and strings, ``step`` and ``seconds`` among them. To ``TOTALS``,
-                counted since this process began, what earlier ones had counted is added.
+            line: Python's numbers and strings, ``step``, ``epoch`` and ``seconds`` among them.
         """
         if not self._active:
-            return line
-        totals = {key: line[key] + self._before.get(key, 0) for key in TOTALS if key in line}
-        line = {**line, **totals}
+            return
         self._epoch = line.get("epoch", self._epoch + 1)
         self._records.write(json.dumps(line) + "\n")
         self._to_tensorboard("epoch", line["step"], line)
         if self._writer:
             self._writer.flush()
-        return line
 
     def close(self) -> None:
         """Ends the bar, and writes what is left."""
@@ -124,20 +117,16 @@ class Watch:
                     self._writer.add_scalar(f"{group}/{key}", value, step)
 
 
-def begin_records(path: Path, epochs: int) -> list[dict[str, Any]]:
+def begin_records(path: Path, epochs: int) -> None:
     """Cuts off what follows the lines of the first epochs.
 
     A job that is killed meanwhile leaves the old file.
-
-    Returns:
-        The lines that stay.
     """
     lines = report.read_lines(path) if epochs and path.exists() else []
     kept = [line for line in lines if line["epoch"] <= epochs]
     new = path.with_suffix(".new")
     new.write_text("".join(json.dumps(line) + "\n" for line in kept))
     os.replace(new, path)
-    return kept
 
 
 def _summary_writer(folder: Path, begin: int) -> Any:

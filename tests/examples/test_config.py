@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import config
 import models
 from classification import Classification as Config
+from segment import Segmentation
 
 EXAMPLES = Path(config.__file__).parent
 FILES = sorted((EXAMPLES / "configs").glob("*.py"))
@@ -236,7 +237,8 @@ def test_keys_of_another_version_are_differences(tmp_path):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_published_experiment_is_read(path):
     model, sync = path.stem.split("_")[1:]
-    parsed = parse(["--config", str(path)])
+    program = Segmentation() if path.stem.startswith("cityscapes") else Config()
+    parsed = parse(["--config", str(path)], defaults=program)
     assert parsed.model == model
     assert parsed.sync == {"synchronous": "allreduce_gradients"}.get(sync, sync)
 

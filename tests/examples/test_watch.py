@@ -66,31 +66,13 @@ def test_a_half_written_line_does_not_spoil_the_next(tmp_path):
         file.write('{"step": 2')
     assert train(tmp_path, [], begin=10) == [line(1)]
     view = open_watch(tmp_path, begin=10)
-    view.epoch({"step": 20, "epoch": 2, "seconds": 2.0})
+    view.epoch(line(2))
     view.close()
     assert recorded(tmp_path) == [line(1), line(2)]
 
 
 def test_a_checkpoint_without_records_goes_on(tmp_path):
     assert train(tmp_path, [3], begin=20) == [line(3)]
-
-
-def test_totals_go_on_from_those_of_the_last_process(tmp_path):
-    totals = {"seconds": 7.0, "bytes_sent": 100, "seconds_blocked": 0.5, "seconds_in_flight": 2.0}
-    exchanges = {"exchanges": 5}  # from the optimizer's state, which the checkpoint had
-    for start, begin in ((1, 0), (3, 20), (5, 40)):
-        view = open_watch(tmp_path, begin=begin)
-        for epoch in (start, start + 1):
-            passed = epoch - start + 1
-            own = {key: passed * total for key, total in totals.items()}
-            view.epoch({"step": 10 * epoch, "epoch": epoch, **own, **exchanges})
-        view.close()
-    assert recorded(tmp_path) == [
-        {"step": 10 * epoch, "epoch": epoch}
-        | {key: epoch * total for key, total in totals.items()}
-        | exchanges
-        for epoch in range(1, 7)
-    ]
 
 
 def test_a_process_that_is_not_active_does_nothing(tmp_path, capsys):
