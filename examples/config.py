@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import difflib
 import json
+import os
 import runpy
 import typing
 from dataclasses import dataclass
@@ -175,8 +176,10 @@ def complete(config: Config) -> Config:
 
 
 def save(config: Config, path: str | Path) -> None:
-    """Writes all keys to a JSON file."""
-    Path(path).write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    """Writes all keys to a JSON file, at once or not at all."""
+    new = Path(path).with_suffix(".new")
+    new.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    os.replace(new, path)
 
 
 def differences(config: Config, path: str | Path) -> list[str]:
@@ -218,6 +221,8 @@ def _check_together(config: Config) -> None:
         raise SystemExit("--decay step needs --decay-epochs, such as 30 60 80.")
     if steps != sorted({epoch for epoch in steps if warmup <= epoch < epochs}):
         raise SystemExit(f"--decay-epochs must rise within [{warmup}, {epochs}), got {steps}.")
+    if config.moments == "reset" and (config.fragments or 1) > 1:
+        raise SystemExit("--moments reset needs --fragments 1: each would reset all moments.")
     if config.nesterov and config.sync == "eamsgd":
         raise SystemExit("--nesterov has no effect with --sync eamsgd, which is Nesterov's anyway.")
     if config.nesterov and config.momentum == 0:

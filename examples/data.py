@@ -133,7 +133,7 @@ def _folder_split(side: Path, classes: list[str], crop: Crop) -> Split:
 def _entries(path: Path) -> list[os.DirEntry]:
     try:
         with os.scandir(path) as entries:
-            return list(entries)
+            return [entry for entry in entries if not entry.name.startswith(".")]
     except OSError as error:
         raise ValueError(f"data: {path} cannot be listed ({error.strerror}).") from error
 

@@ -27,6 +27,14 @@ TOTALS = ("seconds", "bytes_sent", "seconds_in_flight", "seconds_blocked")
 
 def run(config: Config, create_task: Callable[[Config], Task]) -> int:
     """Trains to the end, or until a signal asks to stop; returns the program's exit status."""
+    with jdaso.Interruption() as interruption:
+        return train(config, create_task, interruption)
+
+
+def train(
+    config: Config, create_task: Callable[[Config], Task], interruption: jdaso.Interruption
+) -> int:
+    """The same, with someone who listens to signals."""
     if config.devices:
         jdaso.use_virtual_devices(config.devices)
     topology = jdaso.discover_topology(config.processes_per_node)
@@ -34,7 +42,8 @@ def run(config: Config, create_task: Callable[[Config], Task]) -> int:
     if first:
         check_folder(out, config)
     setup, state = set_up(config, topology, create_task(config))
-    if first:  # not before: what has failed so far has begun no run
+    if first and not (out / "config.json").exists():
+        # Not before: what has failed so far has begun no run.
         out.mkdir(parents=True, exist_ok=True)
         configuration.save(config, out / "config.json")
     total, epoch_steps, images = setup.total, setup.epoch_steps, setup.images_per_step
@@ -52,44 +61,40 @@ def run(config: Config, create_task: Callable[[Config], Task]) -> int:
         now = {"seconds": time.perf_counter() - start, **setup.world.report()}
         return before + [now[key] for key in TOTALS]
 
-    with jdaso.Interruption(setup.world) as interruption:
-        for step, batch in enumerate(training_batches(setup, begin), begin):
-            rate = np.float32(setup.rates.at(decay, step / epoch_steps))
-            state, loss, metrics = setup.train_step(state, rate, *batch)
-            done = step + 1
-            epoch_end = done % epoch_steps == 0
-            if step == epoch_begin:
-                drift = {}
-            if step == epoch_begin or not epoch_end:
-                plan = metrics  # but not of an epoch's last step: its mean may block
-            if (done + 1) % epoch_steps == 0:  # before such a mean
-                drift = {"drift": float(mean_of(setup, jdaso.drift(setup.world, state.params)))}
-            if step % FETCH_EVERY == 0 or epoch_end:
-                watch.step(done, loss, metrics, rate)
-            if epoch_end:
-                jax.block_until_ready(state)
-                seconds = time.perf_counter() - epoch_start
-                state, scores = end_epoch(setup, state, last=done == total)
-                decay = setup.rates.observe(decay, scores["loss"], step // epoch_steps)
-                line = {
-                    "step": done,
-                    "epoch": done // epoch_steps,
-                    **dict(zip(TOTALS, totals().tolist(), strict=True)),
-                    **scores,
-                    "learning_rate": float(rate),
-                    **drift,
-                    "images_per_second": (done - epoch_begin) * images / seconds,
-                    "nodes": topology.num_nodes,
-                    **numbers(plan, metrics),
-                }
-                watch.epoch(line)
-                epoch_start, epoch_begin = time.perf_counter(), done
-            if done % FETCH_EVERY == 0 or epoch_end:
-                stop = interruption.wanted() and done < total
-            if stop or done == total or done % (config.save_every or epoch_steps) == 0:
-                checkpoints.save(done, to_save(setup, Position(state, decay, totals())))
-            if stop:
-                break
+    for step, batch in enumerate(training_batches(setup, begin), begin):
+        done = step + 1
+        epoch_end = done % epoch_steps == 0
+        if epoch_end:  # whose mean would end it
+            drift = float(mean_of(setup, jdaso.drift(setup.world, state.params)))
+        rate = np.float32(setup.rates.at(decay, step / epoch_steps))
+        state, loss, metrics = setup.train_step(state, rate, *batch)
+        if step == epoch_begin or not epoch_end:
+            plan = metrics  # but not of an epoch's last step: its mean may block
+        if step % FETCH_EVERY == 0 or epoch_end:
+            watch.step(done, loss, metrics, rate)
+        if epoch_end:
+            jax.block_until_ready(state)
+            seconds = time.perf_counter() - epoch_start
+            state, scores = end_epoch(setup, state, last=done == total)
+            decay = setup.rates.observe(decay, scores["loss"], step // epoch_steps)
+            line = {
+                "step": done,
+                "epoch": done // epoch_steps,
+                **dict(zip(TOTALS, totals().tolist(), strict=True)),
+                **scores,
+                "learning_rate": float(rate),
+                "drift": drift,
+                "images_per_second": (done - epoch_begin) * images / seconds,
+                "nodes": topology.num_nodes,
+                **numbers(plan, metrics),
+            }
+            watch.epoch(line)
+            epoch_start, epoch_begin = time.perf_counter(), done
+        stop = interruption.wanted(setup.world) and done < total
+        if stop or done == total or done % (config.save_every or epoch_steps) == 0:
+            checkpoints.save(done, to_save(setup, Position(state, decay, totals())))
+        if stop:
+            break
     checkpoints.close()
     watch.close()
     if first and stop:

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-# BatchNorm takes mean and variance over all devices of a node, the axis that is bound inside
-# jdaso.local_value_and_grad; between nodes they differ, as in DASO.
+# BatchNorm takes mean and variance over all devices of a process, the axis that is bound inside
+# jdaso.local_value_and_grad; between nodes they differ, as in DASO. Where a node is several
+# processes of one device each, those of its processes differ, too.
 LOCAL_AXIS = "local"
 
 IMAGE_SIZE = {"resnet18": 224, "resnet34": 224, "resnet50": 224, "resnet101": 224, "resnet20": 32}

@@ -62,7 +62,8 @@ def resume(setup: Setup, checkpoints: Checkpoints, begin: Position) -> tuple[Pos
         step = epoch * setup.epoch_steps + min(seen, setup.epoch_steps - 1)
         state = at_step(state, step)
     if setup.topology.rank == 0:
-        exact = same and nodes == setup.topology.num_nodes
-        how = "bit for bit" if exact else f"from the mean over the {nodes} nodes that saved it"
+        how = "bit for bit" if same else "with another number of devices"
+        if nodes != setup.topology.num_nodes:
+            how = f"from the mean over the {nodes} nodes that saved it"
         print(f"resumed at step {step} of {setup.total}, {how}", flush=True)
     return Position(state, saved["decay"], saved["totals"]), step

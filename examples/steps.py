@@ -76,7 +76,9 @@ def make_steps(
     def train_step(state: TrainState, rate, images, labels):
         params, stats, opt_state, losses = state
         opt_state = optimizers.with_learning_rate(opt_state, rate)
-        (loss, stats), grads = value_and_grad(params, stats, images, labels)
+        (loss, seen), grads = value_and_grad(params, stats, images, labels)
+        # A batch that is not finite would otherwise stay in the running statistics for ever.
+        stats = jax.tree.map(lambda old, new: jnp.where(jnp.isfinite(new), new, old), stats, seen)
         updates, opt_state = optimizer.transformation.update(grads, opt_state, params, value=loss)
         params = optax.apply_updates(params, updates)
         losses += jnp.stack([loss, jnp.ones_like(loss)])

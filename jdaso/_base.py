@@ -133,8 +133,8 @@ class Exchange(NamedTuple):
             checkpoint needs both.
         post_again: the inverse, on all nodes together: what was posted flies once more, and what
             was still in flight is forgotten.
-        anyone: ``(flag) -> bool``, whether any node said True, now or at the call before; on the
-            host, outside jit, and called by all nodes at the same steps.
+        anyone: ``(flag) -> bool``, whether any node said True, now or some calls ago, the same
+            answer on all; on the host, outside jit, and called by all nodes at the same steps.
     """
 
     num_nodes: int

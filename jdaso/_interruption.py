@@ -16,28 +16,22 @@ class Interruption:
     """Whether a signal has asked one of the nodes to stop.
 
     Slurm warns a job of its time limit with a signal (``--signal=USR1@120``) and preempts it with
-    SIGTERM; the nodes do not hear it at the same step. So each asks the others at every call, and
-    takes the answer at the next: no node waits for one that is slower by less than the steps
-    between two calls, and all stop at the same one.
+    SIGTERM; the nodes do not hear it at the same step. So each asks the others at every step, and
+    takes the answer some steps later: no node waits for one that is slower by less than these,
+    and all stop at the same one.
 
     Args:
-        exchange: over which nodes tell each other.
         signals: what to listen to; inside the ``with`` block they do nothing else. After one
             was heeded that stays so: a launcher may send SIGTERM to a node that is still about
             to end because another one has ended, and would take that for its exit status.
 
     >>> import jdaso
-    >>> with jdaso.Interruption(jdaso.single_exchange()) as interruption:
-    ...     interruption.wanted()
+    >>> with Interruption() as interruption:
+    ...     interruption.wanted(jdaso.single_exchange())
     False
     """
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
-    ):
-        self._exchange = exchange
+    def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)):
         self._signals = tuple(signals)
         self._asked = False
         self._wanted = False
@@ -52,12 +46,15 @@ class Interruption:
         for number, handler in zip(self._signals, self._before, strict=True):
             signal.signal(number, handler)
 
-    def wanted(self) -> bool:
+    def wanted(self, exchange: Exchange) -> bool:
         """Whether to save and stop now; all nodes must call it at the same steps.
 
-        Over MPI a signal is known to all at the second call after it.
+        Over MPI all know of a signal at the fourth call after the one that passes it on.
+
+        Args:
+            exchange: over which nodes tell each other.
         """
-        self._wanted = self._exchange.anyone(self._asked)
+        self._wanted = exchange.anyone(self._asked)
         return self._wanted
 
     def _hear(self, number: int, frame: object) -> None:

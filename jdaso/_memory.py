@@ -32,7 +32,8 @@ def chain(
 
     Moments are what the optimizer remembers in the shape of the parameters: momentum, Adam's m
     and v. The papers leave them alone; parameters that have just been replaced by a mean go on
-    with the momentum of those before.
+    with the momentum of those before. A step that is skipped, as it is not finite, leaves the
+    optimizer's whole state as it was, which ``optax.chain`` cannot.
 
     Args:
         optimizer: the local optimizer, any optax transformation.
@@ -92,8 +93,10 @@ def chain(
             (updates, change), inner = averaging.update(
                 Remembering(updates, change), inner, Remembering(params, before), **extra_args
             )
+            skipped = inner.skipped > state.averaging.skipped
+            new = _first_if(skipped, old, new)
             # Otherwise the change is what it was, and adding it again would only round.
-            moved = inner.merged | (inner.skipped > state.averaging.skipped)
+            moved = inner.merged | skipped
             after = lax.cond(
                 moved,
                 lambda: jax.tree.map(jnp.add, before, change),
@@ -101,6 +104,7 @@ def chain(
             )
             return updates, MemoryState(_replaced(optimizer, new, after), inner)
         updates, inner = averaging.update(updates, inner, params, **extra_args)
+        new = _first_if(inner.skipped > state.averaging.skipped, old, new)
         if moments == "reset":
             now = optax.apply_updates(params, updates)
             new = _renewed_if(inner.merged, optimizer, new, now)
@@ -117,6 +121,10 @@ def chain(
         return merged, MemoryState(old, inner)
 
     return Averaging(init, update, finish, state_type=MemoryState)
+
+
+def _first_if(condition: jax.Array, first: PyTree, second: PyTree) -> PyTree:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), first, second)
 
 
 def _map_moments(

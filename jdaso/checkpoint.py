@@ -16,7 +16,7 @@ import contextlib
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -82,6 +82,8 @@ class Checkpoints:
         self._next: int | None = None
         self._directory.mkdir(parents=True, exist_ok=True)
         check_shared(self._directory, topology)
+        # A node that looked later could see what another one has begun to write.
+        self._taken = self._told(bool(found(self._directory)))
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
@@ -104,10 +106,10 @@ class Checkpoints:
         self.wait()
         if self._topology.local_rank > 0:
             return  # a node of several processes: they all hold the same
-        if self._next is None and self._complete():
+        if self._next is None and self._taken:
             raise ValueError(
-                f"directory {self._directory} holds checkpoints of steps {self.steps()}. To "
-                "continue that training, call restore first; for another, take a new folder."
+                f"directory {self._directory} holds checkpoints of a training, perhaps incomplete "
+                "ones. To continue it, call restore first; for another, take a new folder."
             )
         self._next = (self._next or 0) + 1
         arrays = named(state)  # waits for the step's computation, and so until it has posted
@@ -142,9 +144,9 @@ class Checkpoints:
     def restore(self, like: PyTree) -> Restored | None:
         """The newest complete checkpoint; what was in flight is posted again.
 
-        What is newer than it, parts that some node did not end, is deleted. With another number
-        of nodes than now, floating-point arrays are averaged over those that saved, others are
-        those of the first, and what was in flight is dropped: the mean of the parameters is newer.
+        If another number of nodes saved it, floating-point arrays are averaged over them, others
+        are those of the first, and what was in flight is dropped: the mean of the parameters is
+        newer. (With EASGD and DiLoCo the centre, or anchor, misses this last move.)
 
         Args:
             like: a state of the same structure, shapes and dtypes, placed as the result shall be.
@@ -158,15 +160,10 @@ class Checkpoints:
         """
         self.wait()
         self._meet()
-        comm, newest = self._topology.comm, None
-        if self._topology.rank == 0:
-            newest = max(self._complete(), default=None)
-            for other in found(self._directory):
-                if newest is None or other.number > newest.number:
-                    shutil.rmtree(other.path)
-        if comm is not None:
-            newest = comm.bcast(newest)
-        self._next = 0 if newest is None else newest.number
+        comm, there = self._topology.comm, self._told(found(self._directory))
+        newest = max((other for other in there if other.parts), default=None)
+        # Numbers go on after what was not ended, so that no part of it can be taken for a new one.
+        self._next = max((other.number for other in there), default=0)
         if newest is None:
             return None
         parts, source = newest.parts, str(newest.path)
@@ -199,6 +196,11 @@ class Checkpoints:
 
     def _complete(self) -> list[Found]:
         return [checkpoint for checkpoint in found(self._directory) if checkpoint.parts]
+
+    def _told(self, value: Any) -> Any:
+        """What the first process sees, on all of them."""
+        comm = self._topology.comm
+        return value if comm is None else comm.bcast(value)
 
     def _meet(self) -> None:
         if self._topology.comm is not None:

@@ -64,10 +64,11 @@ def test_half_written_ones_are_never_taken(tmp_path):
     (tmp_path / "notes").mkdir()
     assert checkpoints.steps() == [3]
     assert checkpoints.restore(state()).step == 3
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["000001_step_3", "notes"]
     checkpoints.save(4, state(4))
     checkpoints.close()
     assert checkpoints.steps() == [3, 4]
+    assert (tmp_path / "000004_step_4").is_dir()  # a number that nobody has used
+    assert (tmp_path / "notes").is_dir()
 
 
 def test_what_is_saved_is_what_was_there_at_the_call(tmp_path):
@@ -82,8 +83,14 @@ def test_what_is_saved_is_what_was_there_at_the_call(tmp_path):
 
 
 def test_folder_of_another_training_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"holds checkpoints of steps \[3\].* call restore"):
+    with pytest.raises(ValueError, match=r"holds checkpoints of a training.* call restore"):
         filled(tmp_path, 3).save(4, state())
+
+
+def test_unfinished_checkpoints_of_another_training_are_not_completed(tmp_path):
+    (tmp_path / "000001_step_5" / "node_1_of_2").mkdir(parents=True)
+    with pytest.raises(ValueError, match="call restore first"):
+        Checkpoints(tmp_path, TOPOLOGY, EXCHANGE).save(5, state())
 
 
 @pytest.mark.parametrize(
@@ -149,15 +156,15 @@ def handler():
 
 
 def test_handlers_are_put_back(handler):
-    with jdaso.Interruption(EXCHANGE) as interruption:
+    with jdaso.Interruption() as interruption:
         assert signal.getsignal(signal.SIGUSR1) is not handler
-        assert not interruption.wanted()
+        assert not interruption.wanted(EXCHANGE)
     assert signal.getsignal(signal.SIGUSR1) is handler
 
 
 def test_signal_is_heard_and_then_does_nothing_more(handler):
-    with jdaso.Interruption(EXCHANGE, signals=[signal.SIGUSR1]) as interruption:
+    with jdaso.Interruption([signal.SIGUSR1]) as interruption:
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert interruption.wanted()
+        assert interruption.wanted(EXCHANGE)
     assert signal.getsignal(signal.SIGUSR1) is not handler
     os.kill(os.getpid(), signal.SIGUSR1)

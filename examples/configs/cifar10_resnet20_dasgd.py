@@ -6,7 +6,8 @@ the epochs; here the peak is 0.01 for 32 devices: for another number N give --le
 Deviations: the paper's rate starts from 0.0001 and falls to it in a straight line, here it starts
 from 0 and falls to it as a cosine. fast.ai, the authors' platform, decays weights beside the
 gradient, here they decay in it, and norms and biases do not. Table I has ResNet-50 and other large
-networks. xi is that of Fig. 6; how images are augmented is not said, here it is as in He et al.
+networks. An epoch has 48 steps, where the paper has 49: the rest fills no batch everywhere. xi is
+that of Fig. 6; how images are augmented is not said, here it is as in He et al.
 """
 
 model = "resnet20"

@@ -4,8 +4,9 @@
 
 Not in the paper, and as in the authors' script (Heat, examples/nn/imagenet-DASO.py): the learning
 rate and the batch of a GPU, the threshold of a stable loss. Not as there: the least area of a crop
-is the usual 0.08, not 0.05; norms and biases do not decay, and the last norm of a block starts
-at 0, both as in Goyal et al., to whom the paper refers for the warm-up.
+is the usual 0.08, not 0.05; the rate may fall below 0.0001; pixels are scaled to [-1, 1]; norms
+and biases do not decay, and the last norm of a block starts at 0, both as in Goyal et al., to whom
+the paper refers for the warm-up.
 """
 
 model = "resnet50"

@@ -8,6 +8,7 @@ paving stones, so what belongs to a class shows in shape and surroundings more t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from data import Dataset, Split
@@ -23,7 +24,13 @@ Picture = tuple[np.ndarray, np.ndarray]
 def streets(
     height: int = 64, width: int = 128, num_train: int = 512, num_test: int = 128, seed: int = 0
 ) -> Dataset:
-    """Pictures of ``height`` x ``width`` pixels in 7 classes, drawn when they are loaded."""
+    """Pictures in 7 classes, drawn when they are loaded.
+
+    Args:
+        height, width: in pixels.
+        num_train, num_test: pictures.
+        seed: another one gives other pictures.
+    """
     train = Split(num_train, Streets(height, width, (seed, 0)))
     test = Split(num_test, Streets(height, width, (seed, 1)))
     return Dataset(train, test, num_classes=len(CLASSES), channels=3)
@@ -130,9 +137,10 @@ class Street:
         corners = np.sort(rng.uniform(0, self.width, rng.integers(4, 9)))
         house = np.searchsorted(corners, x[0])  # of each column
         colours = np.stack([self._colour() for _ in range(len(corners) + 1)])
-        slope, eaves = rng.uniform((0.0, -2.0), (1.2, 6.0), (len(colours), 2)).T * self.height / 64
-        roof = self.horizon - eaves[house] - slope[house] * abs(x - self.vanishing_point)
-        floor, window = rng.uniform(4, 10, (2, len(colours)))
+        slope, eaves = rng.uniform((0.0, -0.03), (1.2, 0.1), (len(colours), 2)).T
+        roof = self.horizon - eaves[house] * self.height
+        roof = roof - slope[house] * abs(x - self.vanishing_point)
+        floor, window = rng.uniform(0.06, 0.16, (2, len(colours))) * self.height
         glass = ((y / floor[house]) % 1 < 0.5) & ((x / window[house]) % 1 < 0.5)
         shade = np.where(glass, np.float32(rng.uniform(0.3, 1.0)), np.float32(1))
         built = y > roof
@@ -158,7 +166,17 @@ class Street:
         """Any colour, mostly a pale one."""
         return self.rng.uniform(0.1, 0.9) + self.rng.uniform(0, 0.5) * self.rng.uniform(-1, 1, 3)
 
-    def _paint(self, nearness, side, up, height, width, colour, label, is_round=False) -> None:
+    def _paint(
+        self,
+        nearness: float,
+        side: float,
+        up: float,
+        height: float,
+        width: float,
+        colour: Any,
+        label: int | None,
+        is_round: bool = False,
+    ) -> None:
         """A rectangle, or the ellipse in it; lengths in units of the camera's height."""
         unit = nearness * (self.height - self.horizon)
         y, x = self.horizon + (1 - up - height / 2) * unit, self.vanishing_point + side * unit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from jdaso.exchange._progress import Progress, Request
 from jdaso.exchange._staging import Spec, Staging
 from jdaso.topology import Topology
 
+# Calls of ``anyone`` until its answer: as many steps may one node be ahead of another.
+_ANSWER_AFTER = 4
 # How long devices of a node wait for the one among them that posts.
 _POST_SECONDS = 30.0
 
@@ -63,7 +66,7 @@ class Courier:
         self._world = topology.comm.Dup()
         self._greetings = topology.comm.Dup()
         self._questions = topology.comm.Dup()
-        self._question: Request | None = None
+        self._asked: deque[Request] = deque()
         self._progress = Progress(
             topology.describe,
             timeout,
@@ -172,11 +175,11 @@ class Courier:
             self.post(number, step, header, specs, leaves)
 
     def anyone(self, flag: bool) -> bool:
-        """Whether any process said True at the call before; seldom waits, so much is past."""
+        """Whether any process said True some calls ago; seldom waits, so long it has had."""
         asked = operations.anyone(self._questions, flag)
         request = self._progress.submit(asked, f"a question to all, asked by {self._name},")
-        before, self._question = self._question, request
-        return before is not None and self._progress.wait(before)
+        self._asked.append(request)
+        return len(self._asked) > _ANSWER_AFTER and self._progress.wait(self._asked.popleft())
 
     def broadcast(self, leaves: Sequence[np.ndarray], root: int) -> list[np.ndarray]:
         """The leaves of node ``root``."""

@@ -111,6 +111,15 @@ def test_signal_saves_and_ends_with_a_status_of_its_own(tmp_path, straight):
     check_resumed(tmp_path, step, straight)
 
 
+def test_processes_of_one_node_stop_together(tmp_path):
+    node = ("--processes-per-node", 2, "--devices", 1)
+    ended = train(tmp_path, *node, SIGNAL="SIGUSR1:000002_*/node_0_of_1:0")
+    assert ended.returncode == jdaso.EXIT_TRY_AGAIN, ended.output
+    ended = train(tmp_path, *node, "--resume")
+    assert ended.returncode == 0, ended.output
+    assert "bit for bit" in ended.output
+
+
 def test_folder_of_a_run_is_not_taken_by_another(straight):
     ended = train(straight)
     assert ended.returncode != 0
