@@ -1,5 +1,6 @@
 """What becomes of momentum and Adam's moments where parameters are merged."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -270,3 +271,29 @@ def test_drain_takes_what_has_the_state():
         jdaso.drain(optax.chain(sgd(), member), state, PARAMS)
     with pytest.raises(ValueError, match="drain the chain, not its member"):
         jdaso.drain(member, state, PARAMS)
+
+
+@pytest.mark.parametrize("moments", ["local", "average", "reset"])
+def test_a_step_that_is_not_finite_leaves_the_memory_as_it_was(moments):
+    """On one node, at a step without a merge; the others go on, and so does it afterwards."""
+    tx = jdaso.chain(sgd(), dasgd(), moments)
+
+    @jax.jit
+    @functools.partial(jax.vmap, axis_name="node")
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = start(tx)
+    for t in range(STEPS):
+        grads = at(t, gradients())
+        if t == 1:
+            before = momentum(state)
+            grads["a"] = grads["a"].at[2, 0].set(jnp.nan)
+        params, state = step(params, state, grads)
+        if t == 1:
+            for name, trace in momentum(state).items():
+                np.testing.assert_array_equal(trace[2], before[name][2])
+                assert (trace[:2] != before[name][:2]).all()
+    assert jdaso.averaging_state(state).skipped.tolist() == [0, 0, 1]
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves((params, momentum(state))))

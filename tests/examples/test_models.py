@@ -117,3 +117,21 @@ def test_training_step_of_resnet50():
     for before, after in zip(jax.tree.leaves(stats), jax.tree.leaves(new_stats), strict=True):
         assert np.all(np.isfinite(after))
         assert np.any(after != before)
+
+
+def test_batch_norm_is_over_all_devices_of_a_process():
+    """Two devices with half of the images each give what one gives with all of them."""
+    model = models.create("resnet20", 1, 10, 0)
+    graphdef, params, stats = nnx.split(model, nnx.Param, nnx.BatchStat)
+    images = np.random.default_rng(0).integers(0, 256, (8, 8, 8, 1), np.uint8)
+
+    @functools.partial(jax.vmap, axis_name="local", in_axes=(None, None, 0))
+    def outputs(params, stats, images):
+        model = nnx.merge(graphdef, params, stats)
+        return model(images, train=True), nnx.state(model, nnx.BatchStat)
+
+    together, seen = jax.jit(outputs)(params, stats, images[None])
+    apart, seen_apart = jax.jit(outputs)(params, stats, images.reshape(2, 4, 8, 8, 1))
+    np.testing.assert_allclose(apart.reshape(8, 10), together[0], rtol=1e-4, atol=1e-4)
+    for one, two in zip(*map(jax.tree.leaves, (seen, seen_apart)), strict=True):
+        np.testing.assert_allclose(two, jnp.stack([one[0]] * 2), rtol=1e-4, atol=1e-4)
