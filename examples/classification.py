@@ -32,6 +32,8 @@ class Classification(Config):
 
 def task(config: Classification) -> Task:
     """Data, model and loss that a configuration asks for."""
+    if config.padding and config.augment != "random_crop":
+        raise SystemExit(f"--padding has no effect with --augment {config.augment}; leave it out.")
     size = config.image_size or models.IMAGE_SIZE[config.model]
     dataset = data.load(dataclasses.replace(config, image_size=size))
     dtype = jnp.dtype(config.compute_dtype)

@@ -13,6 +13,7 @@ import difflib
 import json
 import os
 import runpy
+import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,10 +142,16 @@ def read(path: str, defaults: Config = DEFAULTS) -> dict[str, Any]:
     if not Path(path).is_file():
         raise SystemExit(f"--config: there is no file {path}.")
     try:
-        names = runpy.run_path(path)
+        names = json.loads(Path(path).read_text()) if is_json(path) else runpy.run_path(path)
     except Exception as error:
         raise SystemExit(f"{path}: {type(error).__name__}: {error}") from error
-    values = {name: value for name, value in names.items() if not name.startswith("_")}
+    values = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in names.items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    if is_json(path):  # what a run has saved; its folder is its own
+        values = {name: value for name, value in values.items() if name not in ("out", "resume")}
     if not values:
         raise SystemExit(f"{path} sets no key; it needs lines such as: epochs = 90")
     keys = {field.name: (field, *kind) for field, *kind in _keys(defaults)}
@@ -152,6 +159,11 @@ def read(path: str, defaults: Config = DEFAULTS) -> dict[str, Any]:
         if name not in keys:
             raise SystemExit(f"{path}: {name} = {value!r} is no key; {_nearest(name, keys)}")
     return {name: _checked(f"{path}: {name}", v, *keys[name]) for name, v in values.items()}
+
+
+def is_json(path: str) -> bool:
+    """Whether a file is what :func:`save` writes."""
+    return path.endswith(".json")
 
 
 def complete(config: Config) -> Config:

@@ -97,7 +97,8 @@ def folder(root: Path, crop: Crop) -> Dataset:
         test = root / "test"
     for side in (train, test):
         if not side.is_dir():
-            raise ValueError(f"data: {root} needs train/ and val/ or test/, found no {side}.")
+            missing = side if side == train else f"{root}/val and no {side}"
+            raise ValueError(f"data: {root} needs train/ and val/ or test/, found no {missing}.")
     classes, test_classes = _classes(train), _classes(test)
     if classes != test_classes:
         raise ValueError(

@@ -44,8 +44,12 @@ class Position(NamedTuple):
 
 def to_save(setup: Setup, position: Position) -> dict[str, Any]:
     """What a checkpoint holds; an epoch has other steps if there are more or fewer processes."""
-    counts = {"epoch_steps": setup.epoch_steps, "images_per_step": setup.images_per_step}
-    return {**position._asdict(), **counts}
+    return {
+        **position._asdict(),
+        "num_images": setup.task.dataset.train.size,
+        "epoch_steps": setup.epoch_steps,
+        "images_per_step": setup.images_per_step,
+    }
 
 
 def resume(setup: Setup, checkpoints: Checkpoints, begin: Position) -> tuple[Position, int]:
@@ -54,6 +58,11 @@ def resume(setup: Setup, checkpoints: Checkpoints, begin: Position) -> tuple[Pos
     if restored is None:
         return begin, 0
     saved, nodes = restored.state, restored.num_nodes
+    if saved["num_images"] != setup.task.dataset.train.size:
+        raise ValueError(
+            f"data: the run to resume has {saved['num_images']} images for training, now there are "
+            f"{setup.task.dataset.train.size}, another order and other epochs. Give it the same."
+        )
     state, step = saved["state"], restored.step
     same = saved["images_per_step"] == setup.images_per_step
     if not same:
@@ -65,5 +74,6 @@ def resume(setup: Setup, checkpoints: Checkpoints, begin: Position) -> tuple[Pos
         how = "bit for bit" if same else "with another number of devices"
         if nodes != setup.topology.num_nodes:
             how = f"from the mean over the {nodes} nodes that saved it"
-        print(f"resumed at step {step} of {setup.total}, {how}", flush=True)
+        end = "; nothing is left to do" if step == setup.total else ""
+        print(f"resumed at step {step} of {setup.total}, {how}{end}", flush=True)
     return Position(state, saved["decay"], saved["totals"]), step

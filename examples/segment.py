@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import loop
 from config import Config, key, parse
@@ -29,8 +30,10 @@ class Segmentation(Config):
 
     model: str = key("hrnet", "", ("hrnet",))
     data: str = key("streets", "streets, which are drawn, or a folder in Cityscapes' layout")
-    height: int = key(64, "pixels of a street, or of a random crop", "[8, inf)")
-    width: int = key(128, "pixels of a street, or of a random crop", "[8, inf)")
+    widths: tuple[int, ...] = key((32, 64), "channels of the HRNet's branches", "[1, inf)")
+    blocks: int = key(1, "of a branch between two exchanges", "[1, inf)")
+    height: int = key(64, "pixels of a street, or of a random crop", "[16, inf)")
+    width: int = key(128, "pixels of a street, or of a random crop", "[16, inf)")
     num_train: int = key(512, "streets drawn to train with", "[1, inf)")
     num_test: int = key(128, "streets drawn to test", "[1, inf)")
 
@@ -45,16 +48,18 @@ def task(config: Segmentation) -> Task:
     model = attention.MultiScaleAttention(
         dataset.channels,
         dataset.num_classes,
-        nnx.Rngs(config.seed),
+        nnx.Rngs(jax.random.key(config.seed, impl="rbg")),  # which compiles fast, see models.py
+        widths=config.widths,
+        blocks=config.blocks,
         dtype=jnp.dtype(config.compute_dtype),
     )
 
-    def counts(prediction: attention.Prediction, labels: jnp.ndarray) -> jnp.ndarray:
+    def counts(prediction: attention.Prediction, labels: jax.Array) -> jax.Array:
         return intersection_over_union.counts(prediction.logits, labels)
 
     return Task(dataset, model, attention.loss, counts, intersection_over_union.score)
 
 
 if __name__ == "__main__":
-    defaults = Segmentation(epochs=10, batch_size=8, learning_rate=0.05)
+    defaults = Segmentation(epochs=10, batch_size=8, learning_rate=0.05, out="runs/segment")
     sys.exit(loop.run(parse(description=__doc__, defaults=defaults), task))

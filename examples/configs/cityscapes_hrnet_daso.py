@@ -4,10 +4,12 @@
 
 The peak of the learning rate is 0.4 whatever the number of devices, here of 32: for another number
 N give --learning-rate 0.4/N. Neither paper tells batch and crop, nor when a loss is stable.
-Deviation: the network is a small one of the kind, see segmentation/hrnet.py.
+Widths and blocks are those of HRNet-W48; see segmentation/hrnet.py for what differs from it.
 """
 
 model = "hrnet"
+widths = (48, 96, 192, 384)
+blocks = 4
 data = "cityscapes"
 height = 512
 width = 1024

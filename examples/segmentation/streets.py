@@ -16,6 +16,7 @@ from data import Dataset, Split
 CLASSES = ("road", "sidewalk", "building", "vegetation", "sky", "person", "car")
 ROAD, SIDEWALK, BUILDING, VEGETATION, SKY, PERSON, CAR = range(len(CLASSES))
 NO_LABEL = -1
+DRAWN = 1  # ends the seed of a picture, which must not be that of its augmentation
 MIN_CROP = 0.7  # of height and width, in training
 
 Picture = tuple[np.ndarray, np.ndarray]
@@ -45,7 +46,7 @@ class Streets:
     seed: tuple[int, ...]
 
     def __call__(self, index: int, rng: np.random.Generator | None) -> Picture:
-        picture = draw(self.height, self.width, np.random.default_rng((*self.seed, index)))
+        picture = draw(self.height, self.width, np.random.default_rng((*self.seed, index, DRAWN)))
         return picture if rng is None else augment(*picture, rng)
 
 

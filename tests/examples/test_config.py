@@ -274,3 +274,11 @@ def test_another_program_may_have_other_keys(file, refused):
 def test_arguments_are_read_without_jax():
     code = "import sys, config; config.parse([]); sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=EXAMPLES, check=True, timeout=60)
+
+
+def test_what_a_run_has_saved_is_a_configuration(tmp_path):
+    parsed = parse(["--epochs", "7", "--sync", "local_sgd", "--out", "a", "--resume"])
+    config.save(parsed, tmp_path / "config.json")
+    again = parse(["--config", str(tmp_path / "config.json"), "--out", "a", "--resume"])
+    assert again == parsed
+    assert not parse(["--config", str(tmp_path / "config.json")]).resume

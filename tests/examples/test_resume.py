@@ -127,3 +127,11 @@ def test_folder_of_a_run_is_not_taken_by_another(straight):
     ended = train(straight, "--resume", "--momentum", "0.8")
     assert ended.returncode != 0
     assert "momentum (0.9, now 0.8)" in ended.output
+
+
+def test_other_images_are_not_taken_for_the_same(straight, tmp_path):
+    out = tmp_path / "straight"
+    shutil.copytree(straight, out)
+    ended = train(out, "--resume", FEWER="1")
+    assert ended.returncode != 0
+    assert "the run to resume has 1437 images for training, now there are 1436" in ended.output

@@ -18,5 +18,5 @@ def test_streets_are_learnt(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [8, 16, 24, 32]
     assert lines[-1]["loss"] < lines[0]["loss"]
-    # Who says the same of every pixel has a third of them right, in one of 7 classes.
-    assert found > 2 * 0.33 / 7
+    # Who says the same of every pixel has less than half of them right, in one of 7 classes.
+    assert found > 0.2 > 2 * 0.5 / 7
