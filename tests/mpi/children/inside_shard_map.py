@@ -37,7 +37,8 @@ posted = int(jdaso.averaging_state(state).exchanges)
 assert posted == 19 // 3
 # The last one is still in flight.
 assert exchange.report()["exchanges"] == posted - 1
-params, state = jdaso.drain(jdaso.daso(exchange, schedule), state, params)
+drained = jdaso.drain(jdaso.daso(exchange, schedule), state, params)
+params, state = jax.block_until_ready(drained)  # or the report may be read before it has landed
 assert exchange.report()["exchanges"] == posted
 
 # Blocking phases: a device may come to collect before the other one has posted.
