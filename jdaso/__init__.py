@@ -1,6 +1,7 @@
 """Train JAX models on many nodes with the network between them hidden."""
 
 from jdaso import checkpoint as checkpoint
+from jdaso import perf as perf
 from jdaso._base import Arrival as Arrival
 from jdaso._base import Exchange as Exchange
 from jdaso._base import JdasoError as JdasoError
@@ -92,6 +93,7 @@ __all__ = [
     "metrics",
     "mpi4jax_exchange",
     "mpi_exchange",
+    "perf",
     "pmean",
     "process_mean",
     "single_exchange",

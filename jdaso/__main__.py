@@ -1,7 +1,8 @@
 """What one looks at before a training and after it, on the command line.
 
 ``python -m jdaso topology`` prints what the library sees of the cluster, ``compare`` trains a small
-network with every algorithm on a virtual one, ``report`` draws trainings.
+network with every algorithm on a virtual one, ``report`` draws trainings. ``tune`` measures the
+network between nodes and says which period and delay to choose, ``predict`` how that scales.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from jdaso import _predict, _tune
 from jdaso.local import use_virtual_devices
 from jdaso.topology import Topology, discover_topology, library, thread_level
 
@@ -99,7 +101,12 @@ def main() -> None:
     report.add_argument(
         "--out", type=Path, help="picture to write (report.png: of one run in it, of several here)"
     )
+    _predict.add_command(commands)
+    _tune.add_command(commands)
     arguments = parser.parse_args()
+    if arguments.command in ("predict", "tune"):
+        arguments.run(arguments)
+        return
     if arguments.command == "report":
         print_report(arguments.runs, arguments.out)
         return

@@ -33,6 +33,7 @@ ROWS = {
     "_in_flight": {"_base", "_state"},
     "_interruption": {"_base"},
     "_layout": {"_base"},
+    "_network": {"_checks"},
     "_leaves": {"_base", "_wire"},
     "_small_cnn": set(),
     "_state": {"_base"},
@@ -45,14 +46,14 @@ ROWS = {
     "_consensus": FOUNDATION,
     "_metrics": FOUNDATION | {"_consensus", "_state"},
     "_runs": set(),
-    **dict.fromkeys(LEAVES, FOUNDATION | {"_checks"}),
+    **dict.fromkeys(LEAVES, FOUNDATION | {"_checks", "_network"}),
     "topology": FOUNDATION | LEAVES | {"_layout"},
     "exchange": FOUNDATION | LEAVES | {"exchange", "topology"},
     "center": FOUNDATION | LEAVES | {"center", "topology"},
     "algorithms": ENGINE | {"algorithms", "schedules"},
 }
 # These may import all of them, and each other.
-TOP = {"__init__", "__main__", "_compare", "checkpoint", "report", "study"}
+TOP = {"__init__", "__main__", "_compare", "_predict", "_tune", "checkpoint", "report", "study"}
 
 
 def imports(path):

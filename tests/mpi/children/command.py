@@ -1,0 +1,5 @@
+"""``python -m jdaso`` with the arguments given, as a child program."""
+
+from jdaso.__main__ import main
+
+main()

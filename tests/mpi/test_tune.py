@@ -1,0 +1,58 @@
+"""``python -m jdaso tune`` on several processes: what it prints, but no wall-clock times."""
+
+import re
+
+import pytest
+from launch import mpiexec, passes
+
+SMALL = ("--parameters", 60_000, "--repeats", 2)
+
+
+def numbers_in(output):
+    """What is printed of the network: {name: seconds or Gbit/s}."""
+    found = re.findall(r"^(latency|bandwidth|exchange|copies) +(\S+)", output, re.M)
+    return {name: float(value) for name, value in found if value != "unknown:"}
+
+
+def test_what_is_measured_and_advised_is_printed_once():
+    # So long a step hides every exchange, whatever the machine is doing.
+    ended = mpiexec(2, "command.py", "tune", *SMALL, "--step-time", 6000)
+    passes(ended)
+    assert ended.output.count("2 nodes; 60000 parameters, 0.24 MB in float32; 10 exchanges") == 1
+    assert ended.output.count("Choose period 2, delay 1") == 1
+    assert "It will not help: an exchange takes 0." in ended.output
+    assert "Not a network: 2 nodes share 1 host," in ended.output
+    measured = numbers_in(ended.output)
+    assert measured["exchange"] > 0
+    assert measured["copies"] > 0
+    assert ("bandwidth" in measured) == (
+        "python -m jdaso predict --parameters 60000" in ended.output
+    )
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "float16"])
+def test_narrow_wires_and_no_step_time(wire):
+    ended = mpiexec(3, "command.py", "tune", *SMALL, "--wire", wire)
+    passes(ended)
+    assert f"3 nodes; 60000 parameters, 0.12 MB in {wire}" in ended.output
+    assert "Give --step-time" in ended.output
+    assert "Choose" not in ended.output
+
+
+def test_no_time_leaves_two_sizes_and_an_estimate():
+    ended = mpiexec(2, "command.py", "tune", "--megabytes", 1, "--seconds", 0, "--repeats", 1)
+    passes(ended)
+    assert "250000 parameters, 1 MB in float32; 2 exchanges in the background" in ended.output
+    assert "(measured up to 0.0156" in ended.output
+
+
+def test_one_process_has_nothing_to_measure():
+    ended = mpiexec(1, "command.py", "tune", *SMALL)
+    assert ended.returncode != 0
+    assert "nothing to measure, there is only one node" in ended.output
+
+
+def test_wrong_numbers_are_an_error_before_anything_starts():
+    ended = mpiexec(1, "command.py", "tune", "--parameters", 0)
+    assert ended.returncode != 0
+    assert "--parameters and --repeats must be at least 1" in ended.output

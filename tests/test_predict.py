@@ -1,0 +1,144 @@
+"""``python -m jdaso predict``: its table, its picture, its errors; and what ``tune`` advises."""
+
+import argparse
+
+import pytest
+
+from jdaso import __main__, _predict, _tune, perf
+
+MODEL = ("--parameters", "25.5e6", "--step-time", "0.5", "--bandwidth", "20")
+
+
+@pytest.fixture
+def command(monkeypatch, capsys, tmp_path):
+    """Runs ``python -m jdaso predict`` and returns what it printed, and the picture's path."""
+
+    def run(*arguments):
+        out = tmp_path / "folder" / "scaling.png"
+        line = ["jdaso", "predict", *arguments, "--out", str(out)]
+        monkeypatch.setattr("sys.argv", [*map(str, line)])
+        __main__.main()
+        return capsys.readouterr().out, out
+
+    return run
+
+
+def test_table_and_picture(command):
+    pytest.importorskip("matplotlib")
+    text, out = command(*MODEL, "--pattern", "tree")
+    table, notes, path = text.strip().split("\n\n")
+    head, *rows = [line.split() for line in table.splitlines()]
+    assert head == ["nodes", *_predict.DRAWN]
+    assert [int(row[0]) for row in rows] == [2**k for k in range(13)]
+    assert rows[0][1:] == ["0.5", "s", "100%"] * len(_predict.DRAWN)
+    assert "over 4096 nodes takes 0.9792 s with dasgd, which is 2 steps" in notes
+    assert "The period is 3, of diloco 500" in notes
+    assert path == str(out)
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_numbers_are_those_of_perf(command, monkeypatch):
+    monkeypatch.setattr(_predict, "draw", lambda *arguments: "no picture")
+    options = ("--gpus-per-node", 4, "--local-bandwidth", 400, "--latency", 1e-3)
+    text, _ = command(*MODEL, *options, "--max-nodes", 3, "--period", 8, "--delay", 1)
+    last = text.split("\n\n")[0].splitlines()[-1].split()
+    assert last[0] == "3"
+    network = perf.Network(1e-3, 2.5e9, local_bandwidth=50e9)
+    model = {"num_parameters": 25_500_000, "step_time": 0.5, "network": network}
+    for place, name in enumerate(_predict.DRAWN):
+        schedule = {"local_sgd": {"period": 8}, "dasgd": {"period": 8, "delay": 1}}.get(name)
+        if schedule:
+            found = perf.predict(name, 3, gpus_per_node=4, **model, **schedule)
+            seconds, _, efficiency = last[1 + 3 * place : 4 + 3 * place]
+            assert (seconds, efficiency) == (f"{found.step_time:.4g}", f"{found.efficiency:.0%}")
+
+
+def test_megabytes_are_those_of_float32_parameters():
+    assert _predict.megabytes("102") == _predict.count("25.5e6")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((*MODEL[:-1], 0), "network.bandwidth must be .* got 0.0"),
+        ((*MODEL, "--max-nodes", 0), "nodes must be a whole number of at least 1, got 0"),
+        ((*MODEL, "--gpus-per-node", 4), "--local-bandwidth belong together"),
+        ((*MODEL, "--local-bandwidth", 4), "--local-bandwidth belong together"),
+        ((*MODEL, "--period", 2, "--delay", 3), "delay must not exceed period"),
+    ],
+)
+def test_errors_are_one_line(command, arguments, message):
+    with pytest.raises(SystemExit, match=f"jdaso predict: .*{message}"):
+        command(*arguments)
+
+
+def test_parameters_must_be_a_number(command, capsys):
+    with pytest.raises(SystemExit):
+        command("--parameters", "many", *MODEL[2:])
+    assert "argument --parameters: invalid count value: 'many'" in capsys.readouterr().err
+
+
+def advised(step_time, exchange_time, overhead=0.0):
+    return "\n".join(_tune.advice(step_time, exchange_time, overhead))
+
+
+def test_advice_says_what_to_choose_and_what_to_expect():
+    text = advised(step_time=0.1, exchange_time=0.25, overhead=0.004)
+    assert "Choose period 4, delay 3, as in jdaso.dasgd(exchange, period=4, delay=3)" in text
+    assert "an exchange takes 2.5 steps" in text
+    assert "then takes 0.101 s (+1.0%)" in text
+    assert "0.354 s (+254.0%) with one at every step, 0.1635 s (+63.5%) with period 4" in text
+    for warning in ("not help", "accuracy: ", "Copies"):
+        assert warning not in text
+
+
+@pytest.mark.parametrize(
+    ("times", "warning"),
+    [
+        ((1.0, 0.009), "It will not help: an exchange takes 0.90% of a step"),
+        ((0.1, 0.45), "delay 5 is longer than what was tried (DASO, Table 2: up to 4)"),
+        ((0.1, 0.75), "DASO, Table 2: up to 4; DaSGD, Fig. 6(e): up to 7"),
+        ((0.1, 0.05, 0.04), "Copies to and from the host cost 20.0% of the time"),
+    ],
+)
+def test_advice_says_when_it_will_not_help(times, warning):
+    assert warning in advised(*times)
+
+
+def lines(measured, hosts=("a", "b"), **changes):
+    """What tune prints of so many exchanges of 1000 parameters."""
+    defaults = {"parameters": 1000, "wire": "float32", "step_time": None}
+    topology = argparse.Namespace(
+        num_nodes=len(hosts), processes=[argparse.Namespace(host=host) for host in hosts]
+    )
+    arguments = argparse.Namespace(**(defaults | changes))
+    return "\n".join(_tune.lines(arguments, topology, _tune.Measured(measured, overhead=0.001)))
+
+
+def test_tune_prints_the_network_and_the_next_command():
+    text = lines([(1000, 0.002), (4000, 0.005), (4000, 0.0051)], step_time=0.01)
+    assert "latency    0.000492 s" in text
+    assert "exchange   0.00505 s\n" in text
+    assert "copies     0.001 s per exchange" in text
+    assert "python -m jdaso predict --parameters 1000 --step-time 0.01 --bandwidth 0.00787" in text
+    assert "Not " not in text
+
+
+def test_tune_extrapolates_what_it_had_no_time_for():
+    text = lines([(500, 0.002), (1000, 0.003)])
+    assert "exchange   0.009 s (measured up to 0.001 MB)" in text
+    assert "copies     0.004 s" in text
+    assert "1 for steps above 0.009 s, 2 for steps above 0.0045 s" in text
+
+
+def test_tune_says_what_not_to_trust():
+    text = lines([(1000, 0.002), (4000, 0.005), (4000, 0.009)], hosts=("a", "a", "b"))
+    assert "Not to be trusted: the same exchange took 0.005 to 0.009 s" in text
+    assert "Not a network: 3 nodes share 2 hosts" in text
+
+
+def test_tune_goes_on_without_a_bandwidth():
+    text = lines([(1000, 0.005), (4000, 0.005)], step_time=0.1)
+    assert "bandwidth  unknown: measured: times do not grow" in text
+    assert "Choose period 2, delay 1" in text
+    assert "jdaso predict" not in text
