@@ -25,7 +25,7 @@ os.sched_setaffinity(0, {cores[int(os.environ.get("PMI_RANK", "0")) % len(cores)
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
-from machine import keep_memory, machine  # noqa: E402
+from machine import keep_memory, machine, matmuls_for  # noqa: E402
 
 import jdaso  # noqa: E402
 
@@ -45,15 +45,6 @@ def make_step(tx, matmuls):
     return step
 
 
-def calibrate(matrix, seconds):
-    """The number of matmuls that take about the given time."""
-    run = jax.jit(lambda m, n: jax.lax.fori_loop(0, n, lambda _, x: x @ m, m))
-    run(matrix, 20).block_until_ready()
-    start = time.perf_counter()
-    run(matrix, 100).block_until_ready()
-    return max(1, round(100 * seconds / (time.perf_counter() - start)))
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=float, default=100)
@@ -70,7 +61,7 @@ def main():
     size = int(arguments.megabytes * 250_000 / arguments.leaves)
     params = [jnp.full((size,), float(i + topology.rank)) for i in range(arguments.leaves)]
     matrix = jnp.full((384, 384), 1 / 384)
-    matmuls = max(comm.allgather(calibrate(matrix, arguments.seconds)))
+    matmuls = max(comm.allgather(matmuls_for(arguments.seconds)))
 
     def prepare(*averaging):
         tx = optax.chain(optax.sgd(1.0), *averaging)

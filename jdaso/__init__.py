@@ -4,6 +4,7 @@ from jdaso import checkpoint as checkpoint
 from jdaso import perf as perf
 from jdaso._base import Arrival as Arrival
 from jdaso._base import Exchange as Exchange
+from jdaso._base import Flown as Flown
 from jdaso._base import JdasoError as JdasoError
 from jdaso._base import Merge as Merge
 from jdaso._base import Plan as Plan
@@ -58,6 +59,7 @@ __all__ = [
     "Arrival",
     "AveragingState",
     "Exchange",
+    "Flown",
     "Interruption",
     "JdasoError",
     "Merge",

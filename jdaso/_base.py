@@ -85,6 +85,33 @@ class Posted(NamedTuple):
     leaves: list[np.ndarray]
 
 
+class Flown(NamedTuple):
+    """An exchange that has ended; times are seconds of the monotonic clock, from and until.
+
+    Attributes:
+        number: which one.
+        step: after which optimizer step it was posted.
+        bytes_sent: by this process.
+        fill: copying the parameters to the host, and casting them.
+        flight: with the thread that exchanges.
+        wait: training was blocked.
+        take: copying the sums to the device; zeros while that goes on.
+    """
+
+    number: int
+    step: int
+    bytes_sent: int
+    fill: tuple[float, float]
+    flight: tuple[float, float]
+    wait: tuple[float, float]
+    take: tuple[float, float]
+
+
+def nothing_flown() -> list[Flown]:
+    """The history of an exchange of which the host sees nothing."""
+    return []
+
+
 def nothing_to_report() -> dict[str, float]:
     """The report of an exchange of which the host sees nothing."""
     return {"exchanges": 0, "bytes_sent": 0, "seconds_blocked": 0.0, "seconds_in_flight": 0.0}
@@ -129,6 +156,7 @@ class Exchange(NamedTuple):
         broadcast: ``(leaves, root) -> leaves``, those of node ``root``, bit for bit.
         report: ``() -> dict`` of what the host saw: exchanges, bytes sent, seconds that
             exchanges were on their way, and seconds of them that training was blocked.
+        history: ``() -> list`` of the last thousand exchanges that have ended, what took how long.
         posted: ``() -> dict`` by number, of what flies with the host and not in the state; a
             checkpoint needs both.
         post_again: the inverse, on all nodes together: what was posted flies once more, and what
@@ -144,6 +172,7 @@ class Exchange(NamedTuple):
     finish: Callable[[PyTree, Number, Leaves], tuple[Leaves, jax.Array, PyTree]]
     broadcast: Callable[[Leaves, int], Leaves]
     report: Callable[[], dict[str, float]] = nothing_to_report
+    history: Callable[[], list[Flown]] = nothing_flown
     posted: Callable[[], dict[int, Posted]] = nothing_posted
     post_again: Callable[[dict[int, Posted]], None] = _nothing_to_post
     anyone: Callable[[bool], bool] = _alone
@@ -165,7 +194,8 @@ class Arrival(NamedTuple):
     age: jax.Array
 
 
-def _stay(leaves: Leaves, state: PyTree) -> Leaves:
+def stay(leaves: Leaves, state: PyTree) -> Leaves:
+    """Leaves a node's parameters as they are."""
     del state
     return leaves
 
@@ -185,7 +215,7 @@ class Merge(NamedTuple):
 
     init: Callable[[PyTree], PyTree]
     merge: Callable[[Leaves, Arrival, PyTree], tuple[Leaves, PyTree]]
-    depart: Callable[[Leaves, PyTree], Leaves] = _stay
+    depart: Callable[[Leaves, PyTree], Leaves] = stay
     own_weight: Callable[[Arrival], jax.Array | float] | None = None
 
 

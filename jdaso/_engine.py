@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jdaso._base import Exchange, JdasoError, Merge, Plan, PyTree, Remembering, Schedule
+from jdaso._base import Exchange, JdasoError, Merge, Plan, PyTree, Remembering, Schedule, stay
 from jdaso._communicate import Moment, Told, communication
 from jdaso._fragments import cut, part
 from jdaso._leaves import all_finite, float_leaves, is_float
@@ -149,10 +149,16 @@ def averaging(
         losses = state.losses if subject.lag else state.losses + loss
         finite = check(all_finite(float_leaves(us)), state.step)
 
+        # In conds of their own, since what a branch passes on is not copied: at a step without an
+        # exchange the updates are not touched, at one that only posts they are not written.
+        us = _cond(name, finite, lambda us: us, lambda us: [jnp.zeros_like(u) for u in us], us)
+
         def talk(us, flight, number, xs, own, moment):
-            us = [jnp.where(finite, u, jnp.zeros_like(u)) for u in us]
-            leaves, flight, told = communicate(subject.take(xs, us), own, flight, number, moment)
-            return subject.put(xs, us, leaves), flight, told
+            leaves = subject.take(xs, us)
+            leaves, flight, told = communicate(leaves, own, flight, number, moment)
+            moved = moment.due | (moment.plan.delay == 0) | (merge.depart is not stay)
+            us = lax.cond(moved, lambda us: subject.put(xs, us, leaves), lambda us: us, us)
+            return us, flight, told
 
         def pass_on(us, flight, number):
             return us, flight, Told(number, jnp.zeros((), bool), jnp.zeros((2,), jnp.float32))
@@ -169,7 +175,7 @@ def averaging(
             own = sum(i < _num_parameters(tree) for i in places)
             out, flight, news = _cond(
                 name,
-                due | post | ~finite,
+                due | post,
                 functools.partial(talk, xs=here, own=own, moment=moment),
                 pass_on,
                 [us[i] for i in places],

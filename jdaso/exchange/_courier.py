@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import sys
 import threading
 import time
 from collections import deque
@@ -11,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdaso._base import UNCOUNTED, JdasoError, Posted, nothing_to_report
+from jdaso._base import UNCOUNTED, Flown, JdasoError, Posted, nothing_to_report
 from jdaso.exchange import _operations as operations
 from jdaso.exchange._farewell import Farewell
 from jdaso.exchange._progress import Progress, Request
-from jdaso.exchange._staging import Spec, Staging
+from jdaso.exchange._staging import Pool, Spec, Staging
 from jdaso.topology import Topology
 
 # Calls of ``anyone`` until its answer: as many steps may one node be ahead of another.
@@ -76,24 +78,41 @@ class Courier:
         self._lock = threading.Condition()
         self._flights: dict[int, Flight] = {}
         self._highest = UNCOUNTED
-        self._taken: dict[int, int] = {}
+        self._reserved: dict[int, Staging] = {}
+        self._asked_for: dict[int, int] = {}
         self._last: dict[int, Request] = {}
-        self._spare: dict[tuple[tuple[int, ...], ...], list[Staging]] = {}
+        self._pool = Pool()
         self._report = nothing_to_report()
+        self._history: deque[tuple[Flown, np.ndarray]] = deque(maxlen=1000)
+
+    @contextlib.contextmanager
+    def ending_all_devices(self):
+        """Ends the job on an error where a node has several devices.
+
+        The others are in a collective by then, waiting for the one that called the host: the
+        error would never come out of the program.
+        """
+        try:
+            yield
+        except Exception as error:
+            if len(self._topology.devices) > 1:
+                print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                self._topology.comm.Abort(1)
+            raise
 
     def report(self) -> dict[str, float]:
         """Exchanges collected, bytes sent for them, seconds in flight, seconds waited for."""
         return dict(self._report)
 
-    def post(
-        self,
-        number: int,
-        step: int,
-        header: np.ndarray,
-        specs: Sequence[Spec],
-        leaves: Sequence[np.ndarray],
-    ) -> None:
-        """Copies the leaves and lets them fly."""
+    def history(self) -> list[Flown]:
+        """The last exchanges, and what took how long."""
+        return [
+            flown._replace(fill=tuple(record["fill"].tolist()), take=tuple(record["take"].tolist()))
+            for flown, record in self._history
+        ]
+
+    def reserve(self, number: int, specs: Sequence[Spec]) -> Staging:
+        """Host memory for an exchange that is about to be posted; the leaves go into it."""
         with self._lock:
             if number in self._flights or UNCOUNTED < number <= self._highest:
                 raise JdasoError(
@@ -105,8 +124,14 @@ class Courier:
                     "to an earlier state, call tx.init first."
                 )
             self._highest = max(self._highest, number)
-            staging = Staging(specs) if number == UNCOUNTED else self._memory(specs)
-            staging.put(leaves if header[0] > 0 else [np.zeros((), leaf.dtype) for leaf in leaves])
+            staging = Staging(specs) if number == UNCOUNTED else self._pool.take(specs)
+            self._reserved[number] = staging
+            return staging
+
+    def post(self, number: int, step: int, header: np.ndarray) -> None:
+        """Lets what is in the reserved memory fly."""
+        with self._lock:
+            staging = self._reserved.pop(number)
             line = UNCOUNTED if number == UNCOUNTED else number % len(self._channels)
             request = self._progress.submit(
                 self._exchange(number, step, header, staging, self._last.get(line)),
@@ -116,8 +141,13 @@ class Courier:
             self._flights[number] = Flight(request, staging, step, np.array(header))
             self._lock.notify_all()
 
-    def collect(self, number: int, takers: int) -> tuple[list[np.ndarray], np.ndarray]:
-        """Waits for an exchange; forgets it when ``takers`` devices have taken it."""
+    def collect(self, number: int, takers: int) -> tuple[Staging, np.ndarray]:
+        """Waits for an exchange; forgets it when ``takers`` devices have asked for it.
+
+        Returns:
+            The memory in which the sums are, until each taker has called ``taken`` on it, and the
+            summed header.
+        """
         with self._lock:
             if takers > 1:
                 # The device that posts may be later than this one, which only collects.
@@ -131,25 +161,31 @@ class Courier:
             )
         since = time.monotonic()
         header, sent = self._progress.wait(flight.request)
-        blocked = time.monotonic() - since
-        sums = flight.staging.sums
-        if takers > 1:
-            # One device may post the next exchange while another still reads this one.
-            sums = [total.copy() for total in sums]
+        until = time.monotonic()
         with self._lock:
-            taken = self._taken.pop(number, 0) + 1
-            if taken == 1 and number != UNCOUNTED:
+            asked = self._asked_for.pop(number, 0) + 1
+            if asked == 1 and number != UNCOUNTED:
                 self._report["exchanges"] += 1
                 self._report["bytes_sent"] += sent
-                self._report["seconds_blocked"] += blocked
+                self._report["seconds_blocked"] += until - since
                 self._report["seconds_in_flight"] += flight.request.seconds
-            if taken < takers:
-                self._taken[number] = taken
+                flown = Flown(
+                    number,
+                    flight.step,
+                    sent,
+                    fill=(0.0, 0.0),
+                    flight=(flight.request.since, flight.request.since + flight.request.seconds),
+                    wait=(since, until),
+                    take=(0.0, 0.0),
+                )
+                self._history.append((flown, flight.staging.record))
+            if asked < takers:
+                self._asked_for[number] = asked
             else:
                 del self._flights[number]
                 if number != UNCOUNTED:
-                    self._spare[_shapes(flight.staging.specs)].append(flight.staging)
-        return sums, header
+                    self._pool.give_back(flight.staging, takers)
+        return flight.staging, header
 
     def posted(self) -> dict[int, Posted]:
         """Copies of what was posted and not yet collected."""
@@ -168,11 +204,13 @@ class Courier:
             self._progress.wait(flight.request)
         with self._lock:
             self._flights.clear()
-            self._taken.clear()
+            self._asked_for.clear()
+            self._reserved.clear()
             self._highest = UNCOUNTED
         for number, (step, header, leaves) in sorted(posted.items()):
             specs = [Spec(leaf.shape, leaf.dtype) for leaf in leaves]
-            self.post(number, step, header, specs, leaves)
+            self.reserve(number, specs).put(leaves)
+            self.post(number, step, header)
 
     def anyone(self, flag: bool) -> bool:
         """Whether any process said True some calls ago; seldom waits, so long it has had."""
@@ -245,18 +283,6 @@ class Courier:
                 operations.broadcast(channel.node, sums, channel.carrier), members
             )
         return total, sent
-
-    def _memory(self, specs: Sequence[Spec]) -> Staging:
-        """Memory of an earlier exchange of such leaves, or new memory; none for another wire."""
-        spare = self._spare.setdefault(_shapes(specs), [])
-        if spare and spare[-1].specs == tuple(specs):
-            return spare.pop()
-        spare.clear()
-        return Staging(specs)
-
-
-def _shapes(specs: Sequence[Spec]) -> tuple[tuple[int, ...], ...]:
-    return tuple(spec.shape for spec in specs)
 
 
 def _channels(topology: Topology) -> list[Channel]:

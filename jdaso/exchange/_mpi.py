@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +10,10 @@ import numpy as np
 from jax import lax
 from jax.experimental import io_callback
 
-from jdaso._base import HEADER_SIZE, Exchange, Leaves, PyTree
+from jdaso._base import Exchange, Leaves, PyTree
 from jdaso._leaves import outline
 from jdaso._wire import check_wire, sum_dtype, wire_dtype
+from jdaso.exchange import _callback, _native
 from jdaso.exchange._axis import single_exchange
 from jdaso.exchange._courier import Courier
 from jdaso.exchange._staging import Spec
@@ -26,6 +26,7 @@ def mpi_exchange(
     wire: str | None = None,
     chunk_bytes: int = 1 << 20,
     timeout: float = 600.0,
+    native: bool | None = None,
 ) -> Exchange:
     """Nodes are MPI processes; what is posted is carried by a thread of its own.
 
@@ -47,6 +48,8 @@ def mpi_exchange(
         chunk_bytes: size of one message at most.
         timeout: seconds after which an exchange that has not ended is an error. It must cover
             everything that one node does alone, such as an evaluation or a checkpoint.
+        native: whether parameters are copied by compiled code; None: where it was built and
+            serves the devices (CPU), with a warning where it was not built.
 
     Returns:
         A :class:`jdaso.Exchange`. Its state is one int32; what is in flight is with the host,
@@ -54,7 +57,8 @@ def mpi_exchange(
         parameters, so all must call it. With one node, :func:`jdaso.single_exchange`.
 
     Raises:
-        ValueError: for an unknown wire, or numbers that are not positive.
+        ValueError: for an unknown wire, numbers that are not positive, or ``native=True`` where
+            compiled copies cannot be used.
         JdasoError: in ``init``, if the nodes' parameters differ in structure, shape or dtype;
             in ``update``, if nodes are at different steps, or one is missing at the deadline.
 
@@ -74,6 +78,7 @@ def mpi_exchange(
             return alone
         node = topology.comm.Dup()
         return alone._replace(anyone=lambda flag: any(node.allgather(flag)))
+    native = _native.chosen(native, topology.devices[0].platform)
     courier = Courier(topology, chunk_bytes, timeout)
     local_devices = len(topology.devices)
 
@@ -82,17 +87,17 @@ def mpi_exchange(
             courier.compare(outline(params))
         return jnp.zeros((), jnp.int32)
 
+    def copies(leaves: Leaves) -> ModuleType:
+        # Several devices outside shard_map run one program: each would copy to the same place.
+        single = local_devices == 1 or _local_device() is not None
+        wide = any(x.dtype == jnp.float64 for x in leaves)
+        return _native if native and single and not wide else _callback
+
     def start(ticket, number, step, leaves: Leaves, header, wire):
         specs = [Spec(x.shape, wire_dtype(x.dtype, wire)) for x in leaves]
-        cast = [x.astype(spec.dtype) for x, spec in zip(leaves, specs, strict=True)]
-
-        def post(ticket, number, step, header, *leaves):
-            with _ending_all_devices(topology):
-                courier.post(int(number), int(step), np.asarray(header), specs, leaves)
-            return ticket
 
         def call(ticket):
-            return io_callback(post, ticket, ticket, number, step, header, *cast)
+            return copies(leaves).post(courier, specs, leaves, ticket, number, step, header)
 
         def following(ticket):
             # Always so; but now what is posted next is posted after this, on all nodes alike.
@@ -115,21 +120,12 @@ def mpi_exchange(
 
     def finish(ticket, number, like: Leaves):
         takers = 1 if _local_device() is None else local_devices
-
-        def collect(ticket, number):
-            with _ending_all_devices(topology):
-                sums, header = courier.collect(int(number), takers)
-            # A float64 leaf that crossed in a narrower wire arrives as float32.
-            wide = [s.astype(x.dtype, copy=False) for s, x in zip(sums, shapes, strict=True)]
-            return wide, header, ticket
-
         shapes = [jax.ShapeDtypeStruct(x.shape, sum_dtype(x.dtype)) for x in like]
-        header = jax.ShapeDtypeStruct((HEADER_SIZE,), jnp.float32)
-        return io_callback(collect, (shapes, header, ticket), ticket, number)
+        return copies(like).collect(courier, takers, shapes, ticket, number)
 
     def broadcast(leaves: Leaves, root: int) -> Leaves:
         def call(*leaves):
-            with _ending_all_devices(topology):
+            with courier.ending_all_devices():
                 return np.bool_(True), courier.broadcast(leaves, root)
 
         shape = jax.ShapeDtypeStruct((), bool)
@@ -146,26 +142,11 @@ def mpi_exchange(
         finish,
         broadcast,
         report=courier.report,
+        history=courier.history,
         posted=courier.posted,
         post_again=courier.post_again,
         anyone=courier.anyone,
     )
-
-
-@contextlib.contextmanager
-def _ending_all_devices(topology: Topology):
-    """Ends the job on an error where a node has several devices.
-
-    The others are in a collective by then, waiting for the one that called the host: the error
-    would never come out of the program.
-    """
-    try:
-        yield
-    except Exception as error:
-        if len(topology.devices) > 1:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            topology.comm.Abort(1)
-        raise
 
 
 def _local_device() -> jax.Array | None:

@@ -35,7 +35,7 @@ class Request:
         self.done = threading.Event()
         self.result: Any = None
         self.error: BaseException | None = None
-        self._since = time.monotonic()
+        self.since = time.monotonic()
         self.seconds = 0.0
         self._operation = operation
 
@@ -45,7 +45,7 @@ class Request:
             self.waiting_for = next(self._operation)
         except StopIteration as end:
             self.result = end.value
-            self.seconds = time.monotonic() - self._since
+            self.seconds = time.monotonic() - self.since
             self.done.set()
         except BaseException as error:
             self.fail(error)

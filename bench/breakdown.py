@@ -1,0 +1,148 @@
+"""Where the time of an exchange goes: copies, flight, waiting and merging.
+
+    mpiexec -n 2 python bench/breakdown.py [--megabytes 100] [--period 4] [--delay 2]
+        [--seconds 0.5] [--trace trace.json] [--callbacks]
+
+Every process takes steps with DASO: a gradient that takes about the given time on a core of its
+own, SGD with momentum, and exchanges. The host's part of an exchange is what it has noted itself;
+the device's part is how much longer a step takes that posts or merges than one that does neither.
+Costs are printed in seconds and in copies (memcpy) of the parameters. The trace opens in
+https://ui.perfetto.dev: steps and exchanges of all processes, side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import time
+
+os.environ.setdefault("NPROC", "16")
+cores = sorted(os.sched_getaffinity(0))
+os.sched_setaffinity(0, {cores[int(os.environ.get("PMI_RANK", "0")) % len(cores)]})
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from machine import keep_memory, machine, matmuls_for  # noqa: E402
+
+import jdaso  # noqa: E402
+
+
+def memcpy_seconds(megabytes: float) -> float:
+    """A copy of so many bytes, memory touched before."""
+    source = np.ones(int(megabytes * 250_000), np.float32)
+    target = source.copy()
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def train(tx, params, matmuls: int, steps: int):
+    """Takes steps; returns from when until when each lasted, what it did, and the last state."""
+    matrix = jnp.full((384, 384), 1 / 384)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, grads):
+        product = jax.lax.fori_loop(0, matmuls, lambda _, m: m @ matrix, matrix)
+        # The gradient depends on the matmuls, so nothing can run before they have ended.
+        grads = jax.tree.map(lambda g: g * (1.0 + 0.0 * product[0, 0]), grads)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, jdaso.metrics(state)
+
+    grads = jax.tree.map(lambda x: 1e-6 * x, params)
+    state, posted, found = tx.init(params), 0, []
+    for _ in range(steps):
+        start = time.monotonic()
+        params, state, metrics = jax.block_until_ready(step(params, state, grads))
+        end = time.monotonic()
+        kind = "merges" if metrics.merged else "posts" if metrics.exchanges > posted else "neither"
+        posted = int(metrics.exchanges)
+        found.append((start, end, kind))
+    return found, state, params
+
+
+def events(rank: int, host: str, steps, history) -> list[dict]:
+    """The trace of a process, in Chrome's format: microseconds, one row for each kind."""
+    rows = {"steps": [(start, end, kind) for start, end, kind in steps]}
+    for row in ("fill", "flight", "wait", "take"):
+        rows[row] = [(*getattr(flown, row), f"exchange {flown.number}") for flown in history]
+    found = [{"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"{rank} {host}"}}]
+    for thread, (row, spans) in enumerate(rows.items()):
+        about = {"pid": rank, "tid": thread}
+        found.append({"ph": "M", "name": "thread_name", "args": {"name": row}, **about})
+        for start, end, name in spans:
+            times = {"ts": 1e6 * start, "dur": 1e6 * (end - start)}
+            found.append({"ph": "X", "name": name, **times, **about})
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes", type=float, default=100)
+    parser.add_argument("--leaves", type=int, default=160, help="as many as ResNet-50 has")
+    parser.add_argument("--period", type=int, default=4)
+    parser.add_argument("--delay", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=0.5, help="computing time of a step")
+    parser.add_argument("--exchanges", type=int, default=12)
+    parser.add_argument("--callbacks", action="store_true", help="copy by host callbacks")
+    parser.add_argument("--trace", help="file to write")
+    options = parser.parse_args()
+    if not 0 < options.delay < options.period:
+        parser.error("0 < --delay < --period, or no step would do one thing alone")
+    keep_memory()
+    topology = jdaso.discover_topology(processes_per_node=1)
+    comm = topology.comm
+    exchange = jdaso.mpi_exchange(topology, native=False if options.callbacks else None)
+    size = int(options.megabytes * 250_000 / options.leaves)
+    params = [jnp.full((size,), float(i + topology.rank)) for i in range(options.leaves)]
+    matmuls = max(comm.allgather(matmuls_for(options.seconds)))
+    averaging = jdaso.daso(exchange, jdaso.constant(options.period, options.delay))
+    tx = optax.chain(optax.sgd(1.0, momentum=0.9), averaging)
+    copy = max(comm.allgather(memcpy_seconds(options.megabytes)))
+    comm.Barrier()
+    steps, state, params = train(tx, params, matmuls, (options.exchanges + 2) * options.period)
+    steps = steps[2 * options.period :]  # compilation, and memory
+    jax.block_until_ready(jdaso.drain(averaging, state, params))
+    history = exchange.history()[2:]
+
+    def seconds(spans) -> float:
+        return statistics.median(max(comm.allgather(end - start)) for start, end in spans)
+
+    took = {
+        kind: seconds([(start, end) for start, end, k in steps if k == kind])
+        for kind in ("neither", "posts", "merges")
+    }
+    rows = {
+        "copy to the host, cast": seconds([flown.fill for flown in history]),
+        "in flight": seconds([flown.flight for flown in history]),
+        "training waits": seconds([flown.wait for flown in history]),
+        "copy to the device": seconds([flown.take for flown in history]),
+        "a step that posts, beyond others": took["posts"] - took["neither"],
+        "a step that merges, beyond others": took["merges"] - took["neither"],
+    }
+    traces = comm.gather(events(topology.rank, topology.host, steps, history))
+    if topology.rank:
+        return
+    if options.trace:
+        with open(options.trace, "w") as file:
+            json.dump([event for trace in traces for event in trace], file)
+    print(machine())
+    print(
+        f"{topology.num_nodes} processes, one core each; {options.megabytes:g} MB in "
+        f"{options.leaves} leaves; {len(history)} exchanges, period {options.period}, delay "
+        f"{options.delay}; a step that does neither takes {took['neither']:.3f} s, a copy of the "
+        f"parameters {1e3 * copy:.1f} ms"
+    )
+    for name, value in rows.items():
+        print(f"{name:34} {1e3 * value:8.1f} ms {value / copy:7.1f} copies")
+
+
+if __name__ == "__main__":
+    main()
