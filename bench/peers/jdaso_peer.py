@@ -1,16 +1,21 @@
 """jdaso's ways of data-parallel training, on the same network and links as its peers.
 
     python bench/lab/lab.py up --nodes 2 --rate 200mbit --delay 1ms
-    python bench/lab/lab.py run --pin -- python bench/peers/jdaso_peer.py --period 4 --delay 2
+    python bench/lab/lab.py run --pin -- python bench/peers/jdaso_peer.py
 
 Prints a line of JSON for each variant, as torch_peers.py does. A round of ``--period`` steps with
 exchanges is paired with one of plain optax, right before it, on every node alone: ``ratio`` is
-what the exchanges cost a step, the median of the pairs' ratios.
+what the exchanges cost a step, the median of the pairs' ratios. Without ``--period`` and
+``--delay`` they are what jdaso.perf.recommend says, for the times of a step and of an exchange
+that are measured first.
 
+- ``none``: no communication, every node alone
 - ``synchronous``: the mean of the gradients at every step, in float32
 - ``synchronous-bf16``: the same in bfloat16
 - ``daso``: parameters, posted once a period and merged ``--delay`` steps later, in float32
 - ``daso-bf16``: the same in bfloat16
+
+``--train FOLDER`` trains on images to a mean loss instead, as torch_peers.py does.
 """
 
 from __future__ import annotations
@@ -38,7 +43,7 @@ import jdaso
 sys.path.append(str(Path(__file__).parents[1]))
 from machine import keep_memory
 
-VARIANTS = ("synchronous", "synchronous-bf16", "daso", "daso-bf16")
+VARIANTS = ("none", "synchronous", "synchronous-bf16", "daso", "daso-bf16")
 
 
 def loss_fn(parameters, layers, images, labels):
@@ -62,7 +67,38 @@ def loss_fn(parameters, layers, images, labels):
     return optax.softmax_cross_entropy_with_integer_labels(x, labels).mean()
 
 
-def transformation(variant: str, options, exchange) -> optax.GradientTransformation:
+class Training:
+    """A training step and what it carries from one to the next."""
+
+    def __init__(self, variant: str, options: argparse.Namespace, exchange: jdaso.Exchange):
+        layers = workload.NETWORKS[options.network]
+        tx = transformation(variant, options, exchange)
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def step(parameters, state, images, labels):
+            loss, grads = jax.value_and_grad(loss_fn)(parameters, layers, images, labels)
+            updates, state = tx.update(grads, state, parameters)
+            return optax.apply_updates(parameters, updates), state, loss
+
+        self._step = step
+        self._first = workload.first_parameters(options.network, options.seed)
+        self._init = tx.init
+        self.restart()
+
+    def restart(self) -> None:
+        """Back to the first parameters, without compiling again."""
+        self._parameters = jax.tree.map(jnp.array, self._first)
+        self._state = self._init(self._parameters)
+
+    def __call__(self, images, labels) -> jax.Array:
+        """Takes a step; returns the loss before it."""
+        self._parameters, self._state, loss = self._step(
+            self._parameters, self._state, images, labels
+        )
+        return jax.block_until_ready((self._parameters, loss))[1]
+
+
+def transformation(variant, options, exchange) -> optax.GradientTransformation:
     """The optimizer of a variant."""
     sgd = optax.sgd(options.learning_rate, workload.MOMENTUM)
     wire = "bfloat16" if variant.endswith("bf16") else "float32"
@@ -74,74 +110,117 @@ def transformation(variant: str, options, exchange) -> optax.GradientTransformat
     return optax.chain(sgd, jdaso.daso(exchange, schedule, wire=wire))
 
 
-def make(tx: optax.GradientTransformation, options):
-    """A training step with its state: ``step(images, labels) -> loss``."""
-    layers = workload.NETWORKS[options.network]
+def random_batch(options, topology):
+    key = jax.random.key(topology.rank, impl="rbg")
+    images = jax.random.normal(key, (options.batch, 32, 32, 3))
+    return images, jax.random.randint(key, (options.batch,), 0, 10)
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def jitted(parameters, state, images, labels):
-        loss, grads = jax.value_and_grad(loss_fn)(parameters, layers, images, labels)
-        updates, state = tx.update(grads, state, parameters)
-        return optax.apply_updates(parameters, updates), state, loss
 
-    parameters = jax.tree.map(jnp.asarray, workload.first_parameters(options.network, options.seed))
-    carried = [parameters, tx.init(parameters)]
-
-    def step(images, labels):
-        *carried[:], loss = jitted(*carried, images, labels)
-        return loss
-
-    return step, carried
+def recommend(options, topology) -> tuple[int, int]:
+    """Period and delay for these nodes; exchanges are measured while training goes on."""
+    exchange = jdaso.mpi_exchange(topology)
+    batch = random_batch(options, topology)
+    options.period, options.delay = 4, 3
+    alone, with_exchanges = (Training(name, options, exchange) for name in ("none", "daso"))
+    seconds = []
+    for _ in range(12):
+        start = time.perf_counter()
+        alone(*batch)
+        seconds.append(time.perf_counter() - start)
+    for _ in range(16):
+        with_exchanges(*batch)
+    flights = [until - since for since, until in (f.flight for f in exchange.history())]
+    found = statistics.median(seconds[2:]), statistics.median(flights[1:])
+    return jdaso.perf.recommend(*(max(topology.comm.allgather(value)) for value in found))
 
 
 def measure(variant: str, options, topology) -> dict:
     """Rounds of steps on random images, each beside one of plain optax."""
     comm = topology.comm
     exchange = jdaso.mpi_exchange(topology)
-    key = jax.random.key(topology.rank, impl="rbg")
-    images = jax.random.normal(key, (options.batch, 32, 32, 3))
-    labels = jax.random.randint(key, (options.batch,), 0, 10)
-    alone, with_exchanges = (
-        make(transformation(name, options, exchange), options) for name in ("none", variant)
-    )
+    batch = random_batch(options, topology)
+    alone, training = (Training(name, options, exchange) for name in ("none", variant))
 
-    def take_round(training) -> float:
-        step, carried = training
+    def take_round(training: Training) -> float:
         comm.Barrier()
         start = time.perf_counter()
         for _ in range(options.period):
-            step(images, labels).block_until_ready()
-        jax.block_until_ready(carried)
+            training(*batch)
         return (time.perf_counter() - start) / options.period
 
     for _ in range(2):  # compilation, and memory
-        take_round(alone), take_round(with_exchanges)
+        take_round(alone), take_round(training)
     before = exchange.report()
-    pairs = [(take_round(alone), take_round(with_exchanges)) for _ in range(options.rounds)]
+    pairs = [(take_round(alone), take_round(training)) for _ in range(options.rounds)]
     after = exchange.report()
-    mine = [list(times) for times in zip(*pairs, strict=True)]
+    seen = {name: after[name] - before[name] for name in after}
     # Of each round the slowest node's counts.
-    base, seconds = (
-        [max(t) for t in zip(*times, strict=True)]
-        for times in zip(*comm.allgather(mine), strict=True)
-    )
-    ratios = [b / a for a, b in zip(base, seconds, strict=True)]
-    exchanges = max(after["exchanges"] - before["exchanges"], 1)
-    steps = options.rounds * options.period
+    slowest = [
+        tuple(max(times) for times in zip(*nodes, strict=True))
+        for nodes in zip(*comm.allgather(pairs), strict=True)
+    ]
+    seconds = [with_exchanges for _, with_exchanges in slowest]
     return {
         "seconds_per_step": spread(seconds),
-        "seconds_per_step_alone": spread(base),
-        "ratio": spread(ratios),
+        "seconds_per_step_alone": spread([base for base, _ in slowest]),
+        "ratio": spread([with_exchanges / base for base, with_exchanges in slowest]),
         "images_per_second": topology.num_nodes * options.batch / statistics.median(seconds),
-        "bytes_sent_per_step": round((after["bytes_sent"] - before["bytes_sent"]) / steps),
-        "seconds_in_flight": (after["seconds_in_flight"] - before["seconds_in_flight"]) / exchanges,
-        "seconds_blocked": (after["seconds_blocked"] - before["seconds_blocked"]) / exchanges,
-        "steps": steps,
+        "bytes_sent_per_step": round(seen["bytes_sent"] / (options.rounds * options.period)),
+        "seconds_in_flight": seen["seconds_in_flight"] / max(seen["exchanges"], 1),
+        "seconds_blocked": seen["seconds_blocked"] / max(seen["exchanges"], 1),
+        "steps": options.rounds * options.period,
     }
 
 
 def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def train(variant: str, options, topology) -> dict:
+    """Trains to the wanted loss; prints it over time and returns when it was reached."""
+    images, labels = options.images
+    comm, nodes = topology.comm, topology.num_nodes
+    exchange = jdaso.mpi_exchange(topology)
+    training = Training(variant, options, exchange)
+    places = workload.order(len(images), nodes, topology.node, options.batch, 0, options.seed)[0]
+    training(workload.scaled(images[places]), labels[places])  # compiles
+    training.restart()
+    losses, step, loss = [], 0, float("inf")
+    comm.Barrier()
+    start = time.perf_counter()
+    for epoch in range(options.epochs):
+        order = workload.order(
+            len(images), nodes, topology.node, options.batch, epoch, options.seed
+        )
+        for places in order:
+            losses.append(training(workload.scaled(images[places]), labels[places]))
+            step += 1
+            if step % options.log_every == 0:
+                loss = comm.allreduce(float(jnp.stack(losses).mean())) / nodes
+                losses.clear()
+                seconds = time.perf_counter() - start
+                line = {"variant": variant, "step": step, "seconds": seconds, "loss": loss}
+                say(line, topology)
+                if loss <= options.target_loss:
+                    break
+        if loss <= options.target_loss:
+            break
+    total = time.perf_counter() - start
+    return {
+        "reached": loss <= options.target_loss,
+        "target_loss": options.target_loss,
+        "loss": loss,
+        "seconds": total,
+        "images_per_second": nodes * options.batch * step / total,
+        "bytes_sent_per_step": round(exchange.report()["bytes_sent"] / step),
+        "steps": step,
+    }
+
+
+def say(line: dict, topology) -> None:
+    """A line of JSON, from the first node."""
+    if topology.rank == 0:
+        print(json.dumps(line), flush=True)
 
 
 def main() -> None:
@@ -152,15 +231,23 @@ def main() -> None:
     add("--variants", nargs="+", default=VARIANTS, choices=VARIANTS)
     add("--network", default="conv", choices=workload.NETWORKS)
     add("--batch", type=int, help="images per node and step; the network's own by default")
-    add("--period", type=int, default=4)
-    add("--delay", type=int, default=2)
-    add("--rounds", type=int, default=5, help="of --period steps, timed")
+    add("--period", type=int, help="with --delay; default: what is recommended")
+    add("--delay", type=int)
+    add("--rounds", type=int, default=5, help="of --period steps, timed, after two that are not")
     add("--learning-rate", type=float, default=0.01)
     add("--seed", type=int, default=0)
+    add("--train", type=Path, metavar="FOLDER", help="with train/<class>/*.jpg")
+    add("--target-loss", type=float, default=1.0)
+    add("--epochs", type=int, default=10, help="at most")
+    add("--log-every", type=int, default=20, metavar="STEPS")
     options = parser.parse_args()
+    if (options.period is None) != (options.delay is None):
+        parser.error("--period and --delay belong together")
     options.batch = options.batch or workload.BATCH[options.network]
     keep_memory()
     topology = jdaso.discover_topology(processes_per_node=1)
+    if options.period is None:
+        options.period, options.delay = recommend(options, topology)
     about = {
         "network": options.network,
         "nodes": topology.num_nodes,
@@ -169,10 +256,11 @@ def main() -> None:
         "delay": options.delay,
         "versions": {"jax": jax.__version__, "python": platform.python_version()},
     }
+    if options.train:
+        options.images = workload.load(options.train / "train")
     for variant in options.variants:
-        result = measure(variant, options, topology)
-        if topology.rank == 0:
-            print(json.dumps({"peer": "jdaso", "variant": variant, **result, **about}), flush=True)
+        result = (train if options.train else measure)(variant, options, topology)
+        say({"peer": "jdaso", "variant": variant, **result, **about}, topology)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,264 @@
+"""Hosts on one machine: their namespaces, the network between them, and jobs that run on them.
+
+Each node is a network, UTS, IPC and mount namespace with an eth0 that leads to one bridge. The
+bridge has a namespace too, so nothing of the machine's own network is seen or touched. Namespaces
+have no names here: each belongs to the process that holds it, and is gone with that process,
+however it ends. A job gets a process namespace, so killing its first process ends it on all nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shlex
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from jobs import TIED_TO_THIS_PROCESS, end, finish
+from links import parse_delay, parse_rate
+from needs import NAMESPACES, SEARCH, LabError, Missing, missing, tool, which
+
+HERE = Path(__file__).parent
+NETWORK = "10.77.0"
+
+# A bucket that lets packets of 64 KB, as TCP hands them to the card, pass whole: cutting them into
+# frames would cost much processor time, and the rate.
+BURST, BACKLOG = 80_000, 1_000_000
+ARRIVING_WAITS = shlex.split("--wait -t mangle -A PREROUTING -i eth0 -j NFQUEUE --queue-num 0")
+
+# /dev/shm is the node's own, or an MPI could send through it instead of the network.
+BECOME_NODE = """set -e
+hostname "$1"
+{ echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6; } 2>/dev/null || true
+mount -t sysfs sysfs /sys
+mount -t tmpfs tmpfs /dev/shm
+mount --bind "$2" /etc/hosts
+shift 2
+exec "$@"
+"""
+
+# MPICH takes TCP, on eth0 only; also where UCX is chosen, which sees one machine and would use
+# its shared memory.
+MPICH_OVER_TCP = {
+    "MPIR_CVAR_CH4_NETMOD": "ofi",
+    "FI_PROVIDER": "tcp",
+    "FI_TCP_IFACE": "eth0",
+    "UCX_TLS": "tcp,self",
+    "UCX_NET_DEVICES": "eth0",
+}
+# Open MPI must yield, or it polls away the core that the network's work needs.
+OPEN_MPI_OVER_TCP = shlex.split(
+    f"--allow-run-as-root --bind-to none --prtemca prte_if_include {NETWORK}.0/24 "
+    f"--mca pml ob1 --mca btl tcp,self,sm --mca btl_tcp_if_include {NETWORK}.0/24 "
+    "--mca mpi_yield_when_idle 1 --mca mpi_event_tick_rate 1"
+)
+
+
+@dataclasses.dataclass
+class Cluster:
+    """Nodes that are up. Made by :func:`start`; ``down`` ends it and everything on it."""
+
+    rate: float
+    delay: float
+    switch: int = 0  # the process that holds the bridge
+    nodes: list[int] = dataclasses.field(default_factory=list)  # those that hold the nodes
+    _children: list[subprocess.Popen] = dataclasses.field(default_factory=list, repr=False)
+
+    def run(
+        self,
+        command: list[str],
+        *,
+        processes_per_node: int = 1,
+        pin: bool = False,
+        timeout: float | None = None,
+        env: dict[str, str] | None = None,
+        capture: bool = True,
+    ) -> subprocess.CompletedProcess:
+        """Starts an MPI job over all nodes, as a user logged in on the first one would.
+
+        ``pin`` gives node i only one core, the core i; with more nodes than cores they share.
+        After ``timeout`` seconds the whole job is killed, and subprocess.TimeoutExpired raised.
+        """
+        mpiexec = which("mpiexec")
+        if mpiexec is None:
+            raise LabError("no mpiexec on PATH: pip install mpich")
+        shell = str(HERE / "remote_shell.sh")
+        hosts = ",".join(f"{address}:{processes_per_node}" for address in self.addresses)
+        count = ["-n", str(processes_per_node * len(self.nodes))]
+        version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True).stdout
+        if "HYDRA" in version:
+            launch = ["-launcher", "ssh", "-launcher-exec", shell, "-hosts", hosts]
+        else:
+            launch = [*OPEN_MPI_OVER_TCP, "--prtemca", "plm_ssh_agent", shell, "--host", hosts]
+        nodes = "\n".join(shlex.join(self._enter(node, pin)) for node in range(len(self.nodes)))
+        environment = {**MPICH_OVER_TCP, **os.environ, **(env or {}), "LAB_NODES": nodes}
+        job = self._job(0, [mpiexec, *launch, *count, *command], pin)
+        return finish([(job, environment)], timeout, capture)[0]
+
+    def each(
+        self,
+        command: list[str],
+        *,
+        pin: bool = False,
+        timeout: float | None = None,
+        env: dict[str, str] | None = None,
+        capture: bool = True,
+    ) -> list[subprocess.CompletedProcess]:
+        """Runs a command once on every node at a time, as torch.distributed wants to be started.
+
+        If it fails on one node it is killed on the others, which would wait for it.
+        """
+        jobs = []
+        for node in range(len(self.nodes)):
+            place = {
+                **{"RANK": str(node), "WORLD_SIZE": str(len(self.nodes)), "LOCAL_RANK": "0"},
+                **{"MASTER_ADDR": self.addresses[0], "MASTER_PORT": "29555"},
+                "GLOO_SOCKET_IFNAME": "eth0",
+            }
+            environment = {**os.environ, **place, **(env or {})}
+            jobs.append((self._job(node, command, pin), environment))
+        return finish(jobs, timeout, capture)
+
+    def exec(
+        self, node: int, command: list[str], *, timeout: float | None = None, capture: bool = True
+    ) -> subprocess.CompletedProcess:
+        """Runs a command on one node."""
+        return finish([(self._job(node, command, False), os.environ)], timeout, capture)[0]
+
+    @property
+    def addresses(self) -> list[str]:
+        return [f"{NETWORK}.{node + 1}" for node in range(len(self.nodes))]
+
+    def bytes_sent(self) -> list[int]:
+        """What every node has sent through its eth0 so far."""
+        sent = []
+        for holder in self.nodes:
+            lines = Path(f"/proc/{holder}/net/dev").read_text().splitlines()
+            counters = next(line.split(":")[1] for line in lines if line.strip().startswith("eth0"))
+            sent.append(int(counters.split()[8]))
+        return sent
+
+    def down(self) -> None:
+        """Kills the processes in the cluster's namespaces, those that hold them included."""
+        ours = {_network(holder) for holder in [self.switch, *self.nodes]} - {None}
+        while found := [pid for pid in _processes() if _network(pid) in ours]:
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+        for child in self._children:
+            end(child)
+        self._children.clear()
+
+    def _enter(self, node: int, pin: bool) -> list[str]:
+        """The command before another one that makes it run on a node."""
+        cores = sorted(os.sched_getaffinity(0))
+        allowed = [cores[node % len(cores)]] if pin else cores
+        files = [f"--{k}=/proc/{self.nodes[node]}/ns/{file}" for k, file in NAMESPACES.items()]
+        return ["nsenter", *files, "taskset", "-c", ",".join(map(str, allowed))]
+
+    def _job(self, node: int, command: list[str], pin: bool) -> list[str]:
+        # The shell is the first process of the job's namespace: it reaps what others leave, and
+        # a signal that a program sends to itself works as elsewhere.
+        first = ["unshare", "--pid", "--fork", "--kill-child=KILL"]
+        shell = ["sh", "-c", '"$@"; exit $?', "job"]
+        inside = [*self._enter(node, pin), "env", f"--chdir={os.getcwd()}"]
+        return [*TIED_TO_THIS_PROCESS, *first, *shell, *inside, *command]
+
+    def _hold(self, command: list[str], keep: bool) -> int:
+        """Starts a process with namespaces of its own; its id, once it has said "ready"."""
+        child = subprocess.Popen(
+            [*([] if keep else TIED_TO_THIS_PROCESS), "unshare", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            cwd="/",
+            env={**os.environ, "PATH": SEARCH},
+        )
+        self._children.append(child)
+        assert child.stdout is not None
+        with child.stdout:
+            said = []
+            for line in child.stdout:
+                if line == "ready\n":
+                    return child.pid
+                said.append(line)
+        raise LabError("".join(said).strip() or "a process of the lab ended at once")
+
+
+def start(nodes: int, rate: str = "0", delay: str = "0", *, keep: bool = False) -> Cluster:
+    """Makes a cluster; it ends with this process, or only by its ``down`` with ``keep``.
+
+    ``rate`` is that of each node's link, in each direction; ``delay`` is one way, node to node.
+    """
+    cluster = Cluster(parse_rate(rate), parse_delay(delay))
+    if not 2 <= nodes <= 8:
+        raise ValueError(f"nodes is {nodes}, must be 2 to 8.")
+    if (lacking := missing()) is not None:
+        raise Missing(lacking)
+    try:
+        with tempfile.TemporaryDirectory(prefix="jdaso-lab-") as folder:
+            _start(cluster, nodes, Path(folder), keep)
+    except BaseException:
+        cluster.down()
+        raise
+    return cluster
+
+
+def _start(cluster: Cluster, nodes: int, folder: Path, keep: bool) -> None:
+    # The nodes hold on to both files after the folder is gone.
+    program, hosts = folder / "delay", folder / "hosts"
+    _setup(["cc", "-O2", "-o", str(program), str(HERE / "delay.c")])
+    names = [f"{NETWORK}.{node + 1} node{node}\n" for node in range(nodes)]
+    hosts.write_text("127.0.0.1 localhost\n" + "".join(names))
+    waits = [f"{cluster.delay * 1e6:g}", f"{cluster.rate:.0f}"]
+    shape = f"root tbf rate {cluster.rate:.0f}bit burst {BURST} limit {BACKLOG}"
+
+    cluster.switch = cluster._hold(["--net", "sh", "-c", "echo ready; exec sleep infinity"], keep)
+    bridge = ["link add bridge0 type bridge", "link set bridge0 up"]
+    _setup(["ip", "-batch", "-"], cluster.switch, bridge)
+    for node in range(nodes):
+        become = ["sh", "-c", BECOME_NODE, "become", f"node{node}", str(hosts)]
+        options = [f"--{kind}" for kind in NAMESPACES]
+        holder = cluster._hold([*options, *become, str(program), *waits], keep)
+        cluster.nodes.append(holder)
+        port = [
+            f"link add port{node} type veth peer name eth0 netns {holder}",
+            f"link set port{node} master bridge0 up",
+        ]
+        card = ["link set lo up", f"addr add {NETWORK}.{node + 1}/24 dev eth0", "link set eth0 up"]
+        _setup(["ip", "-batch", "-"], cluster.switch, port)
+        _setup(["ip", "-batch", "-"], holder, card)
+        if cluster.rate:
+            _setup(["tc", "qdisc", "add", "dev", f"port{node}", *shape.split()], cluster.switch)
+            _setup(["tc", "qdisc", "add", "dev", "eth0", *shape.split()], holder)
+        if cluster.rate or cluster.delay:
+            _setup(["iptables", *ARRIVING_WAITS], holder)
+
+
+def _setup(command: list[str], holder: int | None = None, lines: list[str] | None = None) -> None:
+    """Runs a command, in a process's network if given, with these lines to read."""
+    within = [] if holder is None else [tool("nsenter"), f"--net=/proc/{holder}/ns/net"]
+    whole = [*within, tool(command[0]), *command[1:]]
+    done = subprocess.run(whole, input="\n".join(lines or []), capture_output=True, text=True)
+    if done.returncode != 0:
+        raise LabError(f"{shlex.join(command)}: {(done.stderr or done.stdout).strip()}")
+
+
+def _processes() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
+def _network(pid: int) -> str | None:
+    """The network namespace of a process, unless it is this one's or the process has ended."""
+    try:
+        found = os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:
+        return None
+    return None if found == os.readlink("/proc/self/ns/net") else found

@@ -1,0 +1,160 @@
+"""jdaso beside PyTorch's distributed training: the same network, batch, links and run.
+
+    python bench/peers/compare.py --torch /path/to/torch/bin/python --rate 200mbit --delay 1ms
+    python bench/peers/compare.py --torch ... --train /data/cifar10 --target-loss 1.2
+
+Makes a cluster of the lab (root, Linux), one core a node, and runs both peers on it, one after
+the other; torch_peers.py says how to make torch's environment. A step with communication is
+compared with one without it, of the same library. With ``--train`` it is the time until the
+training loss is reached. Writes all lines of JSON to ``--out`` beside the table and a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "lab")]
+
+import lab  # noqa: E402
+from machine import machine  # noqa: E402
+
+
+def lines_of(text: str) -> list[dict]:
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def run(cluster: lab.Cluster, options: argparse.Namespace, rest: list[str]) -> list[dict]:
+    """What both peers print."""
+    jdaso = [sys.executable, str(HERE / "jdaso_peer.py"), *rest]
+    for name in ("period", "flight"):
+        value = getattr(options, name)
+        jdaso += [f"--{'delay' if name == 'flight' else name}", str(value)] if value else []
+    chosen = ["--variants", *options.jdaso] if options.jdaso else []
+    limit = {"pin": True, "timeout": options.timeout}
+    done = [cluster.run([*jdaso, *chosen], **limit)]
+    if options.torch:
+        torch = [options.torch, str(HERE / "torch_peers.py"), *rest]
+        chosen = ["--variants", *options.peers] if options.peers else []
+        done.append(cluster.each([*torch, *chosen], **limit)[0])
+    for ended in done:
+        if ended.returncode != 0:
+            raise SystemExit(f"a peer failed:\n{ended.stdout}{ended.stderr}")
+    return [line for ended in done for line in lines_of(ended.stdout)]
+
+
+def step_table(found: list[dict]) -> list[list[str]]:
+    """Rows of the table of step times."""
+    alone = {
+        line["peer"]: line["seconds_per_step"]["median"]
+        for line in found
+        if line["variant"] == "none"
+    }
+    rows = [["", "s/step, median", "range", "steps without a network", "images/s", "MB/step"]]
+    for line in found:
+        seconds = line["seconds_per_step"]
+        ratio = line.get("ratio", {}).get("median") or seconds["median"] / alone[line["peer"]]
+        rows.append(
+            [
+                f"{line['peer']} {line['variant']}",
+                f"{seconds['median']:.3f}",
+                f"{seconds['min']:.3f}..{seconds['max']:.3f}",
+                f"{ratio:.3f}",
+                f"{line['images_per_second']:.0f}",
+                f"{line['bytes_sent_per_step'] / 1e6:.2f}",
+            ]
+        )
+    return rows
+
+
+def training_table(found: list[dict]) -> list[list[str]]:
+    """Rows of the table of trainings."""
+    rows = [["", "seconds to the loss", "steps", "last loss", "MB/step"]]
+    for line in found:
+        if "reached" in line:
+            rows.append(
+                [
+                    f"{line['peer']} {line['variant']}",
+                    f"{line['seconds']:.1f}" if line["reached"] else "not reached",
+                    str(line["steps"]),
+                    f"{line['loss']:.4f}",
+                    f"{line['bytes_sent_per_step'] / 1e6:.2f}",
+                ]
+            )
+    return rows
+
+
+def draw(found: list[dict], title: str, out: Path) -> None:
+    """Steps as bars, or losses over time."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    curves: list[dict] = []
+    names = []
+    for line in found:
+        if "peer" not in line:
+            curves.append(line)
+        elif "reached" in line:
+            mine, curves = curves, []
+            style = "-" if line["peer"] == "jdaso" else "--"
+            name = f"{line['peer']} {line['variant']}"
+            points = [(point["seconds"], point["loss"]) for point in mine]
+            axes.plot(*zip(*points, strict=True), style, label=name)
+            axes.set(xlabel="seconds", ylabel="training loss")
+        else:
+            names.append(f"{line['peer']} {line['variant']}")
+            color = "tab:blue" if line["peer"] == "jdaso" else "tab:orange"
+            axes.barh(names[-1], line["seconds_per_step"]["median"], color=color)
+            axes.set(xlabel="seconds of a step")
+    if names:
+        axes.invert_yaxis()
+    else:
+        axes.legend()
+    axes.set_title(title)
+    figure.savefig(out, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--torch", help="Python of torch's environment; without it only jdaso is run")
+    add("--nodes", type=int, default=2)
+    add("--rate", default="200mbit")
+    add("--delay", default="1ms", help="of the link, one way")
+    add("--period", type=int, help="of jdaso, with --flight; default: what is recommended")
+    add("--flight", type=int, help="steps that an exchange of jdaso flies")
+    add("--jdaso", nargs="+", metavar="VARIANT", help="default: all")
+    add("--peers", nargs="+", metavar="VARIANT", help="default: all")
+    add("--timeout", type=float, default=1800, help="seconds for each of both")
+    add("--out", type=Path, default=Path("runs/peers"), help="without suffix")
+    options, rest = parser.parse_known_args()
+    rest = [str(Path(word).resolve()) if Path(word).is_dir() else word for word in rest]
+    try:
+        with lab.up(options.nodes, options.rate, options.delay) as cluster:
+            found = run(cluster, options, rest)
+    except lab.Missing as error:
+        print(f"skipped: {error}")
+        sys.exit(77)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.with_suffix(".jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in found))
+    ours = next(line for line in found if line.get("peer") == "jdaso")
+    title = (
+        f"{options.nodes} nodes, one core each, {options.rate}, {options.delay}; "
+        f"{ours['network']}, batch {ours['batch']}; jdaso: period {ours['period']}, "
+        f"delay {ours['delay']}"
+    )
+    print(f"{machine()}\n{title}")
+    training = any("reached" in line for line in found)
+    for row in training_table(found) if training else step_table(found):
+        print(f"| {' | '.join(row)} |")
+    draw(found, title, options.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
