@@ -10,7 +10,7 @@ it is known from whom nothing has come.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from itertools import cycle, islice
 from typing import Any
 
@@ -93,12 +93,11 @@ def _all_reduce_chunk(comm: Any, vector: np.ndarray, sums: np.ndarray, tag: int)
     yield from wait_for(receives)
 
     pieces[rank] = own
-    total = widened(pieces[0], copy=True)
-    for member in range(1, size):
-        total += widened(pieces[member])
-    back = pack_sum(total, vector.dtype, size)
-
     wide = vector.dtype == sums.dtype
+    total = sums[shards[rank]] if wide else np.empty(own.shape, sums.dtype)
+    _add_up([widened(pieces[member]) for member in range(size)], total)
+    back = total if wide else pack_sum(total, vector.dtype, size)
+
     arrived = {
         peer: sums[shards[peer]] if wide else np.empty(_length(shards[peer]), vector.dtype)
         for peer in peers
@@ -111,12 +110,17 @@ def _all_reduce_chunk(comm: Any, vector: np.ndarray, sums: np.ndarray, tag: int)
     for member in range(size):
         if not wide:
             np.multiply(widened(arrived[member]), factor, out=sums[shards[member]])
-    if wide:
-        sums[shards[rank]] = back
     # The buffers must live until the last of these has left.
     yield from wait_for(sends)
     yield from wait_for(sends_back)
     return vector.nbytes - own.nbytes + (size - 1) * own.nbytes
+
+
+def _add_up(pieces: Sequence[np.ndarray], total: np.ndarray) -> None:
+    """The sum of arrays, from the first to the last, in as few passes as there can be."""
+    np.add(pieces[0], pieces[1] if len(pieces) > 1 else 0, out=total)
+    for piece in pieces[2:]:
+        total += piece
 
 
 def wait_for(requests: dict[int, Any]) -> Generator[frozenset[int], None, None]:
@@ -129,7 +133,7 @@ def wait_for(requests: dict[int, Any]) -> Generator[frozenset[int], None, None]:
         yield frozenset(pending)
 
 
-def widened(array: np.ndarray, copy: bool = False) -> np.ndarray:
+def widened(array: np.ndarray) -> np.ndarray:
     """An array in the dtype in which it is added up.
 
     bfloat16 is the upper half of float32: shifting it is several times faster than a cast, and
@@ -141,7 +145,7 @@ def widened(array: np.ndarray, copy: bool = False) -> np.ndarray:
     """
     if array.dtype.name == "bfloat16":
         return np.left_shift(array.view(np.uint16), 16, dtype=np.uint32).view(np.float32)
-    return array.astype(sum_dtype(array.dtype), copy=copy)
+    return array.astype(sum_dtype(array.dtype), copy=False)
 
 
 def _send(comm: Any, array: np.ndarray, peer: int, tag: int) -> Any:

@@ -253,7 +253,7 @@ class Courier:
         by_node = sorted(range(len(places)), key=lambda rank: places[rank].node)
         total = yield from operations.greet(
             self._greetings,
-            staging.specs,
+            staging.fingerprint,
             number,
             step,
             header,

@@ -5,7 +5,6 @@ Every operation yields the ranks, in its communicator, from which it still waits
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ Waits = Generator[frozenset[int], None, Any]
 
 def greet(
     comm: Any,
-    specs: Any,
+    fingerprint: int,
     number: int,
     step: int,
     header: np.ndarray,
@@ -38,13 +37,14 @@ def greet(
     communicator is the same for every exchange, whatever its number, or they would not meet.
 
     Args:
+        fingerprint: of what is about to be exchanged.
         contributors: ranks whose headers are summed, one per node.
 
     Returns:
         The summed header.
     """
     greeting = np.zeros(1, _GREETING)
-    greeting[0] = (number, step, zlib.crc32(repr(specs).encode()), header)
+    greeting[0] = (number, step, fingerprint, header)
     greetings = yield from _gather(comm, greeting, _GREETING_TAG)
     for rank, other in enumerate(greetings):
         for what in ("number", "step", "specs"):
