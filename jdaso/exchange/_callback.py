@@ -14,45 +14,53 @@ from jdaso.exchange._courier import Courier
 from jdaso.exchange._staging import Spec
 
 
-def post(
-    courier: Courier,
-    specs: Sequence[Spec],
-    leaves: Leaves,
-    ticket: jax.Array,
-    number: Number,
-    step: Number,
-    header: jax.Array,
-) -> jax.Array:
-    """Copies the leaves and lets them fly, zeros if ``header[0]`` is 0; returns the ticket."""
+class Callbacks:
+    """How a program reaches a courier, and its memory, without compiled code."""
 
-    def call(ticket, number, step, header, *leaves):
-        with courier.ending_all_devices():
-            nothing = [np.zeros((), leaf.dtype) for leaf in leaves]
-            courier.reserve(int(number), specs).put(leaves if header[0] > 0 else nothing)
-            courier.post(int(number), int(step), np.asarray(header))
-        return ticket
+    def __init__(self, courier: Courier):
+        self._courier = courier
 
-    cast = [x.astype(spec.dtype) for x, spec in zip(leaves, specs, strict=True)]
-    return io_callback(call, ticket, ticket, number, step, header, *cast)
+    def post(
+        self,
+        specs: Sequence[Spec],
+        leaves: Leaves,
+        ticket: jax.Array,
+        number: Number,
+        step: Number,
+        header: jax.Array,
+    ) -> jax.Array:
+        """Copies the leaves and lets them fly, zeros if ``header[0]`` is 0; returns the ticket."""
 
+        def call(ticket, number, step, header, *leaves):
+            with self._courier.ending_all_devices():
+                # As numbers of NumPy: JAX's operations would wait for the program that waits here.
+                header = np.asarray(header)
+                nothing = [np.zeros((), leaf.dtype) for leaf in leaves]
+                staging = self._courier.reserve(int(number), specs)
+                staging.put(leaves if header[0] > 0 else nothing)
+                self._courier.post(int(number), int(step), header)
+            return ticket
 
-def collect(
-    courier: Courier,
-    takers: int,
-    shapes: Sequence[jax.ShapeDtypeStruct],
-    ticket: jax.Array,
-    number: Number,
-) -> tuple[Leaves, jax.Array, jax.Array]:
-    """Waits for an exchange; returns the sums in these shapes, the header, and the ticket."""
+        cast = [x.astype(spec.dtype) for x, spec in zip(leaves, specs, strict=True)]
+        return io_callback(call, ticket, ticket, number, step, header, *cast)
 
-    def call(ticket, number):
-        with courier.ending_all_devices():
-            staging, header = courier.collect(int(number), takers)
-        # One device may post the next exchange while another still reads this one.
-        sums = staging.get(copy=takers > 1)
-        # A float64 leaf that crossed in a narrower wire arrives as float32.
-        wide = [s.astype(x.dtype, copy=False) for s, x in zip(sums, shapes, strict=True)]
-        return wide, header, ticket
+    def collect(
+        self,
+        takers: int,
+        shapes: Sequence[jax.ShapeDtypeStruct],
+        ticket: jax.Array,
+        number: Number,
+    ) -> tuple[Leaves, jax.Array, jax.Array]:
+        """Waits for an exchange; returns the sums in these shapes, the header, and the ticket."""
 
-    header = jax.ShapeDtypeStruct((HEADER_SIZE,), jnp.float32)
-    return io_callback(call, (list(shapes), header, ticket), ticket, number)
+        def call(ticket, number):
+            with self._courier.ending_all_devices():
+                staging, header = self._courier.collect(int(number), takers)
+            # One device may post the next exchange while another still reads this one.
+            sums = staging.get(copy=takers > 1)
+            # A float64 leaf that crossed in a narrower wire arrives as float32.
+            wide = [s.astype(x.dtype, copy=False) for s, x in zip(sums, shapes, strict=True)]
+            return wide, header, ticket
+
+        header = jax.ShapeDtypeStruct((HEADER_SIZE,), jnp.float32)
+        return io_callback(call, (list(shapes), header, ticket), ticket, number)

@@ -183,8 +183,7 @@ class Courier:
                 self._asked_for[number] = asked
             else:
                 del self._flights[number]
-                if number != UNCOUNTED:
-                    self._pool.give_back(flight.staging, takers)
+                self._pool.give_back(flight.staging, takers, spare=number != UNCOUNTED)
         return flight.staging, header
 
     def posted(self) -> dict[int, Posted]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,9 +11,10 @@ from jax.experimental import io_callback
 from jdaso._base import Exchange, Leaves, PyTree
 from jdaso._leaves import outline
 from jdaso._wire import check_wire, sum_dtype, wire_dtype
-from jdaso.exchange import _callback, _native
 from jdaso.exchange._axis import single_exchange
+from jdaso.exchange._callback import Callbacks
 from jdaso.exchange._courier import Courier
+from jdaso.exchange._native import Desk, chosen
 from jdaso.exchange._staging import Spec
 from jdaso.local import LOCAL_AXIS
 from jdaso.topology import Topology
@@ -78,8 +77,10 @@ def mpi_exchange(
             return alone
         node = topology.comm.Dup()
         return alone._replace(anyone=lambda flag: any(node.allgather(flag)))
-    native = _native.chosen(native, topology.devices[0].platform)
+    native = chosen(native, topology.devices[0].platform)
     courier = Courier(topology, chunk_bytes, timeout)
+    callbacks = Callbacks(courier)
+    desk = Desk(courier) if native else None
     local_devices = len(topology.devices)
 
     def init(params: PyTree) -> jax.Array:
@@ -87,17 +88,17 @@ def mpi_exchange(
             courier.compare(outline(params))
         return jnp.zeros((), jnp.int32)
 
-    def copies(leaves: Leaves) -> ModuleType:
-        # Several devices outside shard_map run one program: each would copy to the same place.
+    def way(leaves: Leaves) -> Desk | Callbacks:
+        # Several devices outside shard_map run one program: each would post.
         single = local_devices == 1 or _local_device() is not None
         wide = any(x.dtype == jnp.float64 for x in leaves)
-        return _native if native and single and not wide else _callback
+        return desk if desk is not None and single and not wide else callbacks
 
     def start(ticket, number, step, leaves: Leaves, header, wire):
         specs = [Spec(x.shape, wire_dtype(x.dtype, wire)) for x in leaves]
 
         def call(ticket):
-            return copies(leaves).post(courier, specs, leaves, ticket, number, step, header)
+            return way(leaves).post(specs, leaves, ticket, number, step, header)
 
         def following(ticket):
             # Always so; but now what is posted next is posted after this, on all nodes alike.
@@ -121,7 +122,7 @@ def mpi_exchange(
     def finish(ticket, number, like: Leaves):
         takers = 1 if _local_device() is None else local_devices
         shapes = [jax.ShapeDtypeStruct(x.shape, sum_dtype(x.dtype)) for x in like]
-        return copies(like).collect(courier, takers, shapes, ticket, number)
+        return way(like).collect(takers, shapes, ticket, number)
 
     def broadcast(leaves: Leaves, root: int) -> Leaves:
         def call(*leaves):

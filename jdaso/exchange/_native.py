@@ -1,48 +1,86 @@
-"""Copies between a program's arrays and the host memory of an exchange, compiled.
+"""Copies between a program's arrays and the host memory of an exchange, by compiled code.
 
-``copies.cc`` holds two functions that XLA calls as part of the program: each leaf is copied once,
-and cast on the way, without the interpreter. An exchange works without them, by host callbacks,
-which copy more often.
+``copies.cc`` holds two functions that XLA calls as part of the program. They copy each leaf once,
+and cast it on the way; what is to be done in Python, they ask for at a desk, where a thread
+answers. So a training step calls no Python, and JAX dispatches it as fast as one without
+exchanges. An exchange works without them, by host callbacks, and costs more.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import importlib.util
+import threading
 import warnings
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import io_callback
 
 from jdaso._base import HEADER_SIZE, Leaves, Number
 from jdaso.exchange._courier import Courier
 from jdaso.exchange._staging import Spec
 
 _LIBRARY = "jdaso.exchange._copies"
-_FILL, _TAKE = "jdaso_fill", "jdaso_take"
-# What both return, beside what they copy: 0, so that what depends on it comes later.
-_DONE = jax.ShapeDtypeStruct((), jnp.int32)
+_POST, _COLLECT = "jdaso_post", "jdaso_collect"
+_RESERVES, _POSTS, _COLLECTS = range(3)
+
+
+class _Call(ctypes.Structure):
+    """The part of a call that Python reads; ``about`` is the number of the specs, or of takers."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int32),
+        ("number", ctypes.c_int32),
+        ("step", ctypes.c_int32),
+        ("about", ctypes.c_int32),
+        ("header", ctypes.c_float * HEADER_SIZE),
+    )
 
 
 @functools.cache
-def why_not() -> str | None:
-    """Why the compiled copies cannot be used in this process; None if they can."""
+def _load() -> ctypes.CDLL | str:
+    """The library, its functions known to XLA; or why it cannot be used."""
     found = importlib.util.find_spec(_LIBRARY)
     if found is None or found.origin is None:
-        return "they were not built, which needs a C++17 compiler when jdaso is installed"
+        return "it was not built, which needs a C++17 compiler when jdaso is installed"
     try:
         library = ctypes.CDLL(found.origin)
-        for name in (_FILL, _TAKE):
-            jax.ffi.register_ffi_target(
-                name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu"
-            )
+        for name in (_POST, _COLLECT):
+            capsule = jax.ffi.pycapsule(getattr(library, name))
+            jax.ffi.register_ffi_target(name, capsule, platform="cpu")
     except Exception as error:  # built for another system, or another interface of XLA
         return f"{found.origin} does not fit this jaxlib: {error}; install jdaso again"
-    return None
+    library.jdaso_next.restype = ctypes.c_void_p
+    pointer = ctypes.c_void_p
+    library.jdaso_answer.argtypes = [ctypes.c_int32, pointer, ctypes.c_char_p, pointer, pointer]
+    library.jdaso_answer.restype = None
+    return library
+
+
+def why_not() -> str | None:
+    """Why compiled code cannot be used in this process; None if it can."""
+    library = _load()
+    return library if isinstance(library, str) else None
+
+
+def chosen(native: bool | None, platform: str) -> bool:
+    """Whether exchanges use compiled code.
+
+    Raises:
+        ValueError: if it was asked for and cannot be used.
+    """
+    if native is False or (native is None and platform != "cpu"):
+        return False
+    reason = why_not() if platform == "cpu" else f"it serves CPU devices, not {platform}"
+    if reason is not None and native:
+        raise ValueError(f"native=True: the compiled code cannot be used: {reason}.")
+    if reason is not None:
+        _warn_once(reason)
+    return reason is None
 
 
 @functools.cache
@@ -54,78 +92,97 @@ def _warn_once(reason: str) -> None:
     )
 
 
-def chosen(native: bool | None, platform: str) -> bool:
-    """Whether exchanges use the compiled copies.
+class Desk:
+    """Where programs ask a courier for memory, to carry it, and for what has arrived."""
 
-    Raises:
-        ValueError: if they were asked for and cannot be used.
-    """
-    if native is False or (native is None and platform != "cpu"):
-        return False
-    reason = why_not() if platform == "cpu" else f"they serve CPU devices, not {platform}"
-    if reason is not None and native:
-        raise ValueError(f"native=True: the compiled copies cannot be used: {reason}.")
-    if reason is not None:
-        _warn_once(reason)
-    return reason is None
+    def __init__(self, courier: Courier):
+        library = _load()
+        assert not isinstance(library, str)
+        self._courier = courier
+        self._library = library
+        self._desk = library.jdaso_open()
+        self._specs: list[tuple[Spec, ...]] = []
+        threading.Thread(target=self._run, name="jdaso-desk", daemon=True).start()
+        atexit.register(library.jdaso_close, self._desk)
 
+    def post(
+        self,
+        specs: Sequence[Spec],
+        leaves: Leaves,
+        ticket: jax.Array,
+        number: Number,
+        step: Number,
+        header: jax.Array,
+    ) -> jax.Array:
+        """Copies the leaves and lets them fly, zeros if ``header[0]`` is 0; returns the ticket."""
+        # It rounds float32 to bfloat16 while it copies; other casts are left to XLA.
+        narrow = [
+            x.dtype == jnp.float32 and spec.dtype == jnp.bfloat16
+            for x, spec in zip(leaves, specs, strict=True)
+        ]
+        cast = [
+            x if halve else x.astype(spec.dtype)
+            for x, halve, spec in zip(leaves, narrow, specs, strict=True)
+        ]
+        # Without side effects, as far as XLA knows: what comes later depends on the ticket.
+        return jax.ffi.ffi_call(_POST, jax.ShapeDtypeStruct((), jnp.int32))(
+            ticket,
+            jnp.asarray(number, jnp.int32),
+            jnp.asarray(step, jnp.int32),
+            header,
+            *cast,
+            desk=np.int32(self._desk),
+            specs=np.int32(self._number_of(tuple(specs))),
+            narrow=np.array(narrow, np.int32),
+        )
 
-def post(
-    courier: Courier,
-    specs: Sequence[Spec],
-    leaves: Leaves,
-    ticket: jax.Array,
-    number: Number,
-    step: Number,
-    header: jax.Array,
-) -> jax.Array:
-    """Copies the leaves and lets them fly, zeros if ``header[0]`` is 0; returns the ticket."""
+    def collect(
+        self,
+        takers: int,
+        shapes: Sequence[jax.ShapeDtypeStruct],
+        ticket: jax.Array,
+        number: Number,
+    ) -> tuple[Leaves, jax.Array, jax.Array]:
+        """Waits for an exchange; returns the sums in these shapes, the header, and the ticket."""
+        whole = jax.ShapeDtypeStruct((), jnp.int32)
+        of_header = jax.ShapeDtypeStruct((HEADER_SIZE,), jnp.float32)
+        ticket, header, *sums = jax.ffi.ffi_call(_COLLECT, [whole, of_header, *shapes])(
+            ticket,
+            jnp.asarray(number, jnp.int32),
+            desk=np.int32(self._desk),
+            takers=np.int32(takers),
+        )
+        return sums, header, ticket
 
-    def reserve(ticket, number):
-        with courier.ending_all_devices():
-            return courier.reserve(int(number), specs).addresses.of_leaves
+    def _number_of(self, specs: tuple[Spec, ...]) -> int:
+        if specs not in self._specs:
+            self._specs.append(specs)
+        return self._specs.index(specs)
 
-    def fly(ticket, number, step, header):
-        with courier.ending_all_devices():
-            courier.post(int(number), int(step), np.asarray(header))
-        return ticket
+    def _run(self) -> None:
+        while call := self._library.jdaso_next(self._desk):
+            if _Call.from_address(call).kind == _COLLECTS:
+                # It waits, and what it waits for may have to be posted by another device first.
+                threading.Thread(target=self._answer, args=(call,), daemon=True).start()
+            else:
+                self._answer(call)
 
-    # It rounds float32 to bfloat16 while it copies; other casts are left to XLA.
-    narrow = [
-        x.dtype == jnp.float32 and spec.dtype == jnp.bfloat16
-        for x, spec in zip(leaves, specs, strict=True)
-    ]
-    cast = [
-        x if halve else x.astype(spec.dtype)
-        for x, halve, spec in zip(leaves, narrow, specs, strict=True)
-    ]
-    addresses = io_callback(reserve, _rows(len(leaves)), ticket, number)
-    filled = jax.ffi.ffi_call(_FILL, _DONE, has_side_effect=True)(
-        addresses, header, *cast, narrow=np.array(narrow, np.int32)
-    )
-    return io_callback(fly, ticket, ticket + filled, number, step, header)
-
-
-def collect(
-    courier: Courier,
-    takers: int,
-    shapes: Sequence[jax.ShapeDtypeStruct],
-    ticket: jax.Array,
-    number: Number,
-) -> tuple[Leaves, jax.Array, jax.Array]:
-    """Waits for an exchange; returns the sums in these shapes, the header, and the ticket."""
-
-    def wait(ticket, number):
-        with courier.ending_all_devices():
-            staging, header = courier.collect(int(number), takers)
-        return staging.addresses.of_sums, header
-
-    header = jax.ShapeDtypeStruct((HEADER_SIZE,), jnp.float32)
-    addresses, header = io_callback(wait, (_rows(len(shapes)), header), ticket, number)
-    taken, *sums = jax.ffi.ffi_call(_TAKE, [_DONE, *shapes], has_side_effect=True)(addresses)
-    # What is posted next comes after this, and finds the memory free.
-    return sums, header, ticket + taken
-
-
-def _rows(leaves: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((leaves + 1, 2), jnp.uint32)
+    def _answer(self, call: int) -> None:
+        error, rows, header = None, None, None
+        asked = _Call.from_address(call)
+        try:
+            with self._courier.ending_all_devices():
+                if asked.kind == _RESERVES:
+                    staging = self._courier.reserve(asked.number, self._specs[asked.about])
+                    rows = staging.addresses.of_leaves
+                elif asked.kind == _POSTS:
+                    given = np.array(asked.header, np.float32)
+                    self._courier.post(asked.number, asked.step, given)
+                else:
+                    staging, header = self._courier.collect(asked.number, asked.about)
+                    rows = staging.addresses.of_sums
+        except Exception as problem:
+            error = f"{type(problem).__name__}: {problem}".encode()
+        # The call is gone with its answer. Its rows live as long as the memory they lead to.
+        places = [None if array is None else array.ctypes.data for array in (rows, header)]
+        self._library.jdaso_answer(self._desk, call, error, *places)

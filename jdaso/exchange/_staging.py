@@ -29,9 +29,9 @@ RECORD = np.dtype(
 
 
 class Addresses(NamedTuple):
-    """Of a staging's leaves and sums, each uint32[number + 1, 2], the low half first.
+    """Of a staging's leaves and sums, each uint64[number + 1].
 
-    The last row is the address of the record of what was done.
+    The last one is the address of the record of what was done.
     """
 
     of_leaves: np.ndarray
@@ -95,48 +95,54 @@ class Staging:
     def reuse(self) -> None:
         """Readies the memory for another exchange."""
         self.record = np.zeros((), RECORD)
+        for rows in self.addresses:
+            rows[-1] = self.record.ctypes.data
 
     @functools.cached_property
     def fingerprint(self) -> int:
         """A number that differs where shapes or wire dtypes do."""
         return zlib.crc32(repr(self.specs).encode())
 
-    @property
+    @functools.cached_property
     def addresses(self) -> Addresses:
         """Where everything is, for compiled code."""
-        record = _rows([self.record])
-        return Addresses(*(np.concatenate([rows, record]) for rows in self._addresses))
-
-    @functools.cached_property
-    def _addresses(self) -> tuple[np.ndarray, np.ndarray]:
-        return _rows(self.leaves), _rows(self.sums)
+        return Addresses(_rows([*self.leaves, self.record]), _rows([*self.sums, self.record]))
 
 
 def _rows(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    places = [array.ctypes.data for array in arrays]
-    return np.array([[place & 0xFFFFFFFF, place >> 32] for place in places], np.uint32)
+    return np.array([array.ctypes.data for array in arrays], np.uint64)
 
 
 class Pool:
-    """Memory of ended exchanges, for later ones of the same leaves."""
+    """Memory of ended exchanges, for later ones of the same leaves; kept while it is read."""
 
     def __init__(self) -> None:
-        self._spare: dict[tuple[tuple[int, ...], ...], list[tuple[Staging, int]]] = {}
+        self._reading: list[tuple[Staging, int, bool]] = []
+        self._spare: dict[tuple[tuple[int, ...], ...], list[Staging]] = {}
 
     def take(self, specs: Sequence[Spec]) -> Staging:
-        """Spare memory that nobody reads any more, or new memory; none for another wire."""
-        shapes = tuple(spec.shape for spec in specs)
-        spare = self._spare.get(shapes, [])
+        """Memory that nobody reads any more, or new memory; there is none for another wire."""
+        self._sort()
+        spare = self._spare.get(_shapes(specs), [])
         # Sums of another wire will not be asked for again soon: their memory goes.
-        spare[:] = [entry for entry in spare if entry[0].specs == tuple(specs)]
-        for index, (staging, takers) in enumerate(spare):
-            if staging.record["taken"] == takers:
-                del spare[index]
-                staging.reuse()
-                return staging
-        return Staging(specs)
+        spare[:] = [staging for staging in spare if staging.specs == tuple(specs)]
+        if not spare:
+            return Staging(specs)
+        staging = spare.pop()
+        staging.reuse()
+        return staging
 
-    def give_back(self, staging: Staging, takers: int) -> None:
-        """Returns memory, from which so many devices copy the sums."""
-        shapes = tuple(spec.shape for spec in staging.specs)
-        self._spare.setdefault(shapes, []).append((staging, takers))
+    def give_back(self, staging: Staging, takers: int, spare: bool) -> None:
+        """Returns memory, from which so many devices copy the sums; whether it is to be kept."""
+        self._sort()
+        self._reading.append((staging, takers, spare))
+
+    def _sort(self) -> None:
+        for staging, takers, spare in self._reading:
+            if spare and staging.record["taken"] == takers:
+                self._spare.setdefault(_shapes(staging.specs), []).append(staging)
+        self._reading = [entry for entry in self._reading if entry[0].record["taken"] < entry[1]]
+
+
+def _shapes(specs: Sequence[Spec]) -> tuple[tuple[int, ...], ...]:
+    return tuple(spec.shape for spec in specs)

@@ -1,4 +1,4 @@
-"""Compiled copies: the same bits as host callbacks, and what is said where they cannot be used."""
+"""Compiled code: the same bits as host callbacks, and what is said where they cannot be used."""
 
 import warnings
 
@@ -7,12 +7,12 @@ from launch import mpiexec, passes
 
 from jdaso.exchange import _native
 
-needs_copies = pytest.mark.skipif(
-    _native.why_not() is not None, reason=f"no compiled copies: {_native.why_not()}"
+needs_library = pytest.mark.skipif(
+    _native.why_not() is not None, reason=f"no compiled code: {_native.why_not()}"
 )
 
 
-@needs_copies
+@needs_library
 @pytest.mark.parametrize(
     "options",
     [
@@ -23,23 +23,23 @@ needs_copies = pytest.mark.skipif(
     ],
     ids=lambda options: " ".join(map(str, options)),
 )
-def test_compiled_copies_give_the_bits_of_host_callbacks(options):
+def test_compiled_code_gives_the_bits_of_host_callbacks(options):
     passes(mpiexec(2, "native.py", *options, XLA_FLAGS="--xla_backend_optimization_level=0"))
 
 
 def test_without_a_compiled_library_callbacks_serve_and_it_is_said_once(monkeypatch):
-    monkeypatch.setattr(_native, "why_not", lambda: "they were not built")
+    monkeypatch.setattr(_native, "why_not", lambda: "it was not built")
     _native._warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="host callbacks instead of compiled code: they were not"):
+    with pytest.warns(UserWarning, match="host callbacks instead of compiled code: it was not"):
         assert not _native.chosen(None, "cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not _native.chosen(None, "cpu")
-    with pytest.raises(ValueError, match=r"native=True: the compiled copies cannot be used"):
+    with pytest.raises(ValueError, match=r"native=True: the compiled code cannot be used"):
         _native.chosen(True, "cpu")
 
 
-def test_compiled_copies_are_not_for_other_devices_than_cpu():
+def test_compiled_code_is_not_for_other_devices_than_cpu():
     assert not _native.chosen(None, "gpu")
-    with pytest.raises(ValueError, match="they serve CPU devices, not gpu"):
+    with pytest.raises(ValueError, match="it serves CPU devices, not gpu"):
         _native.chosen(True, "gpu")

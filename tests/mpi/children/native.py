@@ -1,4 +1,4 @@
-"""Compiled copies and host callbacks give the same bits, in and outside shard_map."""
+"""Compiled code and host callbacks give the same bits, in and outside shard_map."""
 
 import argparse
 
@@ -39,6 +39,9 @@ def run(native):
     params = jax.tree.map(lambda x: x * (1 + topology.node), first_params(arguments.dtypes))
     params = jdaso.broadcast(exchange, params) if arguments.devices == 1 else params
     state = tx.init(params)
+    first = (params, state, gradients(params, topology.node, 0), loss(topology.node, 0))
+    # Programs with effects, as callbacks are, are dispatched the slow way.
+    assert bool(jax.make_jaxpr(step)(*first).effects) == (not native)
     history = []
     for t in range(30):
         grads = gradients(params, topology.node, t)
