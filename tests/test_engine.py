@@ -60,6 +60,20 @@ def test_a_whole_run_is_one_trace():
     assert traces["step"] == 1
 
 
+def test_updates_pass_untouched_unless_something_is_merged():
+    """Also at a step that posts: added to the parameters and taken from them, bits were lost."""
+    tx = alone(jdaso.constant(3, 2))
+    params = jax.random.normal(jax.random.key(0), (1000,))
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    for step in range(9):
+        updates = 1e-6 * jax.random.normal(jax.random.key(step), params.shape)
+        given, state = update(updates, state, params)
+        assert bool(jnp.all(given == updates)) == (not state.merged)
+        params = optax.apply_updates(params, given)
+    assert state.exchanges == 3
+
+
 def test_a_scan_gives_what_a_loop_gives():
     tx = optax.chain(optax.sgd(0.1), alone(jdaso.cycling(**PHASES)))
 

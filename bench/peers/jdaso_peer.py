@@ -14,6 +14,7 @@ that are measured first.
 - ``synchronous-bf16``: the same in bfloat16
 - ``daso``: parameters, posted once a period and merged ``--delay`` steps later, in float32
 - ``daso-bf16``: the same in bfloat16
+- ``local_sgd``, ``dasgd``: only if asked for, in float32
 
 ``--train FOLDER`` trains on images to a mean loss instead, as torch_peers.py does.
 """
@@ -44,6 +45,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from machine import keep_memory
 
 VARIANTS = ("none", "synchronous", "synchronous-bf16", "daso", "daso-bf16")
+MORE_VARIANTS = ("local_sgd", "dasgd")
 
 
 def loss_fn(parameters, layers, images, labels):
@@ -106,6 +108,10 @@ def transformation(variant, options, exchange) -> optax.GradientTransformation:
         return sgd
     if variant.startswith("synchronous"):
         return optax.chain(jdaso.allreduce_gradients(exchange, wire=wire), sgd)
+    if variant == "local_sgd":
+        return optax.chain(sgd, jdaso.local_sgd(exchange, options.period))
+    if variant == "dasgd":
+        return optax.chain(sgd, jdaso.dasgd(exchange, options.period, options.delay))
     schedule = jdaso.constant(options.period, options.delay)
     return optax.chain(sgd, jdaso.daso(exchange, schedule, wire=wire))
 
@@ -228,7 +234,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--variants", nargs="+", default=VARIANTS, choices=VARIANTS)
+    add("--variants", nargs="+", default=VARIANTS, choices=VARIANTS + MORE_VARIANTS)
     add("--network", default="conv", choices=workload.NETWORKS)
     add("--batch", type=int, help="images per node and step; the network's own by default")
     add("--period", type=int, help="with --delay; default: what is recommended")

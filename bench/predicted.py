@@ -1,0 +1,105 @@
+"""Predicted step times beside measured ones, over nodes, links and algorithms.
+
+    python bench/predicted.py [--nodes 2 4] [--rates 100mbit 200mbit 1gbit] [--delay 1ms]
+
+For each number of nodes and rate it makes a cluster of the lab (root, Linux), and does on it what
+a user would do: ``python -m jdaso tune`` measures the network, jdaso.perf.predict says from that
+and from the time of a step without exchanges what each algorithm's step takes, and
+bench/peers/jdaso_peer.py measures it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE / "lab"), str(HERE / "peers")]
+
+import lab  # noqa: E402
+import workload  # noqa: E402
+from machine import machine  # noqa: E402
+
+from jdaso import perf  # noqa: E402
+
+PERIOD, DELAY = 4, 3
+# What jdaso_peer.py calls it, and the arguments of its prediction.
+VARIANTS = {
+    "synchronous": ("allreduce_gradients", {"wire": "float32"}),
+    "local_sgd": ("local_sgd", {"period": PERIOD}),
+    "dasgd": ("dasgd", {"period": PERIOD, "delay": DELAY}),
+    "daso": ("daso", {"period": PERIOD, "delay": DELAY}),
+}
+
+
+def parameters(network: str) -> int:
+    layers = workload.first_parameters(network)
+    return sum(array.size for layer in layers for array in layer.values())
+
+
+def run(cluster: lab.Cluster, command: list[str]) -> str:
+    done = cluster.run([sys.executable, *command], pin=True, timeout=900)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def tuned(cluster: lab.Cluster, count: int) -> tuple[perf.Network, float]:
+    """The network, and the seconds of an exchange that nothing hides, as tune prints them."""
+    text = run(cluster, ["-m", "jdaso", "tune", "--parameters", str(count)])
+
+    def number(name: str) -> float:
+        found = re.search(rf"^{name} +([-+.e0-9]+)", text, re.MULTILINE)
+        if found is None:
+            raise SystemExit(f"tune did not say {name}:\n{text}")
+        return float(found[1])
+
+    return perf.Network(number("latency"), number("bandwidth") * 1e9 / 8), number("copies")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rates", nargs="+", default=["100mbit", "200mbit", "1gbit"])
+    parser.add_argument("--delay", default="1ms", help="of the link, one way")
+    parser.add_argument("--network", default="conv", choices=workload.NETWORKS)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    count = parameters(options.network)
+    peer = [str(HERE / "peers" / "jdaso_peer.py"), "--network", options.network]
+    peer += ["--variants", *VARIANTS, "--period", str(PERIOD), "--delay", str(DELAY)]
+    print(machine())
+    print(f"{options.network}, {count} parameters; period {PERIOD}, delay {DELAY}; one core a node")
+    print("| nodes | link | algorithm | alone, s | predicted, s | measured, s | ratio |")
+    for nodes in options.nodes:
+        for rate in options.rates:
+            try:
+                with lab.up(nodes, rate, options.delay) as cluster:
+                    network, overhead = tuned(cluster, count)
+                    text = run(cluster, [*peer, "--rounds", str(options.rounds)])
+            except lab.Missing as error:
+                print(f"skipped: {error}")
+                sys.exit(77)
+            for line in map(json.loads, text.splitlines()):
+                alone = line["seconds_per_step_alone"]["median"]
+                measured = line["seconds_per_step"]["median"]
+                algorithm, arguments = VARIANTS[line["variant"]]
+                predicted = perf.predict(
+                    algorithm,
+                    nodes,
+                    num_parameters=count,
+                    step_time=alone,
+                    network=network,
+                    overhead=overhead,
+                    **arguments,
+                ).step_time
+                cells = [nodes, f"{rate}, {options.delay}", line["variant"]]
+                cells += [f"{x:.3f}" for x in (alone, predicted, measured, predicted / measured)]
+                print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
