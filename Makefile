@@ -34,7 +34,7 @@ lint: $(VENV)/.installed
 	mypy
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --durations=25
 
 bench: $(VENV)/.installed
 	mpiexec -n 2 $(BIN)/python bench/overlap.py
