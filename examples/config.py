@@ -77,7 +77,7 @@ class Config:
     delay: int | None = key(None, "steps of a flight (2); daso, dasgd, diloco", "[0, inf)")
     own_weight: float | None = key(None, "xi of dasgd (0.25), mix of diloco (0.5)", "[0, 1]")
     fragments: int | None = key(None, "exchanged in turn (1); daso, dasgd, diloco", "[1, inf)")
-    wire: str | None = key(None, "dtype between nodes", ("float32", "bfloat16", "float16"))
+    wire: str | None = key(None, "dtype between nodes", ("float32", "bfloat16", "float16", "int8"))
     moments: str | None = key(None, "momentum at a merge (local)", ("local", "average", "reset"))
 
     devices: int = key(0, "virtual CPU devices per process; 0: what is there", "[0, inf)")

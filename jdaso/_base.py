@@ -77,7 +77,7 @@ class Posted(NamedTuple):
     Attributes:
         step: after which optimizer step it was posted.
         header: float32[HEADER_SIZE].
-        leaves: as they were sent, in their wire dtypes.
+        leaves: as they were sent, in their wire dtypes; rows of bytes with the wire int8.
     """
 
     step: int
@@ -152,7 +152,9 @@ class Exchange(NamedTuple):
             (int32) must be equal on all nodes, too. ``header[0]`` is 1, or 0: then this node's
             leaves count as zeros, whatever they hold.
         finish: ``(state, number, like) -> (sums, header, state)``; sums have the shapes of
-            ``like`` and the dtype in which they were accumulated, float32 or float64.
+            ``like`` and the dtype in which they were accumulated, float32 or float64. With the
+            wire ``int8`` the part that this node has added up is not rounded yet: the node has
+            to do it, and to remember what that takes away, which only it knows.
         broadcast: ``(leaves, root) -> leaves``, those of node ``root``, bit for bit.
         report: ``() -> dict`` of what the host saw: exchanges, bytes sent, seconds that
             exchanges were on their way, and seconds of them that training was blocked.

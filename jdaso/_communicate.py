@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdaso._base import Arrival, Exchange, Leaves, Merge, Plan, PyTree
+from jdaso._feedback import FIRST_WIRE, arrived, coarsened, owing
 from jdaso._leaves import all_finite, divide
 from jdaso._state import Flight
 from jdaso._wire import wire_dtype
@@ -70,28 +71,41 @@ def communication(
     """
 
     def send(leaves: Leaves, own: int, flight: Flight, number: jax.Array, moment: Moment):
-        def over(wire: str | None, state: PyTree):
-            rounded = [x.astype(wire_dtype(x.dtype, wire)) for x in leaves]
-            sound = flight.sound & check(all_finite(rounded), moment.step)
+        def over(wire: str | None, state: PyTree, feedback: PyTree):
+            if feedback:
+                crossing, residual = coarsened(leaves, wire, feedback)
+                finite = all_finite(residual)
+            else:
+                crossing = leaves
+                finite = all_finite([x.astype(wire_dtype(x.dtype, wire)) for x in leaves])
+            sound = flight.sound & check(finite, moment.step)
+            if feedback:
+                feedback = owing(feedback, residual, sound, wire)
             header = jnp.concatenate([sound.astype(jnp.float32)[None], moment.losses])
-            return *exchange.start(state, number, moment.step, leaves, header, wire), sound
+            state, following = exchange.start(state, number, moment.step, crossing, header, wire)
+            return state, following, sound, feedback
 
-        if wire == blocking_wire:
-            sent, following, sound = over(wire, flight.exchange)
-        else:
-            sent, following, sound = lax.cond(
-                moment.plan.blocking,
-                functools.partial(over, blocking_wire),
-                functools.partial(over, wire),
-                flight.exchange,
-            )
+        wires = list(dict.fromkeys([wire, blocking_wire]))
+        # Equal on all nodes, as everything is by which it is decided.
+        choice = jnp.where(moment.plan.blocking, wires.index(blocking_wire), wires.index(wire))
+        if flight.feedback and flight.feedback.anchor:
+            wires = list(dict.fromkeys([*wires, FIRST_WIRE]))
+            too_early = (choice == wires.index("int8")) & ~flight.feedback.ready
+            choice = jnp.where(too_early, wires.index(FIRST_WIRE), choice)
+        state, following, sound, feedback = lax.switch(
+            choice,
+            [functools.partial(over, wire) for wire in wires],
+            flight.exchange,
+            flight.feedback,
+        )
         flight = flight._replace(
             posted=jnp.ones((), bool),
             age=jnp.zeros((), jnp.int32),
             delay=moment.plan.delay,
             number=number,
             sound=sound,
-            exchange=sent,
+            exchange=state,
+            feedback=feedback,
         )
         # Who is not in the sum is not moved by having posted either.
         mine = leaves[:own]
@@ -103,8 +117,11 @@ def communication(
 
     def receive(leaves: Leaves, own: int, flight: Flight):
         total, header, exchange_state = exchange.finish(flight.exchange, flight.number, leaves)
-        members = header[0]
-        mean = [divide(t, jnp.maximum(members, 1).astype(t.dtype)) for t in total]
+        members, feedback = header[0], flight.feedback
+        if feedback:
+            total, mean, feedback = arrived(total, members, feedback)
+        else:
+            mean = [divide(t, jnp.maximum(members, 1).astype(t.dtype)) for t in total]
         wide = [x.astype(t.dtype) for x, t in zip(leaves, total, strict=True)]
         # A node that has lost its way starts again from what the others agree on.
         wide = [jnp.where(flight.sound, x, m) for x, m in zip(wide, mean, strict=True)]
@@ -126,6 +143,7 @@ def communication(
             merge=jax.tree.map(
                 lambda old, new: jnp.where(nobody, old, new), flight.merge, merge_state
             ),
+            feedback=feedback,
         )
         return leaves, flight, header[1:]
 

@@ -25,6 +25,7 @@ from jax import lax
 
 from jdaso._base import Exchange, JdasoError, Merge, Plan, PyTree, Remembering, Schedule, stay
 from jdaso._communicate import Moment, Told, communication
+from jdaso._feedback import nothing_owed
 from jdaso._fragments import cut, part
 from jdaso._leaves import all_finite, float_leaves, is_float
 from jdaso._state import AveragingState, Flight
@@ -70,7 +71,9 @@ def averaging(
         exchange: how nodes reach each other.
         schedule: when to post and how long to wait.
         merge: what a late sum does to the parameters.
-        wire: dtype name on the wire, or None for the leaves' own.
+        wire: dtype name on the wire, or None for the leaves' own. With int8 the state remembers
+            what rounding has taken away, and what differences are taken to: two more copies of
+            the parameters in float32, or one of gradients.
         blocking_wire: the same where the plan says ``blocking``.
         nonfinite: what happens to updates, or parameters to be posted, that are not finite:
             ``skip`` leaves out the step, and the node of the next sum, counts both, and lets the
@@ -116,7 +119,8 @@ def averaging(
 
         def flight(tree: PyTree) -> Flight:
             start = merge.init(tree.params if isinstance(tree, Remembering) else tree)
-            return Flight(no, zero, zero, zero, yes, exchange.init(tree), start)
+            owed = nothing_owed(tree, subject.anchored) if "int8" in (wire, blocking_wire) else ()
+            return Flight(no, zero, zero, zero, yes, exchange.init(tree), start, owed)
 
         state = AveragingState(
             step=zero,

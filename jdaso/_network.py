@@ -13,12 +13,19 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jdaso import _int8
 from jdaso._checks import check_whole
 
 PATTERNS = ("direct", "ring", "butterfly", "tree")
-#: Numbers that share a float32 scale on an int8 wire.
-INT8_BLOCK = 256
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1 + 4 / INT8_BLOCK}
+#: Numbers that share a scale, of one byte, on an int8 wire.
+INT8_BLOCK = _int8.NUMBERS
+BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int8": _int8.BYTES / _int8.NUMBERS,
+}
 
 
 class Network(NamedTuple):
@@ -42,8 +49,8 @@ def wire_bytes(num_parameters: int, wire: str) -> float:
 
     Args:
         num_parameters: at least 1.
-        wire: ``float64``, ``float32``, ``bfloat16``, ``float16``, or ``int8`` with a float32
-            scale for each ``INT8_BLOCK`` parameters.
+        wire: ``float64``, ``float32``, ``bfloat16``, ``float16``, or ``int8`` with a scale
+            of one byte for each ``INT8_BLOCK`` parameters.
 
     Returns:
         Bytes.

@@ -19,6 +19,7 @@ class Flight(NamedTuple):
         number: int32, which exchange it is.
         sound: bool, whether this node's numbers have been finite since the last merge.
         exchange, merge: states of these two parts.
+        feedback: what rounding has taken away, see ``_feedback.py``; () unless the wire is int8.
     """
 
     posted: jax.Array
@@ -28,6 +29,7 @@ class Flight(NamedTuple):
     sound: jax.Array
     exchange: PyTree
     merge: PyTree
+    feedback: PyTree = ()
 
 
 class AveragingState(NamedTuple):

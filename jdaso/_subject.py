@@ -20,12 +20,14 @@ class Subject(NamedTuple):
         lag: by how many steps the schedule's clock is behind: what is exchanged after the update
             of step t is what is there before that of step t + 1.
         needs_params: whether update has to be given them.
+        anchored: whether the leaves are near their last mean, so that differences to it are small.
     """
 
     take: Callable[[Leaves, Leaves], Leaves]
     put: Callable[[Leaves, Leaves, Leaves], Leaves]
     lag: int = 0
     needs_params: bool = True
+    anchored: bool = True
 
 
 def _moved(params: Leaves, updates: Leaves) -> Leaves:
@@ -46,4 +48,5 @@ GRADIENTS = Subject(
     lambda params, updates: updates,
     lambda params, updates, leaves: leaves,
     needs_params=False,
+    anchored=False,
 )

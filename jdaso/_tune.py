@@ -18,7 +18,7 @@ from jdaso.exchange._mpi import mpi_exchange
 from jdaso.topology import Topology, discover_topology
 
 HELP = "measure the network between nodes; say which period and delay to choose"
-WIRES = ("float32", "bfloat16", "float16")
+WIRES = ("float32", "bfloat16", "float16", "int8")
 # The longest delays in the papers' studies of accuracy.
 TRIED = {"DASO, Table 2": 4, "DaSGD, Fig. 6(e)": 7}
 # Below this share of a step, waiting for an exchange is not worth hiding.
@@ -224,7 +224,7 @@ def advice(step_time: float, exchange_time: float, overhead: float) -> list[str]
     if beyond:
         said.append(
             f"It may cost accuracy: delay {delay} is longer than what was tried "
-            f"({'; '.join(beyond)}). Take a 16-bit wire or a larger batch per node, or diloco, "
+            f"({'; '.join(beyond)}). Take a narrower wire or a larger batch per node, or diloco, "
             "which is made for long periods."
         )
     if overhead > COSTLY * step_time * period:

@@ -14,6 +14,7 @@ on the wire included. Not imported by ``import jdaso``.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ from jdaso._images import digits as digits
 from jdaso._images import folder as folder
 from jdaso._small_cnn import SmallCNN as SmallCNN
 from jdaso._state import averaging_state
-from jdaso._wire import wire_dtype
+from jdaso._wire import wire_dtype, wire_shape
 from jdaso.exchange._axis import axis_exchange
 
 AXIS = "node"
@@ -169,7 +170,7 @@ class CountingState(NamedTuple):
 def counting(exchange: Exchange) -> Exchange:
     """The exchange, whose state also counts the bytes that a node would send with MPI.
 
-    Of n bytes in their wire dtypes, each of P nodes sends ``2 (P-1)/P n``; the header, a few
+    Of n bytes as they cross, each of P nodes sends ``2 (P-1)/P n``; the header, a few
     numbers, is not counted.
     """
 
@@ -177,7 +178,7 @@ def counting(exchange: Exchange) -> Exchange:
         return CountingState(exchange.init(params), jnp.zeros((), jnp.uint32))
 
     def start(state, number, step, leaves, header, wire):
-        size = sum(x.size * wire_dtype(x.dtype, wire).itemsize for x in leaves)
+        size = sum(_wire_bytes(x, wire_dtype(x.dtype, wire)) for x in leaves)
         sent = 2 * (exchange.num_nodes - 1) * size // exchange.num_nodes
         inner, number = exchange.start(state.exchange, number, step, leaves, header, wire)
         return CountingState(inner, state.bytes_sent + jnp.uint32(sent)), number
@@ -187,6 +188,10 @@ def counting(exchange: Exchange) -> Exchange:
         return sums, header, state._replace(exchange=inner)
 
     return exchange._replace(init=init, start=start, finish=finish)
+
+
+def _wire_bytes(leaf: jax.Array, dtype: np.dtype) -> int:
+    return math.prod(wire_shape(leaf.shape, dtype)) * dtype.itemsize
 
 
 def _bytes_sent(opt_state: PyTree) -> jax.Array:

@@ -14,17 +14,19 @@ ENGINE = {
     "_base",
     "_communicate",
     "_engine",
+    "_feedback",
     "_fragments",
     "_leaves",
     "_state",
     "_subject",
     "_wire",
 }
-FOUNDATION = {"_base", "_leaves", "_wire"}
+FOUNDATION = {"_base", "_int8", "_leaves", "_wire"}
 LEAVES = {"schedules", "local", "perf"}
 # What files of a row may import from jdaso; a name stands for the module and all below it.
 ROWS = {
-    "_wire": set(),
+    "_int8": set(),
+    "_wire": {"_int8"},
     "_checks": set(),
     "_checkpoint_folder": {"topology"},
     "_base": set(),
@@ -33,14 +35,15 @@ ROWS = {
     "_in_flight": {"_base", "_state"},
     "_interruption": {"_base"},
     "_layout": {"_base"},
-    "_network": {"_checks"},
+    "_network": {"_checks", "_int8"},
     "_leaves": {"_base", "_wire"},
     "_small_cnn": set(),
     "_state": {"_base"},
     "_fragments": FOUNDATION,
     "_subject": FOUNDATION,
-    "_communicate": FOUNDATION | {"_state"},
-    "_engine": FOUNDATION | {"_communicate", "_fragments", "_state", "_subject"},
+    "_feedback": FOUNDATION,
+    "_communicate": FOUNDATION | {"_feedback", "_state"},
+    "_engine": FOUNDATION | {"_communicate", "_feedback", "_fragments", "_state", "_subject"},
     "_drain": FOUNDATION | {"_engine", "_memory", "_state"},
     "_memory": FOUNDATION | {"_engine", "_state"},
     "_consensus": FOUNDATION,

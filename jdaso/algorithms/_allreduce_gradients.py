@@ -24,8 +24,9 @@ def allreduce_gradients(
 
     Args:
         exchange: how nodes reach each other.
-        wire: dtype that crosses the network, never one wider than a leaf itself. None: that of
-            the exchange, or bfloat16.
+        wire: dtype that crosses the network, never one wider than a leaf itself, or ``int8``,
+            where what rounding takes away is added to later gradients. None: that of the
+            exchange, or bfloat16.
         nonfinite: ``skip`` leaves a node whose gradients are not finite out of the mean, and
             lets it take the others'; ``raise`` stops.
 

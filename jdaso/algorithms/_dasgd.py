@@ -38,8 +38,8 @@ def dasgd(
         delay: d, optimizer steps that an exchange flies, ``0 <= delay <= period``.
         xi: weight of a node's own parameters, in [0, 1].
         schedule: instead of period and delay, such as :func:`jdaso.linear`.
-        wire: dtype that crosses the network, never one wider than a leaf itself. None: that of
-            the exchange, or float32.
+        wire: dtype that crosses the network, never one wider than a leaf itself, or ``int8``, as
+            in :func:`jdaso.daso`. None: that of the exchange, or float32.
         fragments: into how many parts the parameters are cut, which are exchanged one after the
             other within a period.
         nonfinite: ``skip`` or ``raise``, as in :func:`jdaso.daso`.

@@ -32,8 +32,11 @@ def daso(
         exchange: how nodes reach each other.
         schedule: :func:`jdaso.cycling`, as published, or :func:`jdaso.constant`.
         wire: dtype that crosses the network in the cycling phase: ``float64``, ``float32``,
-            ``bfloat16`` or ``float16``, never one wider than a leaf itself. None: that of the
-            exchange, or float32. Sums are accumulated in float32 (float64 for float64 wires).
+            ``bfloat16``, ``float16``, never one wider than a leaf itself, or ``int8``: whole
+            numbers with a scale for each 64 of them, 65 bytes in all. What rounding to int8 takes
+            away stays in the state, and is sent later; what is rounded are differences to the
+            last mean, of which the first one travels in float32. None: that of the exchange, or
+            float32. Sums are accumulated in float32 (float64 for float64 wires).
         blocking_wire: the same in warm-up and cool-down, where training waits for it. None: that
             of the exchange, or bfloat16, in which updates below 1/256 of a parameter get lost.
         fragments: into how many parts the parameters are cut; in the cycling phase they are

@@ -55,8 +55,8 @@ def diloco(
         mix: weight of a node's own parameters in the merge, in [0, 1).
         fragments: into how many parts of about equal bytes the parameters are cut.
         schedule: instead of period and delay.
-        wire: dtype that crosses the network, never one wider than a leaf itself. None: that of
-            the exchange, or float32.
+        wire: dtype that crosses the network, never one wider than a leaf itself, or ``int8``, as
+            in :func:`jdaso.daso`. None: that of the exchange, or float32.
         nonfinite: ``skip`` or ``raise``, as in :func:`jdaso.daso`.
 
     Returns:

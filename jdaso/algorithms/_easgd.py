@@ -51,8 +51,8 @@ def easgd(
         schedule: instead of the period; needs ``alpha``. Its delay changes when training waits
             for the sum and, as long as all nodes are finite, no number. What it wants at the end
             of a step happens before the update of the next one, also at the end of an epoch.
-        wire: dtype that crosses the network, never one wider than a leaf itself. None: that of
-            the exchange, or float32.
+        wire: dtype that crosses the network, never one wider than a leaf itself, or ``int8``, as
+            in :func:`jdaso.daso`. None: that of the exchange, or float32.
         nonfinite: ``skip`` or ``raise``, as in :func:`jdaso.daso`.
 
     Returns:

@@ -32,8 +32,8 @@ def local_sgd(
         period: optimizer steps between two means.
         schedule: instead of the period. Where its delay is not 0, a mean replaces what the node
             has done meanwhile; use :func:`jdaso.dasgd` to keep some of it.
-        wire: dtype that crosses the network, never one wider than a leaf itself. None: that of
-            the exchange, or float32.
+        wire: dtype that crosses the network, never one wider than a leaf itself, or ``int8``, as
+            in :func:`jdaso.daso`. None: that of the exchange, or float32.
         nonfinite: ``skip`` or ``raise``, as in :func:`jdaso.daso`.
 
     Returns:

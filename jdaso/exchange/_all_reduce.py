@@ -1,22 +1,23 @@
 """A sum over nodes in two passes of point-to-point messages, as an operation of the thread.
 
-The vector is cut into chunks and every chunk into one shard per member. First each member sends
-every other member that one's shard and adds up what it receives for its own, in member order and
-in float32; then it sends the rounded result to all. A member sends 2 (P-1)/P of the vector's
-bytes on the wire, which is what a ring all-reduce sends, in a dtype that MPI need not know, with
-two roundings instead of P, and every member ends with the same bits. Point-to-point, because then
-it is known from whom nothing has come.
+The vector is cut into one shard per member, and every shard into as many chunks. First each member
+sends every other member a chunk of that one's shard and adds up what it receives for its own, in
+member order and in float32; then it sends the rounded result to all. A member sends 2 (P-1)/P of
+the vector's bytes on the wire, which is what a ring all-reduce sends, in a format that MPI need
+not know, with two roundings instead of P, and every member ends with the same bits; with the wire
+int8 but for its own shard, of which it keeps the sum as it was before it was rounded. Point-to-
+point, because then it is known from whom nothing has come.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
-from itertools import cycle, islice
+from itertools import cycle, islice, pairwise
 from typing import Any
 
 import numpy as np
 
-from jdaso._wire import back_factor, pack_sum, sum_dtype
+from jdaso._wire import BLOCKS, back_factor, pack_sum, sum_dtype, unpack
 
 # Chunks under way at a time: enough to keep a fast network busy between two looks at it.
 WINDOW = 8
@@ -34,7 +35,7 @@ def all_reduce(
 
     Args:
         comm: an mpi4py communicator that nobody else uses.
-        vector: this member's contribution, one-dimensional, in its wire dtype.
+        vector: this member's contribution in its wire dtype, one-dimensional, or rows of bytes.
         sums: where the result goes, of the same length, in ``sum_dtype(vector.dtype)``.
         chunk_elements: elements of one message at most.
         first_tag: messages use the tags ``first_tag ... first_tag + 2 * WINDOW - 1``.
@@ -42,14 +43,35 @@ def all_reduce(
     Returns:
         Bytes sent by this member.
     """
-    step = chunk_elements * comm.Get_size()
+    owned = shards(len(vector), comm.Get_size())
+    longest = max(shard.stop - shard.start for shard in owned)
     chunks = (
         # A member has chunks of 2 * WINDOW consecutive numbers under way with another at most:
         # with as many tags, no message can be taken for one of another chunk.
-        _all_reduce_chunk(comm, vector[lo : lo + step], sums[lo : lo + step], first_tag + tag)
-        for lo, tag in zip(range(0, len(vector), step), cycle(range(2 * WINDOW)), strict=False)
+        _all_reduce_chunk(
+            comm, vector, sums, [_chunk(s, lo, chunk_elements) for s in owned], first_tag + tag
+        )
+        for lo, tag in zip(
+            range(0, longest, chunk_elements), cycle(range(2 * WINDOW)), strict=False
+        )
     )
     return (yield from _side_by_side(chunks))
+
+
+def shards(length: int, size: int) -> list[slice]:
+    """What of a vector each member adds up, whatever the chunks.
+
+    >>> shards(7, 2)
+    [slice(0, 3, None), slice(3, 7, None)]
+    """
+    bounds = [length * member // size for member in range(size + 1)]
+    return [slice(*pair) for pair in pairwise(bounds)]
+
+
+def _chunk(shard: slice, offset: int, elements: int) -> slice:
+    """So many elements of a shard, or those that there still are."""
+    start = min(shard.start + offset, shard.stop)
+    return slice(start, min(start + elements, shard.stop))
 
 
 def _side_by_side(operations: Iterable[Waiting]) -> Waiting:
@@ -79,10 +101,11 @@ def _side_by_side(operations: Iterable[Waiting]) -> Waiting:
             yield waiting
 
 
-def _all_reduce_chunk(comm: Any, vector: np.ndarray, sums: np.ndarray, tag: int) -> Waiting:
+def _all_reduce_chunk(
+    comm: Any, vector: np.ndarray, sums: np.ndarray, shards: Sequence[slice], tag: int
+) -> Waiting:
+    """Sums what is given of each member's shard."""
     size, rank = comm.Get_size(), comm.Get_rank()
-    bounds = np.linspace(0, len(vector), size + 1).astype(np.int64)
-    shards = [slice(bounds[i], bounds[i + 1]) for i in range(size)]
     # Peers in the order of their distance, so that not all members begin with the same one.
     peers = [(rank + i) % size for i in range(1, size)]
 
@@ -94,13 +117,13 @@ def _all_reduce_chunk(comm: Any, vector: np.ndarray, sums: np.ndarray, tag: int)
 
     pieces[rank] = own
     wide = vector.dtype == sums.dtype
-    total = sums[shards[rank]] if wide else np.empty(own.shape, sums.dtype)
-    _add_up([widened(pieces[member]) for member in range(size)], total)
+    terms = [widened(pieces[member]) for member in range(size)]
+    total = sums[shards[rank]] if wide else np.empty(terms[0].shape, sums.dtype)
+    _add_up(terms, total)
     back = total if wide else pack_sum(total, vector.dtype, size)
 
     arrived = {
-        peer: sums[shards[peer]] if wide else np.empty(_length(shards[peer]), vector.dtype)
-        for peer in peers
+        peer: sums[shards[peer]] if wide else np.empty_like(vector[shards[peer]]) for peer in peers
     }
     arrived[rank] = back
     receives = {peer: _receive(comm, arrived[peer], peer, tag) for peer in peers}
@@ -110,10 +133,13 @@ def _all_reduce_chunk(comm: Any, vector: np.ndarray, sums: np.ndarray, tag: int)
     for member in range(size):
         if not wide:
             np.multiply(widened(arrived[member]), factor, out=sums[shards[member]])
+    if vector.dtype == BLOCKS:
+        # Only here it is known what rounding takes off: who receives it sends that later.
+        sums[shards[rank]] = total
     # The buffers must live until the last of these has left.
     yield from wait_for(sends)
     yield from wait_for(sends_back)
-    return vector.nbytes - own.nbytes + (size - 1) * own.nbytes
+    return sum(vector[shards[peer]].nbytes for peer in peers) + (size - 1) * own.nbytes
 
 
 def _add_up(pieces: Sequence[np.ndarray], total: np.ndarray) -> None:
@@ -145,6 +171,8 @@ def widened(array: np.ndarray) -> np.ndarray:
     """
     if array.dtype.name == "bfloat16":
         return np.left_shift(array.view(np.uint16), 16, dtype=np.uint32).view(np.float32)
+    if array.dtype == BLOCKS:
+        return unpack(array)
     return array.astype(sum_dtype(array.dtype), copy=False)
 
 
@@ -154,7 +182,3 @@ def _send(comm: Any, array: np.ndarray, peer: int, tag: int) -> Any:
 
 def _receive(comm: Any, array: np.ndarray, peer: int, tag: int) -> Any:
     return comm.Irecv(array.view(np.uint8), source=peer, tag=tag) if array.size else None
-
-
-def _length(piece: slice) -> int:
-    return int(piece.stop - piece.start)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jdaso._base import Exchange, Leaves
-from jdaso._wire import pack_sum, sum_dtype, unpack_sum
+from jdaso._wire import BLOCKS, pack_sum, unpack, unpack_sum
+from jdaso.exchange._all_reduce import shards
 from jdaso.exchange._stored import stored_exchange
 
 
@@ -49,11 +55,17 @@ def axis_exchange(axis_name: str, num_nodes: int, wire: str | None = None) -> Ex
                 f"axis_exchange was made for num_nodes={num_nodes}, but axis {axis_name!r} has "
                 f"{size} positions."
             )
-        sums = lax.psum([x.astype(sum_dtype(x.dtype)) for x in arrays], axis_name)
-        return [
+        sums = lax.psum([unpack(x) for x in arrays], axis_name)
+        back = [
             unpack_sum(pack_sum(total, x.dtype, num_nodes), num_nodes)
             for total, x in zip(sums, arrays, strict=True)
         ]
+        blocks = [i for i, x in enumerate(arrays) if x.dtype == BLOCKS]
+        owners = _owners([len(arrays[i]) for i in blocks], num_nodes)
+        node = lax.axis_index(axis_name)
+        for i, owner in zip(blocks, owners, strict=True):
+            back[i] = jnp.where(owner[:, None] == node, sums[i], back[i])
+        return back
 
     def broadcast(leaves: Leaves, root: int) -> Leaves:
         return [lax.all_gather(x, axis_name)[root] for x in leaves]
@@ -78,6 +90,17 @@ def single_exchange(wire: str | None = None) -> Exchange:
     return stored_exchange(
         1,
         wire,
-        all_reduce=lambda arrays: [x.astype(sum_dtype(x.dtype)) for x in arrays],
+        all_reduce=lambda arrays: [unpack(x) for x in arrays],
         broadcast=lambda leaves, root: leaves,
     )
+
+
+def _owners(lengths: Sequence[int], num_nodes: int) -> list[np.ndarray]:
+    """Which node would add up each row of arrays that are laid end to end, over MPI.
+
+    >>> _owners([2, 3], 2)
+    [array([0, 0]), array([1, 1, 1])]
+    """
+    owned = [shard.stop - shard.start for shard in shards(sum(lengths), num_nodes)]
+    owner, ends = np.repeat(np.arange(num_nodes), owned), accumulate(lengths)
+    return [owner[end - length : end] for length, end in zip(lengths, ends, strict=True)]

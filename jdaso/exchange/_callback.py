@@ -10,6 +10,7 @@ import numpy as np
 from jax.experimental import io_callback
 
 from jdaso._base import HEADER_SIZE, Leaves, Number
+from jdaso._wire import pack, unpadded
 from jdaso.exchange._courier import Courier
 from jdaso.exchange._staging import Spec
 
@@ -41,7 +42,7 @@ class Callbacks:
                 self._courier.post(int(number), int(step), header)
             return ticket
 
-        cast = [x.astype(spec.dtype) for x, spec in zip(leaves, specs, strict=True)]
+        cast = [pack(x, spec.dtype) for x, spec in zip(leaves, specs, strict=True)]
         return io_callback(call, ticket, ticket, number, step, header, *cast)
 
     def collect(
@@ -59,7 +60,10 @@ class Callbacks:
             # One device may post the next exchange while another still reads this one.
             sums = staging.get(copy=takers > 1)
             # A float64 leaf that crossed in a narrower wire arrives as float32.
-            wide = [s.astype(x.dtype, copy=False) for s, x in zip(sums, shapes, strict=True)]
+            wide = [
+                unpadded(s, x.shape).astype(x.dtype, copy=False)
+                for s, x in zip(sums, shapes, strict=True)
+            ]
             return wide, header, ticket
 
         header = jax.ShapeDtypeStruct((HEADER_SIZE,), jnp.float32)

@@ -10,7 +10,7 @@ from jax.experimental import io_callback
 
 from jdaso._base import Exchange, Leaves, PyTree
 from jdaso._leaves import outline
-from jdaso._wire import check_wire, sum_dtype, wire_dtype
+from jdaso._wire import check_wire, sum_dtype, wire_dtype, wire_shape
 from jdaso.exchange._axis import single_exchange
 from jdaso.exchange._callback import Callbacks
 from jdaso.exchange._courier import Courier
@@ -42,8 +42,8 @@ def mpi_exchange(
 
     Args:
         topology: from :func:`jdaso.discover_topology`.
-        wire: dtype name forced on all exchanges of algorithms, ``float32``, ``bfloat16`` or
-            ``float16``; None leaves it to the algorithm.
+        wire: dtype name forced on all exchanges of algorithms, ``float32``, ``bfloat16``,
+            ``float16`` or ``int8``; None leaves it to the algorithm.
         chunk_bytes: size of one message at most.
         timeout: seconds after which an exchange that has not ended is an error. It must cover
             everything that one node does alone, such as an evaluation or a checkpoint.
@@ -95,7 +95,8 @@ def mpi_exchange(
         return desk if desk is not None and single and not wide else callbacks
 
     def start(ticket, number, step, leaves: Leaves, header, wire):
-        specs = [Spec(x.shape, wire_dtype(x.dtype, wire)) for x in leaves]
+        dtypes = [wire_dtype(x.dtype, wire) for x in leaves]
+        specs = [Spec(wire_shape(x.shape, d), d) for x, d in zip(leaves, dtypes, strict=True)]
 
         def call(ticket):
             return way(leaves).post(specs, leaves, ticket, number, step, header)

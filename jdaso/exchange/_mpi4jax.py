@@ -14,11 +14,13 @@ from jax import lax
 
 from jdaso._base import Exchange, Leaves, PyTree
 from jdaso._leaves import outline
-from jdaso._wire import pack_sum, sum_dtype, unpack_sum
+from jdaso._wire import BLOCKS, check_wire, pack_sum, sum_dtype, unpack_sum
 from jdaso.exchange._axis import single_exchange
 from jdaso.exchange._operations import check_alike
 from jdaso.exchange._stored import stored_exchange
 from jdaso.topology import Topology
+
+_NO_INT8 = "mpi4jax_exchange has no wire 'int8'; use mpi_exchange, or a wire of 16 bits."
 
 
 def mpi4jax_exchange(topology: Topology, wire: str | None = None) -> Exchange:
@@ -37,7 +39,8 @@ def mpi4jax_exchange(topology: Topology, wire: str | None = None) -> Exchange:
         parameters. With one node, :func:`jdaso.single_exchange`.
 
     Raises:
-        ValueError: for several devices per process, or an unknown wire.
+        ValueError: for several devices per process, an unknown wire, or int8, which only the
+            other exchanges have; in ``update``, if an algorithm asks for it.
         JdasoError: in ``init``, if the nodes' parameters differ in structure, shape or dtype.
 
     >>> import jdaso
@@ -45,6 +48,8 @@ def mpi4jax_exchange(topology: Topology, wire: str | None = None) -> Exchange:
     1
     """
     _check_one_device("mpi4jax_exchange", topology)
+    if check_wire("wire", wire) == "int8":
+        raise ValueError(_NO_INT8)
     if topology.num_nodes == 1:
         return single_exchange(wire)
     import mpi4jax
@@ -53,6 +58,8 @@ def mpi4jax_exchange(topology: Topology, wire: str | None = None) -> Exchange:
     size = topology.num_nodes
 
     def all_reduce(arrays: Leaves) -> Leaves:
+        if any(x.dtype == BLOCKS for x in arrays):
+            raise ValueError(_NO_INT8)
         return _fused(functools.partial(_all_reduce, mpi4jax, comm, size), arrays)
 
     def broadcast(leaves: Leaves, root: int) -> Leaves:

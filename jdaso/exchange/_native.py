@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdaso._base import HEADER_SIZE, Leaves, Number
+from jdaso._wire import pack
 from jdaso.exchange._courier import Courier
 from jdaso.exchange._staging import Spec
 
@@ -121,7 +122,7 @@ class Desk:
             for x, spec in zip(leaves, specs, strict=True)
         ]
         cast = [
-            x if halve else x.astype(spec.dtype)
+            x if halve else pack(x, spec.dtype)
             for x, halve, spec in zip(leaves, narrow, specs, strict=True)
         ]
         # Without side effects, as far as XLA knows: what comes later depends on the ticket.

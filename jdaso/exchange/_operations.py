@@ -5,6 +5,7 @@ Every operation yields the ranks, in its communicator, from which it still waits
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -66,7 +67,7 @@ def sum_staged(comm: Any, staging: Staging, chunk_bytes: int) -> Waits:
     """Sums what is staged over the members of a communicator; returns the bytes sent."""
     sent = 0
     for vector, sums in staging.pairs:
-        elements = max(1, chunk_bytes // vector.itemsize)
+        elements = max(1, chunk_bytes // (vector.itemsize * math.prod(vector.shape[1:])))
         sent += yield from all_reduce(comm, vector, sums, elements, _FIRST_TAG)
     return sent
 

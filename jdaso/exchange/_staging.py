@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jdaso._wire import sum_dtype
+from jdaso._int8 import count
+from jdaso._wire import sum_dtype, sum_shape, wire_shape
 
 
 class Spec(NamedTuple):
-    """Shape and wire dtype of one leaf."""
+    """Shape and dtype of one leaf as it crosses."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -44,7 +45,7 @@ class Staging:
     Two copies of what crosses, on the host, allocated once.
 
     Args:
-        specs: shape and wire dtype of the leaves, in order.
+        specs: shape and dtype of the leaves as they cross, in order.
 
     >>> staging = Staging([Spec((2,), np.dtype("float32")), Spec((), np.dtype("float32"))])
     >>> staging.put([np.array([1.0, 2.0]), np.array(3.0)])
@@ -57,22 +58,25 @@ class Staging:
         lengths: dict[np.dtype, int] = {}
         places = []
         for shape, dtype in self.specs:
-            start = lengths.get(dtype, 0)
-            lengths[dtype] = start + math.prod(shape)
+            start, row = lengths.get(dtype, 0), math.prod(_row(dtype))
+            lengths[dtype] = start + math.prod(shape) // row
             places.append(slice(start, lengths[dtype]))
         pairs = {
-            dtype: (np.empty(length, dtype), np.empty(length, sum_dtype(dtype)))
+            dtype: (
+                np.empty((length, *_row(dtype)), dtype),
+                np.empty((length, *sum_shape(_row(dtype), dtype)), sum_dtype(dtype)),
+            )
             for dtype, length in lengths.items()
         }
         self.pairs = list(pairs.values())
-        #: What is sent, in the leaves' shapes.
+        #: What is sent, in the shapes in which it crosses.
         self.leaves = [
             pairs[dtype][0][place].reshape(shape)
             for (shape, dtype), place in zip(self.specs, places, strict=True)
         ]
-        #: The sums in the leaves' shapes.
+        #: The sums, in the leaves' shapes or, of rows of bytes, in rows that end with zeros.
         self.sums = [
-            pairs[dtype][1][place].reshape(shape)
+            pairs[dtype][1][place].reshape(sum_shape(shape, dtype))
             for (shape, dtype), place in zip(self.specs, places, strict=True)
         ]
         self.record = np.zeros((), RECORD)
@@ -118,12 +122,12 @@ class Pool:
 
     def __init__(self) -> None:
         self._reading: list[tuple[Staging, int, bool]] = []
-        self._spare: dict[tuple[tuple[int, ...], ...], list[Staging]] = {}
+        self._spare: dict[tuple[int, ...], list[Staging]] = {}
 
     def take(self, specs: Sequence[Spec]) -> Staging:
         """Memory that nobody reads any more, or new memory; there is none for another wire."""
         self._sort()
-        spare = self._spare.get(_shapes(specs), [])
+        spare = self._spare.get(_sizes(specs), [])
         # Sums of another wire will not be asked for again soon: their memory goes.
         spare[:] = [staging for staging in spare if staging.specs == tuple(specs)]
         if not spare:
@@ -140,9 +144,15 @@ class Pool:
     def _sort(self) -> None:
         for staging, takers, spare in self._reading:
             if spare and staging.record["taken"] == takers:
-                self._spare.setdefault(_shapes(staging.specs), []).append(staging)
+                self._spare.setdefault(_sizes(staging.specs), []).append(staging)
         self._reading = [entry for entry in self._reading if entry[0].record["taken"] < entry[1]]
 
 
-def _shapes(specs: Sequence[Spec]) -> tuple[tuple[int, ...], ...]:
-    return tuple(spec.shape for spec in specs)
+def _sizes(specs: Sequence[Spec]) -> tuple[int, ...]:
+    """What leaves have in common with themselves on any other wire: how many blocks they fill."""
+    return tuple(count(sum_shape(*spec)) for spec in specs)
+
+
+def _row(dtype: np.dtype) -> tuple[int, ...]:
+    """The shape of one element on the wire."""
+    return wire_shape((), dtype)[1:]

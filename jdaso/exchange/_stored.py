@@ -11,7 +11,7 @@ import optax
 
 from jdaso._base import HEADER_SIZE, Exchange, Leaves, PyTree
 from jdaso._leaves import is_float
-from jdaso._wire import check_wire, sum_dtype, wire_dtype
+from jdaso._wire import check_wire, pack, sum_dtype, unpadded, wire_dtype
 
 
 class StoredState(NamedTuple):
@@ -33,8 +33,9 @@ def stored_exchange(
     Args:
         num_nodes: members of the exchange.
         wire: dtype name forced on what crosses, or None.
-        all_reduce: adds up arrays, given in their wire dtypes, over the nodes; returns the sums
-            rounded to the wire, in the dtype in which they were accumulated.
+        all_reduce: adds up arrays, given as they cross, over the nodes; returns the sums
+            rounded to the wire, in the dtype in which they were accumulated. Of those of blocks
+            (the wire int8) the rows that a node adds up over MPI are not rounded.
         broadcast: the leaves of one node.
         compare: raises if the nodes' parameters are not alike.
 
@@ -57,11 +58,14 @@ def stored_exchange(
     def start(state, number, step, leaves, header, wire):
         del step
         cast = [
-            jnp.where(header[0] > 0, x, jnp.zeros_like(x)).astype(wire_dtype(x.dtype, wire))
+            pack(jnp.where(header[0] > 0, x, jnp.zeros_like(x)), wire_dtype(x.dtype, wire))
             for x in leaves
         ]
         *sums, header = all_reduce([*cast, header])
-        sums = [s.astype(sum_dtype(x.dtype)) for s, x in zip(sums, leaves, strict=True)]
+        sums = [
+            unpadded(s, x.shape).astype(sum_dtype(x.dtype))
+            for s, x in zip(sums, leaves, strict=True)
+        ]
         treedef = jax.tree.structure(state.sums)
         return StoredState(jax.tree.unflatten(treedef, sums), header), number + 1
 

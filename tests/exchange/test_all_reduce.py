@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from jdaso._int8 import pack, unpack
+from jdaso._wire import sum_shape
 from jdaso.exchange import _all_reduce
-from jdaso.exchange._all_reduce import all_reduce
+from jdaso.exchange._all_reduce import all_reduce, shards
 
 
 class Network:
@@ -68,7 +70,7 @@ class Member:
 def reduce_all(vectors, chunk_elements, late=()):
     size = len(vectors)
     network = Network(dict(late))
-    sums = [np.empty_like(v, dtype=np.float32) for v in vectors]
+    sums = [np.empty(sum_shape(v.shape, v.dtype), np.float32) for v in vectors]
     running = {
         rank: all_reduce(Member(network, rank, size), vectors[rank], sums[rank], chunk_elements, 2)
         for rank in range(size)
@@ -96,6 +98,21 @@ def test_every_member_gets_the_same_sum(size, length):
         np.testing.assert_array_equal(total, sums[0])
     np.testing.assert_allclose(sums[0], np.sum(vectors, axis=0), rtol=1e-6, atol=1e-6)
     assert sum(sent.values()) == 2 * (size - 1) * length * 4
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 3, 100])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_blocks_are_rounded_on_the_way_back_but_where_they_were_added_up(size, chunk_elements):
+    rng = np.random.default_rng(0)
+    vectors = [pack(rng.normal(size=(10, 64)).astype(np.float32)) for _ in range(size)]
+    total = sum(map(unpack, vectors))
+    assert size == 1 or (unpack(pack(total)) != total).any()
+    sums, sent = reduce_all(vectors, chunk_elements)
+    for own, arrived in zip(shards(10, size), sums, strict=True):
+        expected = unpack(pack(total))
+        expected[own] = total[own]
+        np.testing.assert_array_equal(arrived, expected)
+    assert sum(sent.values()) == 2 * (size - 1) * 10 * 65
 
 
 @pytest.mark.parametrize("number", range(12))

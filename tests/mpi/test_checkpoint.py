@@ -11,7 +11,7 @@ import jdaso
 @pytest.mark.parametrize(
     ("saved_at", "algorithms"),
     [
-        (13, ["daso", "easgd"]),
+        (13, ["daso", "easgd", "dasgd int8"]),
         (14, ["dasgd fragments", "moments average"]),
     ],
 )
@@ -24,10 +24,10 @@ def test_resumed_run_ends_with_the_same_bits(tmp_path, saved_at, algorithms):
             assert f"rank {rank}: {name} passed, {flying} in flight" in ended.output
 
 
-@pytest.mark.parametrize("nodes", [3, 1])
-def test_other_number_of_nodes_goes_on_from_the_mean(tmp_path, nodes):
-    passes(mpiexec(2, "other_nodes.py", "save", tmp_path, 2))
-    passes(mpiexec(nodes, "other_nodes.py", "restore", tmp_path, 2))
+@pytest.mark.parametrize(("nodes", "wire"), [(3, "int8"), (1, "float32")])
+def test_other_number_of_nodes_goes_on_from_the_mean(tmp_path, nodes, wire):
+    passes(mpiexec(2, "other_nodes.py", "save", tmp_path, 2, wire))
+    passes(mpiexec(nodes, "other_nodes.py", "restore", tmp_path, 2, wire))
 
 
 def test_signal_that_one_node_hears_stops_all_at_the_same_step():

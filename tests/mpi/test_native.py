@@ -19,6 +19,7 @@ needs_library = pytest.mark.skipif(
         ("--fragments", 3),
         ("--dtypes", "float32", "bfloat16", "float16"),
         ("--wire", "bfloat16", "--blocking-wire", "float16"),
+        ("--wire", "int8", "--blocking-wire", "bfloat16"),
         ("--devices", 2),
     ],
     ids=lambda options: " ".join(map(str, options)),

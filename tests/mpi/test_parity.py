@@ -46,6 +46,15 @@ def test_float16_wire():
     passes(mpiexec(3, "parity.py", "--wires", "float16", "float16"))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [(2, "--wires", "int8", "bfloat16"), (3, "--wires", "int8", "int8", "--chunk-bytes", 16)],
+)
+def test_int8_wire(options):
+    """A virtual cluster rounds what MPI rounds, and who adds up does not depend on the chunks."""
+    passes(mpiexec(options[0], "parity.py", *options[1:]))
+
+
 def test_mpi4jax_equals_virtual_cluster_with_a_delay():
     passes(mpiexec(2, "parity.py", "--exchange", "mpi4jax"))
 
@@ -62,7 +71,7 @@ def test_update_inside_shard_map_equals_update_outside():
     passes(mpiexec(2, "inside_shard_map.py"))
 
 
-@pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16", "int8"])
 def test_bytes_on_the_wire_are_those_of_a_ring_all_reduce(wire):
     passes(mpiexec(3, "wire_bytes.py", wire))
 

@@ -42,6 +42,7 @@ def daso(exchange, schedule, **options):
 # name -> exchange -> a whole optimizer; it needs no more than the three leaves of first_params.
 ALGORITHMS = {
     "dasgd": lambda x: optax.chain(SGD, jdaso.dasgd(x, 4, 3)),
+    "dasgd int8": lambda x: optax.chain(SGD, jdaso.dasgd(x, 4, 3, wire="int8")),
     "dasgd fragments": lambda x: optax.chain(SGD, jdaso.dasgd(x, 4, 4, fragments=3)),
     "local_sgd": lambda x: optax.chain(SGD, jdaso.local_sgd(x, 4)),
     "easgd": lambda x: optax.chain(SGD, jdaso.easgd(x, 4)),

@@ -1,7 +1,9 @@
 """Blocking exchanges by mpi4jax and by the progress thread end with the same bits."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 from common import daso, first_params, gradients, loss, make_step
 
 import jdaso
@@ -21,3 +23,7 @@ for wire in ("float32", "bfloat16", "float16"):
         results.append((params, jdaso.consensus(exchange, params)))
     for x, y in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+tx = jdaso.allreduce_gradients(jdaso.mpi4jax_exchange(topology), wire="int8")
+with pytest.raises(ValueError, match="has no wire 'int8'; use mpi_exchange"):
+    tx.update(jnp.ones(3), tx.init(jnp.ones(3)))

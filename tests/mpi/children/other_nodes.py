@@ -1,6 +1,6 @@
 """A run saved in flight by some nodes and restored by a number of others: the mean goes on.
 
-other_nodes.py save|restore FOLDER NODES_THAT_SAVED
+other_nodes.py save|restore FOLDER NODES_THAT_SAVED WIRE
 """
 
 import sys
@@ -20,10 +20,10 @@ def state_of(node, averaging, params):
     return {"params": shifted, "averaging": averaging.init(params), "seed": 7, "rate": node / 2}
 
 
-def main(action, folder, saved):
+def main(action, folder, saved, wire):
     topology = jdaso.discover_topology()
     exchange = jdaso.mpi_exchange(topology, timeout=60)
-    averaging = jdaso.dasgd(exchange, period=4, delay=3)
+    averaging = jdaso.dasgd(exchange, period=4, delay=3, wire=wire)
     params = first_params()
     state = state_of(topology.node, averaging, params)
     checkpoints = Checkpoints(folder, topology, exchange)
