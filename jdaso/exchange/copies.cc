@@ -95,8 +95,9 @@ class Desk {
 
 // Desks are known by number: a compiled program may outlive the process that compiled it, in JAX's
 // persistent cache, and pointers do not.
-std::mutex desks_mutex;
-std::vector<std::unique_ptr<Desk>> desks;
+// They are never destroyed: a process that MPI aborts would wait in exit() for their threads.
+auto& desks_mutex = *new std::mutex;
+auto& desks = *new std::vector<std::unique_ptr<Desk>>;
 
 Desk* At(int32_t desk) {
   std::lock_guard<std::mutex> lock(desks_mutex);
