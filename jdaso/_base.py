@@ -160,7 +160,7 @@ class Exchange(NamedTuple):
             exchanges were on their way, and seconds of them that training was blocked.
         history: ``() -> list`` of the last thousand exchanges that have ended, what took how long.
         posted: ``() -> dict`` by number, of what flies with the host and not in the state; a
-            checkpoint needs both.
+            checkpoint needs both. Complete when the program that has posted has ended.
         post_again: the inverse, on all nodes together: what was posted flies once more, and what
             was still in flight is forgotten.
         anyone: ``(flag) -> bool``, whether any node said True, now or some calls ago, the same

@@ -38,6 +38,7 @@ def main(action, folder, saved, wire):
         assert topology.num_nodes == int(saved)
         for t in range(4):
             state = step(state, t)
+        jax.block_until_ready(state)  # or the last step may not have posted yet
         assert exchange.posted()
         # What is compared afterwards is simple; what flies stays in flight.
         simple = jax.tree.map(lambda x: x + topology.node, params)
