@@ -114,7 +114,7 @@ def draw(found: list[dict], title: str, out: Path) -> None:
         axes.invert_yaxis()
     else:
         axes.legend()
-    axes.set_title(title)
+    axes.set_title(title, fontsize="small")
     figure.savefig(out, dpi=120)
 
 
