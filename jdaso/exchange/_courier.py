@@ -114,7 +114,8 @@ class Courier:
     def reserve(self, number: int, specs: Sequence[Spec]) -> Staging:
         """Host memory for an exchange that is about to be posted; the leaves go into it."""
         with self._lock:
-            if number in self._flights or UNCOUNTED < number <= self._highest:
+            under_way = number in self._flights or number in self._reserved
+            if under_way or UNCOUNTED < number <= self._highest:
                 raise JdasoError(
                     f"{_called(number)} was posted twice in {self._name}: one optimizer state "
                     "was stepped twice (as optax.MultiSteps does: accumulate gradients in the "
@@ -145,8 +146,8 @@ class Courier:
         """Waits for an exchange; forgets it when ``takers`` devices have asked for it.
 
         Returns:
-            The memory in which the sums are, until each taker has called ``taken`` on it, and the
-            summed header.
+            The memory in which the sums are, until its record says that each taker has copied
+            them, and the summed header.
         """
         with self._lock:
             if takers > 1:
