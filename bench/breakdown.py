@@ -27,7 +27,8 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
-from machine import keep_memory, machine, matmuls_for  # noqa: E402
+from machine import keep_memory, machine  # noqa: E402
+from step import matmuls_for  # noqa: E402
 
 import jdaso  # noqa: E402
 

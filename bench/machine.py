@@ -6,7 +6,6 @@ import ctypes
 import importlib.metadata
 import os
 import platform
-import time
 
 
 def machine() -> str:
@@ -39,15 +38,3 @@ def keep_memory() -> None:
     libc = ctypes.CDLL(None)
     libc.mallopt(trim_threshold, 2**31 - 1)
     libc.mallopt(mmap_max, 0)
-
-
-def matmuls_for(seconds: float) -> int:
-    """How many products of matrices 384 x 384 take about so long; stand for a gradient."""
-    import jax
-
-    matrix = jax.numpy.full((384, 384), 1 / 384)
-    run = jax.jit(lambda m, n: jax.lax.fori_loop(0, n, lambda _, x: x @ m, m))
-    run(matrix, 20).block_until_ready()
-    start = time.perf_counter()
-    run(matrix, 100).block_until_ready()
-    return max(1, round(100 * seconds / (time.perf_counter() - start)))

@@ -12,7 +12,6 @@ exchanges, one after the other; printed is the median of the pairs' ratios, with
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import statistics
 import time
@@ -25,24 +24,10 @@ os.sched_setaffinity(0, {cores[int(os.environ.get("PMI_RANK", "0")) % len(cores)
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
-from machine import keep_memory, machine, matmuls_for  # noqa: E402
+from machine import keep_memory, machine  # noqa: E402
+from step import make_step, matmuls_for  # noqa: E402
 
 import jdaso  # noqa: E402
-
-
-def make_step(tx, matmuls):
-    """A jitted training step: matmuls that stand for the gradient, then the optimizer."""
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, opt_state, matrix):
-        matrix = jax.lax.fori_loop(0, matmuls, lambda _, m: m @ matrix, matrix)
-        # The gradient depends on the matmuls, so the update cannot run before they have ended.
-        slope = 1e-6 + 0.0 * matrix[0, 0]
-        grads = jax.tree.map(lambda p: slope * p, params)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, slope
-
-    return step
 
 
 def main():

@@ -1,8 +1,9 @@
-"""Checks of a schedule's numbers, before anything is traced."""
+"""Checks of arguments, before anything is traced."""
 
 from __future__ import annotations
 
 import numbers
+from collections.abc import Iterable
 
 
 def check_period_and_delay(period: int, delay: int) -> None:
@@ -39,3 +40,9 @@ def check_whole(name: str, value: int, least: int) -> None:
     """Raises ValueError, naming the argument, unless a value is a whole number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+
+
+def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    """Raises ValueError, naming the argument, unless a value is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")

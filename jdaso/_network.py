@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jdaso import _int8
-from jdaso._checks import check_whole
+from jdaso._checks import check_choice, check_whole
 
-PATTERNS = ("direct", "ring", "butterfly", "tree")
+PATTERNS = ("direct", "ring", "halving", "butterfly", "tree")
 #: Numbers that share a scale, of one byte, on an int8 wire.
 INT8_BLOCK = _int8.NUMBERS
 BYTES = {
@@ -79,7 +79,8 @@ def allreduce_time(
     Of P members, each level takes, with latency a and bandwidth w,
 
         direct        2 a + 2 (P-1)/P n/w               jdaso.mpi_exchange
-        ring          2 (P-1) (a + n/(P w))
+        ring          2 (P-1) (a + n/(P w))               the same with pattern="ring"
+        halving       2 log2(P) a + 2 (P-1)/P n/w         the same with pattern="halving"
         butterfly     log2(P) (a + n/w)                 DaSGD Table II, "Butterfly"
         tree          2 log2(P) (a + n/w)               DaSGD Table II, "Tree"
 
@@ -127,6 +128,7 @@ def _passes(pattern: str, members: int) -> tuple[int, float]:
     return {
         "direct": (2, share),
         "ring": (2 * (members - 1), share),
+        "halving": (2 * rounds, share),
         "butterfly": (rounds, rounds),
         "tree": (2 * rounds, 2 * rounds),
     }[pattern]
@@ -197,8 +199,3 @@ def check_number(name: str, value: float, above: bool = False) -> None:
     if not real or not math.isfinite(value) or value < 0 or (above and value == 0):
         least = "above 0" if above else "of at least 0"
         raise ValueError(f"{name} must be a finite number {least}, got {value!r}.")
-
-
-def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")

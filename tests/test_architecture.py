@@ -51,7 +51,7 @@ ROWS = {
     "_runs": set(),
     **dict.fromkeys(LEAVES, FOUNDATION | {"_checks", "_network"}),
     "topology": FOUNDATION | LEAVES | {"_layout"},
-    "exchange": FOUNDATION | LEAVES | {"exchange", "topology"},
+    "exchange": FOUNDATION | LEAVES | {"_checks", "exchange", "topology"},
     "center": FOUNDATION | LEAVES | {"center", "topology"},
     "algorithms": ENGINE | {"algorithms", "schedules"},
 }

@@ -1,4 +1,4 @@
-"""The host's side of an MPI exchange: communicators, memory, and what is in flight."""
+"""The host's side of an MPI exchange: memory, and what is in flight."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from jdaso._base import UNCOUNTED, Flown, JdasoError, Posted, nothing_to_report
 from jdaso.exchange import _operations as operations
+from jdaso.exchange._channels import Channels, Strategy
 from jdaso.exchange._farewell import Farewell
 from jdaso.exchange._progress import Progress, Request
 from jdaso.exchange._staging import Pool, Spec, Staging
@@ -24,20 +25,6 @@ from jdaso.topology import Topology
 _ANSWER_AFTER = 4
 # How long devices of a node wait for the one among them that posts.
 _POST_SECONDS = 30.0
-
-
-class Channel(NamedTuple):
-    """The communicators of one local index.
-
-    Attributes:
-        group: over the nodes; None in a process that does not carry this index.
-        node: over the processes of this node; None where a node is one process.
-        carrier: local rank of the processes that carry this index.
-    """
-
-    group: Any
-    node: Any
-    carrier: int
 
 
 class Flight(NamedTuple):
@@ -54,19 +41,16 @@ class Courier:
 
     Args:
         topology: who the others are.
-        chunk_bytes: size of one message at most.
+        strategy: how exchanges cross.
         timeout: seconds after which an exchange that has not ended is an error.
     """
 
-    def __init__(self, topology: Topology, chunk_bytes: int, timeout: float):
+    def __init__(self, topology: Topology, strategy: Strategy, timeout: float):
         self._topology = topology
         self._name = topology.describe(topology.rank)
-        self._chunk_bytes = chunk_bytes
-        self._channels = _channels(topology)
-        # For consensus, broadcast and comparison, which must not meet what is in flight.
-        self._aside = _channels(topology)[0]
+        self._channels = Channels(topology, strategy)
+        # For broadcast and comparison, which must not meet what is in flight.
         self._world = topology.comm.Dup()
-        self._greetings = topology.comm.Dup()
         self._questions = topology.comm.Dup()
         self._asked: deque[Request] = deque()
         self._progress = Progress(
@@ -133,9 +117,9 @@ class Courier:
         """Lets what is in the reserved memory fly."""
         with self._lock:
             staging = self._reserved.pop(number)
-            line = UNCOUNTED if number == UNCOUNTED else number % len(self._channels)
+            line = self._channels.line(number)
             request = self._progress.submit(
-                self._exchange(number, step, header, staging, self._last.get(line)),
+                self._channels.exchange(number, step, header, staging, self._last.get(line)),
                 f"{_called(number)}, posted by {self._name} after step {step},",
             )
             self._last[line] = request
@@ -237,60 +221,6 @@ class Courier:
     def _run(self, operation: operations.Waits, what: str) -> Any:
         request = self._progress.submit(operation, f"{what}, called by {self._name},")
         return self._progress.wait(request)
-
-    def _exchange(
-        self,
-        number: int,
-        step: int,
-        header: np.ndarray,
-        staging: Staging,
-        before: Request | None,
-    ) -> operations.Waits:
-        channel = (
-            self._aside if number == UNCOUNTED else self._channels[number % len(self._channels)]
-        )
-        places, own = self._topology.places, self._topology.places[self._topology.rank]
-        by_node = sorted(range(len(places)), key=lambda rank: places[rank].node)
-        total = yield from operations.greet(
-            self._greetings,
-            staging.fingerprint,
-            number,
-            step,
-            header,
-            [rank for rank in by_node if places[rank].local_rank == channel.carrier],
-            self._topology.describe,
-        )
-        # One after the other on a communicator: exchanges of several fragments may be in flight,
-        # and their messages look alike.
-        while before is not None and not before.done.is_set():
-            yield before.waiting_for
-        if before is not None and before.error is not None:
-            raise before.error  # its messages may still arrive, and would be taken for these
-        sent = 0
-        if channel.group is not None:
-            sent = yield from operations.in_world_ranks(
-                operations.sum_staged(channel.group, staging, self._chunk_bytes),
-                [rank for rank in by_node if places[rank].local_rank == own.local_rank],
-            )
-        if channel.node is not None:
-            # Ranks within a node are in the order of local ranks, as those of its communicator.
-            members = sorted(
-                (rank for rank in by_node if places[rank].node == own.node),
-                key=lambda rank: places[rank].local_rank,
-            )
-            sums = [sums for _, sums in staging.pairs]
-            yield from operations.in_world_ranks(
-                operations.broadcast(channel.node, sums, channel.carrier), members
-            )
-        return total, sent
-
-
-def _channels(topology: Topology) -> list[Channel]:
-    several = topology.processes_per_node > 1
-    return [
-        Channel(group, topology.node_communicator() if several else None, index * several)
-        for index, group in enumerate(topology.group_communicators())
-    ]
 
 
 def _called(number: int) -> str:

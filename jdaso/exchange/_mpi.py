@@ -9,10 +9,13 @@ from jax import lax
 from jax.experimental import io_callback
 
 from jdaso._base import Exchange, Leaves, PyTree
+from jdaso._checks import check_choice
 from jdaso._leaves import outline
 from jdaso._wire import check_wire, sum_dtype, wire_dtype, wire_shape
+from jdaso.exchange._all_reduce import PATTERNS
 from jdaso.exchange._axis import single_exchange
 from jdaso.exchange._callback import Callbacks
+from jdaso.exchange._channels import Strategy
 from jdaso.exchange._courier import Courier
 from jdaso.exchange._native import Desk, chosen
 from jdaso.exchange._staging import Spec
@@ -26,13 +29,25 @@ def mpi_exchange(
     chunk_bytes: int = 1 << 20,
     timeout: float = 600.0,
     native: bool | None = None,
+    pattern: str = "direct",
+    senders: str = "one",
 ) -> Exchange:
     """Nodes are MPI processes; what is posted is carried by a thread of its own.
 
     ``start`` copies the parameters to the host and returns; a thread exchanges them in chunks,
-    adding up in float32; ``finish`` returns the sums, waiting if it must. A process sends
-    ``2 (P-1)/P`` times the bytes of its parameters on the wire, as a ring all-reduce does. The
-    k-th exchange is carried by local index ``k mod L``. Collective over all processes.
+    adding up in float32; ``finish`` returns the sums, waiting if it must. Of n bytes on the wire,
+    a node sends ``2 (P-1)/P n``, the least that an all-reduce can. Collective over all processes.
+
+    How the bytes cross, with latency a and the members P of a communicator:
+
+    - ``pattern="direct"``: two messages after one another, ``2 a``, P-1 of them side by side;
+      added up in the order of nodes, rounded twice, and so bit for bit what the other exchanges
+      compute. ``"ring"``: ``2 (P-1) a``, no node is written to by two at once. ``"halving"``:
+      ``2 log2(P) a``, for P a power of two. The last two add up in another order, and a wire
+      narrower than float32 rounds at every hop.
+    - ``senders="one"``: the k-th exchange is carried by local index ``k mod L`` of each node.
+      ``"all"``: each local index carries 1/L of every exchange on its own communicator, all at
+      once; with several processes per node, each of them sends. The same bits.
 
     From jit on replicated values the program calls the host once per node; from inside
     ``shard_map`` over the axis ``"local"`` one device posts, and each collects a copy. One
@@ -49,6 +64,8 @@ def mpi_exchange(
             everything that one node does alone, such as an evaluation or a checkpoint.
         native: whether parameters are copied by compiled code; None: where it was built and
             serves the devices (CPU), with a warning where it was not built.
+        pattern: ``direct``, ``ring`` or ``halving``, as above.
+        senders: ``one`` or ``all``, as above.
 
     Returns:
         A :class:`jdaso.Exchange`. Its state is one int32; what is in flight is with the host,
@@ -56,8 +73,10 @@ def mpi_exchange(
         parameters, so all must call it. With one node, :func:`jdaso.single_exchange`.
 
     Raises:
-        ValueError: for an unknown wire, numbers that are not positive, or ``native=True`` where
-            compiled copies cannot be used.
+        ValueError: for an unknown wire, pattern or sender, numbers that are not positive,
+            ``native=True`` where compiled copies cannot be used, ``halving`` on a number of nodes
+            that is no power of two, or int8, also of an algorithm, with a pattern that is not
+            ``direct``: error feedback needs to know all that is rounded.
         JdasoError: in ``init``, if the nodes' parameters differ in structure, shape or dtype;
             in ``update``, if nodes are at different steps, or one is missing at the deadline.
 
@@ -71,14 +90,24 @@ def mpi_exchange(
         raise ValueError(f"chunk_bytes must be in [16, 2**31), got {chunk_bytes}.")
     if timeout <= 0:
         raise ValueError(f"timeout must be positive seconds, got {timeout}.")
-    if topology.num_nodes == 1:
+    check_choice("pattern", pattern, PATTERNS)
+    check_choice("senders", senders, ("one", "all"))
+    nodes = topology.num_nodes
+    if pattern == "halving" and nodes & (nodes - 1):
+        raise ValueError(
+            f"pattern='halving' needs 2, 4, 8, ... nodes, and there are {nodes}; use 'ring', which "
+            "sends as many bytes, or 'direct'."
+        )
+    if wire == "int8":
+        _check_int8(pattern)
+    if nodes == 1:
         alone = single_exchange(wire)
         if len(topology.processes) == 1:
             return alone
         node = topology.comm.Dup()
         return alone._replace(anyone=lambda flag: any(node.allgather(flag)))
     native = chosen(native, topology.devices[0].platform)
-    courier = Courier(topology, chunk_bytes, timeout)
+    courier = Courier(topology, Strategy(pattern, senders, chunk_bytes), timeout)
     callbacks = Callbacks(courier)
     desk = Desk(courier) if native else None
     local_devices = len(topology.devices)
@@ -95,6 +124,8 @@ def mpi_exchange(
         return desk if desk is not None and single and not wide else callbacks
 
     def start(ticket, number, step, leaves: Leaves, header, wire):
+        if wire == "int8":
+            _check_int8(pattern)
         dtypes = [wire_dtype(x.dtype, wire) for x in leaves]
         specs = [Spec(wire_shape(x.shape, d), d) for x, d in zip(leaves, dtypes, strict=True)]
 
@@ -137,7 +168,7 @@ def mpi_exchange(
         return [jnp.where(arrived, y, x) for y, x in zip(sent, leaves, strict=True)]
 
     return Exchange(
-        topology.num_nodes,
+        nodes,
         wire,
         init,
         start,
@@ -149,6 +180,14 @@ def mpi_exchange(
         post_again=courier.post_again,
         anyone=courier.anyone,
     )
+
+
+def _check_int8(pattern: str) -> None:
+    if pattern != "direct":
+        raise ValueError(
+            f"pattern={pattern!r} rounds sums on their way, of which error feedback knows nothing: "
+            "the wire int8 needs pattern='direct'."
+        )
 
 
 def _local_device() -> jax.Array | None:

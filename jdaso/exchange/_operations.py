@@ -6,13 +6,14 @@ Every operation yields the ranks, in its communicator, from which it still waits
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jdaso._base import HEADER_SIZE, JdasoError
-from jdaso.exchange._all_reduce import all_reduce, wait_for
+from jdaso.exchange._all_reduce import all_reduce, part, shards
+from jdaso.exchange._messages import Waits, wait_for
 from jdaso.exchange._staging import Staging
 
 _GREETING_TAG, _OUTLINE_TAG, _FLAG_TAG, _FIRST_TAG = 0, 1, 2, 3
@@ -20,7 +21,6 @@ _BROADCAST_BYTES = 1 << 26
 _GREETING = np.dtype(
     [("number", "<i8"), ("step", "<i8"), ("specs", "<i8"), ("header", "<f4", (HEADER_SIZE,))]
 )
-Waits = Generator[frozenset[int], None, Any]
 
 
 def greet(
@@ -63,24 +63,38 @@ def greet(
     return total
 
 
-def sum_staged(comm: Any, staging: Staging, chunk_bytes: int) -> Waits:
-    """Sums what is staged over the members of a communicator; returns the bytes sent."""
+class Strategy(NamedTuple):
+    """How an exchange crosses; see :func:`jdaso.mpi_exchange`."""
+
+    pattern: str = "direct"
+    senders: str = "one"
+    chunk_bytes: int = 1 << 20
+
+
+def sum_staged(
+    comm: Any, staging: Staging, strategy: Strategy, index: int = 0, parts: int = 1
+) -> Waits:
+    """Sums a part of what is staged over the members of a communicator; returns the bytes sent."""
     sent = 0
     for vector, sums in staging.pairs:
-        elements = max(1, chunk_bytes // (vector.itemsize * math.prod(vector.shape[1:])))
-        sent += yield from all_reduce(comm, vector, sums, elements, _FIRST_TAG)
+        owned = part(shards(len(vector), comm.Get_size()), index, parts)
+        elements = max(1, strategy.chunk_bytes // (vector.itemsize * math.prod(vector.shape[1:])))
+        sent += yield from all_reduce(
+            comm, vector, sums, owned, elements, _FIRST_TAG, strategy.pattern
+        )
     return sent
 
 
 def broadcast(comm: Any, arrays: Sequence[np.ndarray], root: int) -> Waits:
     """Overwrites arrays with those of one member."""
+    requests = []
     for array in arrays:
         raw = array.reshape(-1).view(np.uint8)
         for start in range(0, len(raw), _BROADCAST_BYTES):
-            request = comm.Ibcast(raw[start : start + _BROADCAST_BYTES], root=root)
-            # The root waits for it knows not whom, and says so by an empty set.
-            while not request.Test():
-                yield frozenset({root} - {comm.Get_rank()})
+            requests.append(comm.Ibcast(raw[start : start + _BROADCAST_BYTES], root=root))
+    while requests := [request for request in requests if not request.Test()]:
+        # The root waits for it knows not whom, and says so by an empty set.
+        yield frozenset({root} - {comm.Get_rank()})
 
 
 def compare(
@@ -137,7 +151,7 @@ def anyone(comm: Any, flag: bool) -> Waits:
     return any(bool(given[0]) for given in flags)
 
 
-def _gather(comm: Any, own: np.ndarray, tag: int) -> Generator[frozenset[int], None, list]:
+def _gather(comm: Any, own: np.ndarray, tag: int) -> Waits:
     """What every member gave, by rank; all of one shape and dtype."""
     size, rank = comm.Get_size(), comm.Get_rank()
     given = [np.empty_like(own) for _ in range(size)]

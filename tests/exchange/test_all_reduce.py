@@ -1,12 +1,13 @@
 """The all-reduce as an algorithm, on a network that holds messages back as MPI may."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jdaso._int8 import pack, unpack
 from jdaso._wire import sum_shape
 from jdaso.exchange import _all_reduce
-from jdaso.exchange._all_reduce import all_reduce, shards
+from jdaso.exchange._all_reduce import all_reduce, part, shards, side_by_side
 
 
 class Network:
@@ -67,14 +68,28 @@ class Member:
         return request
 
 
-def reduce_all(vectors, chunk_elements, late=()):
+def reduce_all(vectors, chunk_elements, late=(), pattern="direct", parts=1):
+    """Every member's sums and bytes sent; each part on a network of its own, all at once."""
     size = len(vectors)
-    network = Network(dict(late))
-    sums = [np.empty(sum_shape(v.shape, v.dtype), np.float32) for v in vectors]
-    running = {
-        rank: all_reduce(Member(network, rank, size), vectors[rank], sums[rank], chunk_elements, 2)
-        for rank in range(size)
-    }
+    networks = [Network(dict(late)) for _ in range(parts)]
+    sums = [np.full(sum_shape(v.shape, v.dtype), np.nan, np.float32) for v in vectors]
+    owned = shards(len(vectors[0]), size)
+
+    def member(rank):
+        return side_by_side(
+            all_reduce(
+                Member(networks[index], rank, size),
+                vectors[rank],
+                sums[rank],
+                part(owned, index, parts),
+                chunk_elements,
+                2,
+                pattern,
+            )
+            for index in range(parts)
+        )
+
+    running = {rank: member(rank) for rank in range(size)}
     sent = {}
     for _ in range(10_000):
         for rank, operation in list(running.items()):
@@ -88,16 +103,64 @@ def reduce_all(vectors, chunk_elements, late=()):
     pytest.fail(f"members {sorted(running)} have not come to an end")
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+# How often a number is rounded to the wire on its longest way, by P members.
+ROUNDINGS = {
+    "direct": lambda size: 2,
+    "ring": lambda size: size,
+    "halving": lambda size: size.bit_length(),
+}
+CASES = [
+    *(("direct", size) for size in (1, 2, 3, 5)),
+    *(("ring", size) for size in (1, 2, 3, 5)),
+    *(("halving", size) for size in (1, 2, 4, 8)),
+]
+
+
+@pytest.mark.parametrize(("pattern", "size"), CASES)
 @pytest.mark.parametrize("length", [0, 1, 7, 1000])
-def test_every_member_gets_the_same_sum(size, length):
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_member_gets_the_same_sum(pattern, size, length, parts, dtype):
     rng = np.random.default_rng(0)
-    vectors = [rng.normal(size=length).astype(np.float32) for _ in range(size)]
-    sums, sent = reduce_all(vectors, chunk_elements=4)
+    wire = jnp.dtype(dtype)
+    vectors = [rng.normal(size=length).astype(wire) for _ in range(size)]
+    sums, sent = reduce_all(vectors, chunk_elements=4, pattern=pattern, parts=parts)
     for total in sums:
         np.testing.assert_array_equal(total, sums[0])
-    np.testing.assert_allclose(sums[0], np.sum(vectors, axis=0), rtol=1e-6, atol=1e-6)
-    assert sum(sent.values()) == 2 * (size - 1) * length * 4
+    wide = [vector.astype(np.float64) for vector in vectors]
+    # Half a unit of the last place, of sums that are at most those of the absolute values.
+    half = float(jnp.finfo(wire).eps) / 2 * ROUNDINGS[pattern](size) + 1e-7 * size
+    assert (np.abs(sums[0] - np.sum(wide, axis=0)) <= half * np.abs(wide).sum(0)).all()
+    assert sum(sent.values()) == 2 * (size - 1) * length * wire.itemsize
+
+
+@pytest.mark.parametrize(("pattern", "size"), CASES)
+def test_every_member_sends_its_share(pattern, size):
+    """2 (P-1)/P of the vector, but for shards of unequal length."""
+    vectors = [np.ones(10_007, np.float32) for _ in range(size)]
+    _, sent = reduce_all(vectors, chunk_elements=1000, pattern=pattern)
+    share = 2 * (size - 1) / size * vectors[0].nbytes
+    assert all(abs(count - share) <= 0.01 * share for count in sent.values())
+
+
+def test_parts_change_no_bit():
+    """Neither the order of adding up nor who does it depends on them."""
+    rng = np.random.default_rng(0)
+    for vectors in (
+        [rng.normal(size=1001).astype(np.float32) for _ in range(3)],
+        [pack(rng.normal(size=(101, 64)).astype(np.float32)) for _ in range(3)],
+    ):
+        whole, _ = reduce_all(vectors, chunk_elements=7)
+        in_parts, _ = reduce_all(vectors, chunk_elements=7, parts=4)
+        np.testing.assert_array_equal(in_parts, whole)
+
+
+@pytest.mark.parametrize("pattern", ["direct", "ring", "halving"])
+def test_float16_does_not_overflow_on_its_way(pattern):
+    """Sums are above 65504, means are not."""
+    vectors = [np.full(10, 60_000, np.float16) for _ in range(4)]
+    sums, _ = reduce_all(vectors, chunk_elements=3, pattern=pattern)
+    np.testing.assert_array_equal(sums, np.full((4, 10), 240_000, np.float32))
 
 
 @pytest.mark.parametrize("chunk_elements", [1, 3, 100])
@@ -117,11 +180,12 @@ def test_blocks_are_rounded_on_the_way_back_but_where_they_were_added_up(size, c
 
 @pytest.mark.parametrize("number", range(12))
 @pytest.mark.parametrize("receiver", [0, 1])
-def test_a_late_message_is_not_taken_for_one_of_another_chunk(number, receiver):
+@pytest.mark.parametrize("pattern", ["direct", "ring", "halving"])
+def test_a_late_message_is_not_taken_for_one_of_another_chunk(number, receiver, pattern):
     """MPI keeps the order in which messages match, not that in which they complete."""
     chunks = 6 * _all_reduce.WINDOW
     vectors = [np.arange(4 * chunks, dtype=np.float32) * 10**rank for rank in range(2)]
     late = {(1 - receiver, receiver, number): 200}
-    sums, _ = reduce_all(vectors, chunk_elements=2, late=late.items())
+    sums, _ = reduce_all(vectors, chunk_elements=2, late=late.items(), pattern=pattern)
     for total in sums:
         np.testing.assert_array_equal(total, vectors[0] + vectors[1])

@@ -1,12 +1,14 @@
 """What crosses the network, in which dtype, and what is said of a wire that is none."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jdaso
 from jdaso._wire import pack_sum, unpack_sum, wire_dtype
-from jdaso.exchange._all_reduce import widened
+from jdaso.exchange._messages import widened
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -53,8 +55,18 @@ def test_complex_parameters_are_refused():
         ({"chunk_bytes": 2**31}, "chunk_bytes must be in"),
         ({"timeout": 0}, "timeout must be positive"),
         ({"wire": "int4"}, "wire must be one of"),
+        ({"pattern": "tree"}, "pattern must be one of direct, ring, halving, got 'tree'"),
+        ({"senders": "two"}, "senders must be one of one, all, got 'two'"),
+        ({"pattern": "ring", "wire": "int8"}, "the wire int8 needs pattern='direct'"),
     ],
 )
 def test_mpi_exchange_refuses_bad_options(option, message):
     with pytest.raises(ValueError, match=message):
         jdaso.mpi_exchange(jdaso.discover_topology(), **option)
+
+
+def test_halving_needs_a_power_of_two():
+    topology = jdaso.discover_topology()
+    three = dataclasses.replace(topology, processes=topology.processes * 3)
+    with pytest.raises(ValueError, match=r"needs 2, 4, 8, \.\.\. nodes, and there are 3"):
+        jdaso.mpi_exchange(three, pattern="halving")

@@ -72,8 +72,38 @@ def test_update_inside_shard_map_equals_update_outside():
 
 
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16", "int8"])
-def test_bytes_on_the_wire_are_those_of_a_ring_all_reduce(wire):
+def test_bytes_on_the_wire_are_the_fewest_that_an_all_reduce_needs(wire):
     passes(mpiexec(3, "wire_bytes.py", wire))
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("processes", "pattern"), [(3, "ring"), (4, "halving")])
+def test_bytes_of_every_pattern_are_as_few(processes, pattern, wire):
+    passes(mpiexec(processes, "wire_bytes.py", wire, "--pattern", pattern))
+
+
+@pytest.mark.parametrize("wire", ["float32", "int8"])
+def test_all_processes_of_a_node_send_the_same_share(wire):
+    options = ("--senders", "all", "--processes-per-node", 2)
+    passes(mpiexec(4, "wire_bytes.py", wire, *options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (4, "--processes-per-node", 2, "--wires", "int8", "bfloat16"),
+        (2, "--devices", 2, "--chunk-bytes", 16),
+        (4, "--processes-per-node", 2, "--algorithms", "all in flight"),
+    ],
+)
+def test_who_sends_changes_nothing(options):
+    passes(mpiexec(options[0], "parity.py", "--senders", "all", *options[1:], **QUICK))
+
+
+@pytest.mark.parametrize(("processes", "pattern"), [(3, "ring"), (4, "halving")])
+def test_patterns_equal_the_virtual_cluster_but_for_the_order_of_adding(processes, pattern):
+    options = ("--pattern", pattern, "--wires", "float32", "float32")
+    passes(mpiexec(processes, "parity.py", *options, **QUICK))
 
 
 def test_two_nodes_of_two_devices_equal_one_large_batch():

@@ -28,6 +28,8 @@ parser.add_argument("--exchange", default="mpi", choices=("mpi", "mpi4jax"))
 parser.add_argument("--devices", type=int, default=1)
 parser.add_argument("--processes-per-node", type=int, default=1)
 parser.add_argument("--chunk-bytes", type=int, default=1 << 20)
+parser.add_argument("--pattern", default="direct")
+parser.add_argument("--senders", default="one")
 parser.add_argument("--dtypes", nargs="+", default=["float32"])
 parser.add_argument("--wires", nargs=2, default=["float32", "bfloat16"])
 parser.add_argument("--delay", type=int, default=2)
@@ -57,7 +59,8 @@ def all_in_flight(exchange):
 
 def make_exchange():
     if arguments.exchange == "mpi":
-        return jdaso.mpi_exchange(topology, chunk_bytes=arguments.chunk_bytes)
+        given = {name: getattr(arguments, name) for name in ("chunk_bytes", "pattern", "senders")}
+        return jdaso.mpi_exchange(topology, **given)
     return jdaso.mpi4jax_exchange(topology)
 
 

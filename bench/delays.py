@@ -1,0 +1,100 @@
+"""The smallest delay at which training never waits, beside the one that is recommended.
+
+    python bench/lab/lab.py up --nodes 2 --rate 200mbit --delay 1ms
+    python bench/lab/lab.py run --pin -- python bench/delays.py [--megabytes 10] [--seconds 0.8 0.4]
+
+For each time of a step it measures a step without exchanges and the flight of an exchange beside
+training, asks jdaso.perf.recommend, and trains with the recommended delay and its neighbours.
+A step counts as not waiting when that takes less than a hundredth of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+
+os.environ.setdefault("NPROC", "16")
+
+import jax
+import jax.numpy as jnp
+import optax
+from machine import keep_memory, machine
+from step import make_step, matmuls_for
+
+import jdaso
+
+LEAVES = 100
+NOTHING = 0.01
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes", type=float, default=10)
+    parser.add_argument("--seconds", type=float, nargs="+", default=[0.8, 0.4, 0.25, 0.15, 0.1])
+    parser.add_argument("--exchanges", type=int, default=12)
+    options = parser.parse_args()
+    keep_memory()
+    topology = jdaso.discover_topology(processes_per_node=1)
+    comm = topology.comm
+    exchange = jdaso.mpi_exchange(topology)
+    size = int(options.megabytes * 250_000 / LEAVES)
+    params = [jnp.full((size,), float(i + topology.rank)) for i in range(LEAVES)]
+    matrix = jnp.full((384, 384), 1 / 384)
+    say = print if topology.rank == 0 else lambda *_, **__: None
+
+    def longest(values: list[float]) -> float:
+        """The median of what took how long on the slowest node."""
+        return statistics.median(max(found) for found in zip(*comm.allgather(values), strict=True))
+
+    def train(matmuls: int, steps: int, *averaging) -> list[float]:
+        """Takes steps; returns the seconds of each."""
+        tx = optax.chain(optax.sgd(1.0), *averaging)
+        step, times = make_step(tx, matmuls), []
+        state = [jax.tree.map(jnp.copy, params), tx.init(params)]
+        comm.Barrier()
+        for _ in range(steps):
+            start = time.perf_counter()
+            *state[:], slope = step(*state, matrix)
+            jax.block_until_ready((state, slope))
+            times.append(time.perf_counter() - start)
+        return times
+
+    def with_exchanges(matmuls: int, delay: int) -> tuple[float, float]:
+        """Seconds of flight and of waiting of an exchange."""
+        schedule = jdaso.constant(delay + 1, delay)
+        train(matmuls, (options.exchanges + 3) * (delay + 1), jdaso.daso(exchange, schedule))
+        # The first two compile, and touch memory for the first time.
+        flown = exchange.history()[-options.exchanges :]
+        flights = [end - start for start, end in (f.flight for f in flown)]
+        return longest(flights), longest([f.wait[1] - f.wait[0] for f in flown])
+
+    say(machine())
+    say(f"{topology.num_nodes} nodes, one core each; {options.megabytes:g} MB of float32")
+    say("| step, s | exchange, s | steps | recommended | waits, ms, by delay | waits no more at |")
+    for seconds in options.seconds:
+        matmuls = max(comm.allgather(matmuls_for(seconds)))
+        alone = longest(train(matmuls, 10)[2:])
+        flight, _ = with_exchanges(matmuls, 2 + int(2 * options.megabytes / 10 / seconds))
+        recommended = jdaso.perf.recommend(alone, flight).delay
+        waits = {
+            delay: with_exchanges(matmuls, delay)[1]
+            for delay in range(max(recommended - 1, 0), recommended + 3)
+        }
+        enough = [delay for delay, wait in waits.items() if wait < NOTHING * alone]
+        listed = ", ".join(f"{delay}: {1e3 * wait:.1f}" for delay, wait in waits.items())
+        found = min(enough) if enough else f"above {max(waits)}"
+        cells = (
+            f"{alone:.3f}",
+            f"{flight:.3f}",
+            f"{flight / alone:.2f}",
+            recommended,
+            listed,
+            found,
+        )
+        say(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
