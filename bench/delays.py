@@ -76,7 +76,8 @@ def main() -> None:
     for seconds in options.seconds:
         matmuls = max(comm.allgather(matmuls_for(seconds)))
         alone = longest(train(matmuls, 10)[2:])
-        flight, _ = with_exchanges(matmuls, 2 + int(2 * options.megabytes / 10 / seconds))
+        awaited, _ = with_exchanges(matmuls, 0)
+        flight, _ = with_exchanges(matmuls, int(awaited / alone) + 2)
         recommended = jdaso.perf.recommend(alone, flight).delay
         waits = {
             delay: with_exchanges(matmuls, delay)[1]
@@ -85,15 +86,8 @@ def main() -> None:
         enough = [delay for delay, wait in waits.items() if wait < NOTHING * alone]
         listed = ", ".join(f"{delay}: {1e3 * wait:.1f}" for delay, wait in waits.items())
         found = min(enough) if enough else f"above {max(waits)}"
-        cells = (
-            f"{alone:.3f}",
-            f"{flight:.3f}",
-            f"{flight / alone:.2f}",
-            recommended,
-            listed,
-            found,
-        )
-        say(f"| {' | '.join(map(str, cells))} |", flush=True)
+        times = f"{alone:.3f} | {flight:.3f} | {flight / alone:.2f}"
+        say(f"| {times} | {recommended} | {listed} | {found} |", flush=True)
 
 
 if __name__ == "__main__":
