@@ -93,7 +93,7 @@ def test_all_processes_of_a_node_send_the_same_share(wire):
     [
         (4, "--processes-per-node", 2, "--wires", "int8", "bfloat16"),
         (2, "--devices", 2, "--chunk-bytes", 16),
-        (4, "--processes-per-node", 2, "--algorithms", "all in flight"),
+        (3, "--devices", 2, "--algorithms", "all in flight", "--dtypes", "float32", "float64"),
     ],
 )
 def test_who_sends_changes_nothing(options):

@@ -1,0 +1,87 @@
+"""Every way in which an exchange can cross: bytes beside the fewest there can be, and seconds.
+
+    mpiexec -n 4 python bench/wires.py [--megabytes 10] [--processes-per-node 2]
+    python bench/lab/lab.py run --pin -- python bench/wires.py          the same on shaped links
+
+An all-reduce of n bytes over P nodes needs 2 (P-1)/P n from each. Counted is what an exchange has
+sent, the most of all nodes; on links of the lab "on eth0" is what the busiest of them has carried,
+headers, greetings and acknowledgements of other messages included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from pathlib import Path
+
+os.environ.setdefault("NPROC", "16")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from machine import keep_memory, machine
+
+import jdaso
+from jdaso import perf
+
+ETH0 = Path("/sys/class/net/eth0/statistics/tx_bytes")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes", type=float, default=10)
+    parser.add_argument("--processes-per-node", type=int, default=1)
+    parser.add_argument("--exchanges", type=int, default=5)
+    options = parser.parse_args()
+    keep_memory()
+    topology = jdaso.discover_topology(options.processes_per_node)
+    comm, nodes = topology.comm, topology.num_nodes
+    count = int(options.megabytes * 250_000)
+    leaf = jnp.ones(count)
+    node_of = [place.node for place in topology.places]
+    in_lab = min(comm.allgather(len({process.host for process in topology.processes}) == nodes))
+    say = print if topology.rank == 0 else lambda *_, **__: None
+
+    def measure(wire: str, pattern: str, senders: str) -> tuple[float, float, float]:
+        """Bytes counted and on eth0 per exchange of the busiest node, and seconds."""
+        exchange = jdaso.mpi_exchange(topology, pattern=pattern, senders=senders)
+        tx = jdaso.allreduce_gradients(exchange, wire=wire)
+        state, update = tx.init(leaf), jax.jit(tx.update)
+        _, state = jax.block_until_ready(update(leaf, state))
+        before, times = exchange.report()["bytes_sent"], []
+        comm.Barrier()
+        link = int(ETH0.read_text()) if in_lab else 0
+        for _ in range(options.exchanges):
+            comm.Barrier()
+            start = time.perf_counter()
+            _, state = jax.block_until_ready(update(leaf, state))
+            times.append(time.perf_counter() - start)
+        comm.Barrier()
+        link = (int(ETH0.read_text()) if in_lab else 0) - link
+        sent = comm.allgather(exchange.report()["bytes_sent"] - before)
+        slowest = statistics.median(map(max, zip(*comm.allgather(times), strict=True)))
+        counted = np.bincount(node_of, sent).max()
+        return counted / options.exchanges, max(comm.allgather(link)) / options.exchanges, slowest
+
+    say(machine())
+    say(f"{nodes} nodes of {options.processes_per_node} processes; {count} parameters")
+    say("| pattern, senders | wire | fewest, MB | counted / fewest | eth0 / fewest | seconds |")
+    patterns = ["direct", "ring"] + ["halving"] * (nodes & (nodes - 1) == 0)
+    for pattern, senders in [(p, "one") for p in patterns] + [("direct", "all")]:
+        for wire in ("float32", "bfloat16", "float16", "int8"):
+            if wire == "int8" and pattern != "direct":
+                continue
+            fewest = 2 * (nodes - 1) / nodes * perf.wire_bytes(count, wire)
+            counted, link, seconds = measure(wire, pattern, senders)
+            on_link = f"{link / fewest:.4f}" if in_lab else "-"
+            say(
+                f"| {pattern}, {senders} | {wire} | {fewest / 1e6:.3f} | {counted / fewest:.4f} | "
+                f"{on_link} | {seconds:.3f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
