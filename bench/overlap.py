@@ -6,7 +6,9 @@ Every process takes steps of a model whose parameters have the given size. A ste
 about the given time, on one core of its own, and updates all parameters by SGD. "alone" does
 nothing else; the others add exchanges. EASGD gives the same numbers whether its sum flies for a
 whole period or training waits for it. Each pair runs the same number of steps alone and with
-exchanges, one after the other; printed is the median of the pairs' ratios, with its range.
+exchanges, one after the other; printed is the median of the pairs' ratios, with its range. What
+is in flight at the end of a run has landed before the next one alone begins, and a run with
+exchanges begins with one in flight.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 from machine import keep_memory, machine  # noqa: E402
-from step import make_step, matmuls_for  # noqa: E402
+from step import Seen, make_step, matmuls_for, settle  # noqa: E402
 
 import jdaso  # noqa: E402
 
@@ -54,13 +56,10 @@ def main():
         state = [jax.tree.map(jnp.copy, params), tx.init(params)]
 
         def run(steps):
-            comm.Barrier()
             start = time.perf_counter()
             for _ in range(steps):
                 *state[:], slope = step(*state, matrix)
-            slope.block_until_ready()
-            jax.block_until_ready(state)
-            comm.Barrier()
+            jax.block_until_ready((state, slope))
             return (time.perf_counter() - start) / steps
 
         for _ in range(3):  # compilation, and the allocator's growth
@@ -68,6 +67,18 @@ def main():
         return run
 
     alone = prepare()
+
+    def pair(run, exchange, seen):
+        """Seconds of a step alone, and with exchanges as they go on and on."""
+        settle(exchange)
+        comm.Barrier()
+        base = alone(arguments.steps)
+        comm.Barrier()
+        run(arguments.steps)  # what this has posted flies into the next
+        with seen:
+            both = base, run(arguments.steps)
+        return tuple(map(max, zip(*comm.allgather(both), strict=True)))
+
     blocking = jdaso.constant(4, 0)
     variants = {
         "daso, period 4, delay 1": lambda e: jdaso.daso(e, jdaso.constant(4, 1)),
@@ -87,16 +98,14 @@ def main():
     for name, variant in variants.items():
         exchange = jdaso.mpi_exchange(topology)
         run = prepare(variant(exchange))
-        before = exchange.report()
-        pairs = [(alone(arguments.steps), run(arguments.steps)) for _ in range(arguments.pairs)]
-        after = exchange.report()
-        count = after["exchanges"] - before["exchanges"]
-        blocked = (after["seconds_blocked"] - before["seconds_blocked"]) / max(count, 1)
+        seen = Seen(exchange)
+        pairs = [pair(run, exchange, seen) for _ in range(arguments.pairs)]
         ratios = [with_exchange / base for base, with_exchange in pairs]
+        blocked = 1e3 * seen.per_exchange("seconds_blocked")
         say(
             f"{name:28} {statistics.median(p[0] for p in pairs):7.3f}s "
             f"{statistics.median(p[1] for p in pairs):7.3f}s {statistics.median(ratios):7.3f}  "
-            f"{min(ratios):.3f}..{max(ratios):.3f}  {1e3 * blocked:.1f} ms"
+            f"{min(ratios):.3f}..{max(ratios):.3f}  {blocked:.1f} ms"
         )
 
 

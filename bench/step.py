@@ -24,6 +24,35 @@ def make_step(tx, matmuls):
     return step
 
 
+class Seen:
+    """What an exchange reports of the times inside ``with seen:``."""
+
+    def __init__(self, exchange):
+        self._exchange = exchange
+        self._total = dict.fromkeys(exchange.report(), 0.0)
+
+    def __enter__(self):
+        self._before = self._exchange.report()
+
+    def __exit__(self, *error):
+        after = self._exchange.report()
+        for name, value in after.items():
+            self._total[name] += value - self._before[name]
+
+    def per_exchange(self, name):
+        """The mean over the exchanges that came back; 0 without any."""
+        return self._total[name] / max(self._total["exchanges"], 1)
+
+    def __getitem__(self, name):
+        return self._total[name]
+
+
+def settle(exchange):
+    """Waits until what is in flight has landed, so that nothing of it runs beside what follows."""
+    last = exchange.history()[-1:]
+    time.sleep(sum(1.5 * (end - start) for start, end in (flown.flight for flown in last)))
+
+
 def matmuls_for(seconds: float) -> int:
     """How many products of matrices 384 x 384 take about so long; stand for a gradient."""
     matrix = jax.numpy.full((384, 384), 1 / 384)

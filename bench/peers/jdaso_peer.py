@@ -7,7 +7,9 @@ Prints a line of JSON for each variant, as torch_peers.py does. A round of ``--p
 exchanges is paired with one of plain optax, right before it, on every node alone: ``ratio`` is
 what the exchanges cost a step, the median of the pairs' ratios. Without ``--period`` and
 ``--delay`` they are what jdaso.perf.recommend says, for the times of a step and of an exchange
-that are measured first.
+that are measured first. A timed round with exchanges follows one that is not, so that what was
+posted in that flies into it as at any other time, and what it has posted lands before the other
+is timed.
 
 - ``none``: no communication, every node alone
 - ``synchronous``: the mean of the gradients at every step, in float32
@@ -43,6 +45,7 @@ import jdaso
 
 sys.path.append(str(Path(__file__).parents[1]))
 from machine import keep_memory
+from step import Seen, settle
 
 VARIANTS = ("none", "synchronous", "synchronous-bf16", "daso", "daso-bf16")
 MORE_VARIANTS = ("local_sgd", "dasgd")
@@ -152,18 +155,24 @@ def measure(variant: str, options, topology) -> dict:
     alone, training = (Training(name, options, exchange) for name in ("none", variant))
 
     def take_round(training: Training) -> float:
-        comm.Barrier()
         start = time.perf_counter()
         for _ in range(options.period):
             training(*batch)
         return (time.perf_counter() - start) / options.period
 
+    def take_pair(seen: Seen) -> tuple[float, float]:
+        settle(exchange)
+        comm.Barrier()
+        base = take_round(alone)
+        comm.Barrier()
+        take_round(training)
+        with seen:
+            return base, take_round(training)
+
     for _ in range(2):  # compilation, and memory
-        take_round(alone), take_round(training)
-    before = exchange.report()
-    pairs = [(take_round(alone), take_round(training)) for _ in range(options.rounds)]
-    after = exchange.report()
-    seen = {name: after[name] - before[name] for name in after}
+        take_pair(Seen(exchange))
+    seen = Seen(exchange)
+    pairs = [take_pair(seen) for _ in range(options.rounds)]
     # Of each round the slowest node's counts.
     slowest = [
         tuple(max(times) for times in zip(*nodes, strict=True))
@@ -176,8 +185,8 @@ def measure(variant: str, options, topology) -> dict:
         "ratio": spread([with_exchanges / base for base, with_exchanges in slowest]),
         "images_per_second": topology.num_nodes * options.batch / statistics.median(seconds),
         "bytes_sent_per_step": round(seen["bytes_sent"] / (options.rounds * options.period)),
-        "seconds_in_flight": seen["seconds_in_flight"] / max(seen["exchanges"], 1),
-        "seconds_blocked": seen["seconds_blocked"] / max(seen["exchanges"], 1),
+        "seconds_in_flight": seen.per_exchange("seconds_in_flight"),
+        "seconds_blocked": seen.per_exchange("seconds_blocked"),
         "steps": options.rounds * options.period,
     }
 

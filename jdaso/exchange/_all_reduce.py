@@ -17,7 +17,7 @@ import numpy as np
 
 from jdaso.exchange._direct import direct
 from jdaso.exchange._halving import halving
-from jdaso.exchange._messages import Waits
+from jdaso.exchange._messages import Waiting, Waits
 from jdaso.exchange._ring import ring
 
 # In the words of jdaso.perf.
@@ -111,12 +111,14 @@ def side_by_side(operations: Iterable[Waits]) -> Waits:
             started += 1
         if not active:
             return result
-        waiting: frozenset[int] = frozenset()
+        ranks: frozenset[int] = frozenset()
+        moved = False
         for number, operation in list(active.items()):
             try:
-                waiting |= next(operation)
+                waiting = next(operation)
+                ranks, moved = ranks | waiting.ranks, moved or waiting.moved
             except StopIteration as end:
                 del active[number]
-                result += end.value
-        if waiting:
-            yield waiting
+                result, moved = result + end.value, True
+        if ranks:
+            yield Waiting(ranks, moved)

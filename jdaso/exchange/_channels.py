@@ -9,7 +9,7 @@ import numpy as np
 from jdaso._base import UNCOUNTED
 from jdaso.exchange import _operations as operations
 from jdaso.exchange._all_reduce import part, shards, side_by_side
-from jdaso.exchange._messages import Waits
+from jdaso.exchange._messages import Waiting, Waits
 from jdaso.exchange._operations import Strategy as Strategy
 from jdaso.exchange._progress import Request
 from jdaso.exchange._staging import Staging
@@ -77,7 +77,7 @@ class Channels:
         # One after the other on a communicator: exchanges of several fragments may be in flight,
         # and their messages look alike.
         while before is not None and not before.done.is_set():
-            yield before.waiting_for
+            yield Waiting(before.waiting.ranks)
         if before is not None and before.error is not None:
             raise before.error  # its messages may still arrive, and would be taken for these
         sent = yield from side_by_side(

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jdaso._wire import BLOCKS, back_factor, pack_sum, sum_dtype, unpack
 
-# Yields the ranks of the communicator for which it waits, and returns its result.
-Waits = Generator[frozenset[int], None, Any]
+
+class Waiting(NamedTuple):
+    """For which ranks of a communicator an operation waits, and whether it has come further."""
+
+    ranks: frozenset[int]
+    moved: bool = False
+
+
+# An operation says for whom it waits whenever it cannot go on, and returns its result.
+Waits = Generator[Waiting, None, Any]
 
 
 def send(comm: Any, array: np.ndarray, peer: int, tag: int) -> Any:
@@ -24,13 +32,12 @@ def receive(comm: Any, array: np.ndarray, peer: int, tag: int) -> Any:
 
 
 def wait_for(requests: dict[int, Any]) -> Waits:
-    """Yields the ranks of the communicator whose requests are not complete, until all are."""
+    """Waits for the ranks of the communicator whose requests are not complete, until all are."""
     pending = {peer: request for peer, request in requests.items() if request is not None}
-    while True:
-        pending = {peer: request for peer, request in pending.items() if not request.Test()}
-        if not pending:
-            return
-        yield frozenset(pending)
+    before = None
+    while pending := {peer: request for peer, request in pending.items() if not request.Test()}:
+        yield Waiting(frozenset(pending), moved=len(pending) != before)
+        before = len(pending)
 
 
 def trade(

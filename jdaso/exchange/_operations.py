@@ -1,6 +1,6 @@
 """What crosses between nodes, as operations of the progress thread.
 
-Every operation yields the ranks, in its communicator, from which it still waits for something.
+Every operation yields for which ranks of its communicator it still waits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from jdaso._base import HEADER_SIZE, JdasoError
 from jdaso.exchange._all_reduce import all_reduce, part, shards
-from jdaso.exchange._messages import Waits, wait_for
+from jdaso.exchange._messages import Waiting, Waits, wait_for
 from jdaso.exchange._staging import Staging
 
 _GREETING_TAG, _OUTLINE_TAG, _FLAG_TAG, _FIRST_TAG = 0, 1, 2, 3
@@ -92,9 +92,11 @@ def broadcast(comm: Any, arrays: Sequence[np.ndarray], root: int) -> Waits:
         raw = array.reshape(-1).view(np.uint8)
         for start in range(0, len(raw), _BROADCAST_BYTES):
             requests.append(comm.Ibcast(raw[start : start + _BROADCAST_BYTES], root=root))
+    before = None
     while requests := [request for request in requests if not request.Test()]:
         # The root waits for it knows not whom, and says so by an empty set.
-        yield frozenset({root} - {comm.Get_rank()})
+        yield Waiting(frozenset({root} - {comm.Get_rank()}), moved=len(requests) != before)
+        before = len(requests)
 
 
 def compare(
@@ -142,7 +144,7 @@ def in_world_ranks(operation: Waits, ranks: Sequence[int]) -> Waits:
             waiting = next(operation)
         except StopIteration as end:
             return end.value
-        yield frozenset(ranks[rank] for rank in waiting)
+        yield waiting._replace(ranks=frozenset(ranks[rank] for rank in waiting.ranks))
 
 
 def anyone(comm: Any, flag: bool) -> Waits:

@@ -2,7 +2,8 @@
 
 MPI makes progress only inside its own calls: a plain ``Iallreduce`` hides next to nothing, and a
 thread that sits in a blocking call burns the core it should leave to training. So this thread
-asks every posted operation whether it can go on, and sleeps a millisecond in between.
+asks every posted operation whether it can go on, and sleeps in between: a millisecond, and while
+nothing moves up to five, since every look takes time from the core that trains.
 """
 
 from __future__ import annotations
@@ -11,16 +12,15 @@ import atexit
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 from jdaso._base import JdasoError
 from jdaso.exchange._farewell import Farewell
+from jdaso.exchange._messages import Waiting, Waits
 
-# An operation is a generator: it yields the ranks it waits for, and returns its result.
-Operation = Generator[frozenset[int], None, Any]
-
-_POLL_SECONDS = 1e-3
+# Between two looks at what is in flight. A slow link's buffers last for the longest.
+_POLL_SECONDS, _LONGEST_POLL_SECONDS, _SLOWER = 1e-3, 5e-3, 1.5
 # Somebody who waits does not train: the core is free, and latency counts.
 _POLL_SECONDS_WAITED_FOR = 5e-5
 
@@ -28,10 +28,10 @@ _POLL_SECONDS_WAITED_FOR = 5e-5
 class Request:
     """An operation under way; done when it has returned or failed, after so many seconds."""
 
-    def __init__(self, operation: Operation, what: str, deadline: float):
+    def __init__(self, operation: Waits, what: str, deadline: float):
         self.what = what
         self.deadline = deadline
-        self.waiting_for: frozenset[int] = frozenset()
+        self.waiting = Waiting(frozenset())
         self.done = threading.Event()
         self.result: Any = None
         self.error: BaseException | None = None
@@ -42,7 +42,7 @@ class Request:
     def step(self) -> None:
         """Moves the operation on as far as it can go now."""
         try:
-            self.waiting_for = next(self._operation)
+            self.waiting = next(self._operation)
         except StopIteration as end:
             self.result = end.value
             self.seconds = time.monotonic() - self.since
@@ -87,7 +87,7 @@ class Progress:
         self._thread.start()
         atexit.register(self.close)
 
-    def submit(self, operation: Operation, what: str) -> Request:
+    def submit(self, operation: Waits, what: str) -> Request:
         """Starts an operation; returns at once."""
         request = Request(operation, what, time.monotonic() + self._timeout)
         with self._changed:
@@ -105,6 +105,7 @@ class Progress:
         """
         with self._changed:
             self._waiters += 1
+            self._changed.notify()
         request.done.wait()
         with self._changed:
             self._waiters -= 1
@@ -142,6 +143,7 @@ class Progress:
                     request.fail(error)
 
     def _loop(self) -> None:
+        pause = _POLL_SECONDS
         while True:
             with self._changed:
                 while not self._requests:
@@ -156,14 +158,17 @@ class Progress:
             if any(request.done.is_set() for request in requests):
                 with self._changed:
                     self._requests = [r for r in self._requests if not r.done.is_set()]
-            else:
-                time.sleep(_POLL_SECONDS_WAITED_FOR if self._waiters else _POLL_SECONDS)
+                continue
+            moved = any(request.waiting.moved for request in requests)
+            pause = _POLL_SECONDS if moved else min(_SLOWER * pause, _LONGEST_POLL_SECONDS)
+            with self._changed:
+                self._changed.wait(_POLL_SECONDS_WAITED_FOR if self._waiters else pause)
 
     def _check(self, request: Request) -> None:
         """Fails a request whose partners have ended, or whose deadline has passed."""
         if request.done.is_set():
             return
-        missing = request.waiting_for
+        missing = request.waiting.ranks
         if gone := missing & self._farewell.gone():
             request.fail(
                 JdasoError(
