@@ -5,7 +5,8 @@
 
 Every process takes steps with DASO: a gradient that takes about the given time on a core of its
 own, SGD with momentum, and exchanges. The host's part of an exchange is what it has noted itself;
-the device's part is how much longer a step takes that posts or merges than one that does neither.
+the device's part is how much longer a step takes that posts or merges than one that does neither,
+beside no flight or, before the merge, beside one.
 Costs are printed in seconds and in copies (memcpy) of the parameters. The trace opens in
 https://ui.perfetto.dev: steps and exchanges of all processes, side by side.
 """
@@ -63,7 +64,11 @@ def train(tx, params, matmuls: int, steps: int):
         start = time.monotonic()
         params, state, metrics = jax.block_until_ready(step(params, state, grads))
         end = time.monotonic()
-        kind = "merges" if metrics.merged else "posts" if metrics.exchanges > posted else "neither"
+        kind = (
+            *("merges" * bool(metrics.merged), "posts" * (metrics.exchanges > posted)),
+            *("beside a flight" * bool(metrics.in_flight), "neither"),
+        )
+        kind = next(filter(None, kind))
         posted = int(metrics.exchanges)
         found.append((start, end, kind))
     return found, state, params
@@ -95,8 +100,8 @@ def main() -> None:
     parser.add_argument("--callbacks", action="store_true", help="copy by host callbacks")
     parser.add_argument("--trace", help="file to write")
     options = parser.parse_args()
-    if not 0 < options.delay < options.period:
-        parser.error("0 < --delay < --period, or no step would do one thing alone")
+    if not 1 < options.delay < options.period - 1:
+        parser.error("1 < --delay < --period - 1, or no step would do one thing alone")
     keep_memory()
     topology = jdaso.discover_topology(processes_per_node=1)
     comm = topology.comm
@@ -118,7 +123,7 @@ def main() -> None:
 
     took = {
         kind: seconds([(start, end) for start, end, k in steps if k == kind])
-        for kind in ("neither", "posts", "merges")
+        for kind in ("neither", "posts", "beside a flight", "merges")
     }
     rows = {
         "copy to the host, cast": seconds([flown.fill for flown in history]),
@@ -126,7 +131,10 @@ def main() -> None:
         "training waits": seconds([flown.wait for flown in history]),
         "copy to the device": seconds([flown.take for flown in history]),
         "a step that posts, beyond others": took["posts"] - took["neither"],
-        "a step that merges, beyond others": took["merges"] - took["neither"],
+        "a step that merges, beyond others and waiting": took["merges"]
+        - took["neither"]
+        - seconds([flown.wait for flown in history]),
+        "a step beside a flight, beyond others": took["beside a flight"] - took["neither"],
     }
     traces = comm.gather(events(topology.rank, topology.host, steps, history))
     if topology.rank:
@@ -142,7 +150,7 @@ def main() -> None:
         f"parameters {1e3 * copy:.1f} ms"
     )
     for name, value in rows.items():
-        print(f"{name:34} {1e3 * value:8.1f} ms {value / copy:7.1f} copies")
+        print(f"{name:46} {1e3 * value:8.1f} ms {value / copy:7.1f} copies")
 
 
 if __name__ == "__main__":

@@ -95,7 +95,10 @@ def main() -> None:
                 once()
         grown = (resident_bytes() - before) / (4 * total)
         start, flight, finish, base = (slowest(list(t)) for t in zip(*times, strict=True))
-        rates = [base / flight for _, flight, _, base in times]
+        rates = [
+            max(pair[3] for pair in pairs) / max(pair[1] for pair in pairs)
+            for pairs in zip(*comm.allgather(times), strict=True)
+        ]
         say(
             f"{leaves:7} {1e3 * start:7.1f} ms {1e3 * flight:7.1f} ms {1e3 * finish:7.1f} ms "
             f"{1e3 * base:7.1f} ms {statistics.median(rates):6.2f} {grown:12.2f}",

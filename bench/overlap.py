@@ -72,6 +72,7 @@ def main():
         """Seconds of a step alone, and with exchanges as they go on and on."""
         settle(exchange)
         comm.Barrier()
+        alone(arguments.steps)
         base = alone(arguments.steps)
         comm.Barrier()
         run(arguments.steps)  # what this has posted flies into the next

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Iterable
 
@@ -46,3 +47,11 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
     """Raises ValueError, naming the argument, unless a value is one of the choices."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")
+
+
+def check_number(name: str, value: float, above: bool = False) -> None:
+    """Raises ValueError unless a value is a finite number of at least, or above, 0."""
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not real or not math.isfinite(value) or value < 0 or (above and value == 0):
+        least = "above 0" if above else "of at least 0"
+        raise ValueError(f"{name} must be a finite number {least}, got {value!r}.")

@@ -8,14 +8,15 @@ owes from before, its residual r_i. With C the rounding of ``_int8.py`` and P no
     s = sum_i q_i              a <- a + C(s) / P   r_j <- r_j + s - C(s)
 
 where the last is done by the node j that has added up this part of the sum, to whom alone s is
-known. Of what should have been sent nothing is lost, whatever is rounded how:
+known. Of what should have been sent nothing is lost:
 
     P a + sum_i r_i  =  sum_i x_i + sum_i r_i of before,
 
 and since differences are rounded, the error is a part of what changes between two exchanges, not
-of the parameters. The first mean, for which there is no a, travels in float32. Gradients need no
-a: it is 0. On another wire, in blocking phases for instance, x_i + r_i is sent, and r_i is what
-that rounds off.
+of the parameters. The first mean, for which there is no a, travels in float32 (or the leaves' own
+dtype, if that is narrower). Gradients need no a: it is 0. On another wire, in blocking phases for
+instance, x_i + r_i is sent, and r_i is what that rounds off; what a narrower one than float32
+rounds off the sum on its way back is lost there, as without feedback.
 
 References:
     Residuals: Seide et al., 1-bit stochastic gradient descent and its application to data-parallel

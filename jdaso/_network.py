@@ -6,7 +6,6 @@ Times are in seconds, sizes in bytes, bandwidths in bytes per second.
 from __future__ import annotations
 
 import math
-import numbers
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jdaso import _int8
-from jdaso._checks import check_choice, check_whole
+from jdaso._checks import check_choice, check_number, check_whole
 
 PATTERNS = ("direct", "ring", "halving", "butterfly", "tree")
 #: Numbers that share a scale, of one byte, on an int8 wire.
@@ -191,11 +190,3 @@ def _check_network(network: Network) -> None:
         if name == "local_bandwidth" and value == math.inf:
             continue
         check_number(f"network.{name}", value, above="bandwidth" in name)
-
-
-def check_number(name: str, value: float, above: bool = False) -> None:
-    """Raises ValueError unless a value is a finite number of at least, or above, 0."""
-    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not real or not math.isfinite(value) or value < 0 or (above and value == 0):
-        least = "above 0" if above else "of at least 0"
-        raise ValueError(f"{name} must be a finite number {least}, got {value!r}.")

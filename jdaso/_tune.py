@@ -169,7 +169,8 @@ def lines(args: argparse.Namespace, topology: Topology, measured: Measured) -> l
         said.append(f"latency    {network.latency:.3g} s")
         said.append(f"bandwidth  {8e-9 * network.bandwidth:.3g} Gbit/s")
         next_command = (
-            f"\nHow it scales: python -m jdaso predict --parameters {args.parameters} --step-time "
+            f"\nHow it scales: python -m jdaso predict --parameters {args.parameters} "
+            f"{f'--wire {args.wire} ' * (args.wire != 'float32')}--step-time "
             f"{args.step_time or 'SECONDS'} --bandwidth {8e-9 * network.bandwidth:.3g} "
             f"--latency {network.latency:.3g} --overhead {overhead:.3g}"
         )
@@ -180,7 +181,7 @@ def lines(args: argparse.Namespace, topology: Topology, measured: Measured) -> l
         delays = [f"{d} for steps above {exchange_time / d:.3g} s" for d in (1, 2, 4)]
         said.append(f"Give --step-time to be told what to choose; delay {', '.join(delays)}.")
     else:
-        said += advice(args.step_time, exchange_time, overhead)
+        said += advice(args.step_time, exchange_time, overhead, args.wire)
     if max(times) - min(times) > DISTURBED * median:
         said.append(
             f"Not to be trusted: the same exchange took {min(times):.3g} to {max(times):.3g} s. "
@@ -195,10 +196,10 @@ def lines(args: argparse.Namespace, topology: Topology, measured: Measured) -> l
     return [*said, next_command]
 
 
-def advice(step_time: float, exchange_time: float, overhead: float) -> list[str]:
+def advice(step_time: float, exchange_time: float, overhead: float, wire: str) -> list[str]:
     """Period and delay, why, what to expect of them, and when they will not help.
 
-    >>> advice(step_time=0.1, exchange_time=0.15, overhead=0.0)[0][:52]
+    >>> advice(step_time=0.1, exchange_time=0.15, overhead=0.0, wire="int8")[0][:52]
     'Choose period 3, delay 2, as in jdaso.dasgd(exchange'
     """
     period, delay = perf.recommend(step_time, exchange_time)
@@ -209,9 +210,9 @@ def advice(step_time: float, exchange_time: float, overhead: float) -> list[str]
 
     said = [
         f"Choose period {period}, delay {delay}, as in jdaso.dasgd(exchange, period={period}, "
-        f"delay={delay}): an exchange takes {exchange_time / step_time:.3g} steps, so it has "
-        f"arrived after {delay} (DaSGD Eq. 3); periods longer than delay + 1 cost accuracy "
-        "(Sec. VI-D).",
+        f"delay={delay}, wire='{wire}'): an exchange takes {exchange_time / step_time:.3g} steps, "
+        f"so it has arrived after {delay} (DaSGD Eq. 3); periods longer than delay + 1 cost "
+        "accuracy (Sec. VI-D).",
         f"A step of {step_time:.4g} s then takes {expected(period, delay)}; waiting for exchanges, "
         f"{expected(1, 0)} with one at every step, {expected(period, 0)} with period {period}.",
     ]

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jdaso._checks import check_choice, check_period_and_delay, check_whole
+from jdaso._checks import check_choice, check_number, check_period_and_delay, check_whole
 from jdaso._network import (
     BYTES,
     INT8_BLOCK,
     PATTERNS,
     Network,
     allreduce_time,
-    check_number,
     fit,
     wire_bytes,
 )

@@ -79,12 +79,15 @@ def test_parameters_must_be_a_number(command, capsys):
 
 
 def advised(step_time, exchange_time, overhead=0.0):
-    return "\n".join(_tune.advice(step_time, exchange_time, overhead))
+    return "\n".join(_tune.advice(step_time, exchange_time, overhead, "bfloat16"))
 
 
 def test_advice_says_what_to_choose_and_what_to_expect():
     text = advised(step_time=0.1, exchange_time=0.25, overhead=0.004)
-    assert "Choose period 4, delay 3, as in jdaso.dasgd(exchange, period=4, delay=3)" in text
+    expected = (
+        "Choose period 4, delay 3, as in jdaso.dasgd(exchange, period=4, delay=3, wire='bfloat16')"
+    )
+    assert expected in text
     assert "an exchange takes 2.5 steps" in text
     assert "then takes 0.101 s (+1.0%)" in text
     assert "0.354 s (+254.0%) with one at every step, 0.1635 s (+63.5%) with period 4" in text

@@ -22,6 +22,9 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent / "lab")]
 import lab  # noqa: E402
 from machine import machine  # noqa: E402
 
+# For torch what jdaso_peer.py asks of the allocator itself, see machine.keep_memory.
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "2147483647"}
+
 
 def lines_of(text: str) -> list[dict]:
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
@@ -39,7 +42,7 @@ def run(cluster: lab.Cluster, options: argparse.Namespace, rest: list[str]) -> l
     if options.torch:
         torch = [options.torch, str(HERE / "torch_peers.py"), *rest]
         chosen = ["--variants", *options.peers] if options.peers else []
-        done.append(cluster.each([*torch, *chosen], **limit)[0])
+        done.append(cluster.each([*torch, *chosen], env=KEEP_MEMORY, **limit)[0])
     for ended in done:
         if ended.returncode != 0:
             raise SystemExit(f"a peer failed:\n{ended.stdout}{ended.stderr}")

@@ -7,9 +7,9 @@ Prints a line of JSON for each variant, as torch_peers.py does. A round of ``--p
 exchanges is paired with one of plain optax, right before it, on every node alone: ``ratio`` is
 what the exchanges cost a step, the median of the pairs' ratios. Without ``--period`` and
 ``--delay`` they are what jdaso.perf.recommend says, for the times of a step and of an exchange
-that are measured first. A timed round with exchanges follows one that is not, so that what was
+that are measured first. Each timed round follows one of its own that is not, so that what was
 posted in that flies into it as at any other time, and what it has posted lands before the other
-is timed.
+begins. Bytes are those of the exchanges, as the library counts them.
 
 - ``none``: no communication, every node alone
 - ``synchronous``: the mean of the gradients at every step, in float32
@@ -163,6 +163,7 @@ def measure(variant: str, options, topology) -> dict:
     def take_pair(seen: Seen) -> tuple[float, float]:
         settle(exchange)
         comm.Barrier()
+        take_round(alone)
         base = take_round(alone)
         comm.Barrier()
         take_round(training)

@@ -50,8 +50,10 @@ def all_reduce(
         Bytes sent by this member.
     """
     longest = max(shard.stop - shard.start for shard in owned)
-    if pattern == "halving":  # puts the chunks of half the members into a message
-        chunk_elements = max(1, chunk_elements // max(1, len(owned) // 2))
+    # A message of halving has the chunks of half the members; direct receives as many at once as
+    # there are others, and needs memory for them.
+    together = {"direct": len(owned) - 1, "halving": len(owned) // 2}.get(pattern, 1)
+    chunk_elements = max(1, chunk_elements // max(1, together))
     chunks = (
         # A chunk has ended at one member when all others have begun it: a member has chunks of
         # 2 * WINDOW consecutive numbers under way with another at most. With as many tags, no
@@ -120,5 +122,5 @@ def side_by_side(operations: Iterable[Waits]) -> Waits:
             except StopIteration as end:
                 del active[number]
                 result, moved = result + end.value, True
-        if ranks:
+        if active:  # the root of a broadcast waits for nobody that it knows
             yield Waiting(ranks, moved)

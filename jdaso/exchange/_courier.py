@@ -108,6 +108,11 @@ class Courier:
                     "tx.update outside shard_map, or inside one over the axis 'local'. To go back "
                     "to an earlier state, call tx.init first."
                 )
+            if number != UNCOUNTED:
+                # What has a higher number belongs to a state that was started anew.
+                for abandoned in [n for n in self._flights if n > number]:
+                    del self._flights[abandoned]
+                    self._asked_for.pop(abandoned, None)
             self._highest = max(self._highest, number)
             staging = Staging(specs) if number == UNCOUNTED else self._pool.take(specs)
             self._reserved[number] = staging

@@ -42,14 +42,11 @@ def halving(
 
     totals = [widened(vector[shard]) for shard in shards]
     for distance in reversed(distances):
-        partner, first = rank ^ distance, distance == distances[-1]
-        give = [
-            vector[shards[i]] if first else packed_sum(totals[i], vector.dtype, size)
-            for i in block(partner, distance)
-        ]
+        partner, terms = rank ^ distance, size // (2 * distance)
+        give = [packed_sum(totals[i], vector.dtype, terms) for i in block(partner, distance)]
         arrived = yield from swap(partner, give, block(rank, distance))
         for i, piece in zip(block(rank, distance), arrived, strict=True):
-            totals[i] = totals[i] + (widened(piece) if first else widened_sum(piece, size))
+            totals[i] = totals[i] + widened_sum(piece, terms)
 
     packed = {rank: packed_sum(totals[rank], vector.dtype, size)}
     for distance in distances:

@@ -68,12 +68,12 @@ def widened(array: np.ndarray) -> np.ndarray:
     return array.astype(sum_dtype(array.dtype), copy=False)
 
 
-def packed_sum(total: np.ndarray, dtype: np.dtype, size: int) -> np.ndarray:
-    """A sum over members as it travels; itself, where that is the dtype in which it was added."""
-    return total if total.dtype == dtype else pack_sum(total, dtype, size)
+def packed_sum(total: np.ndarray, dtype: np.dtype, terms: int) -> np.ndarray:
+    """A sum of so many as it travels; itself, where that is the dtype in which it was added."""
+    return total if total.dtype == dtype else pack_sum(total, dtype, terms)
 
 
-def widened_sum(packed: np.ndarray, size: int) -> np.ndarray:
+def widened_sum(packed: np.ndarray, terms: int) -> np.ndarray:
     """What ``packed_sum`` has packed, in the dtype in which it is added up."""
-    factor = back_factor(packed.dtype, size)
+    factor = back_factor(packed.dtype, terms)
     return widened(packed) if factor == 1 else widened(packed) * factor

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 from jdaso._base import Exchange, Leaves, PyTree
-from jdaso._checks import check_choice
+from jdaso._checks import check_choice, check_number, check_whole
 from jdaso._leaves import outline
 from jdaso._wire import check_wire, sum_dtype, wire_dtype, wire_shape
 from jdaso.exchange._all_reduce import PATTERNS
@@ -46,8 +46,8 @@ def mpi_exchange(
       ``2 log2(P) a``, for P a power of two. The last two add up in another order, and a wire
       narrower than float32 rounds at every hop.
     - ``senders="one"``: the k-th exchange is carried by local index ``k mod L`` of each node.
-      ``"all"``: each local index carries 1/L of every exchange on its own communicator, all at
-      once; with several processes per node, each of them sends. The same bits.
+      ``"all"``: each local index carries 1/L of every exchange on its own communicator, eight of
+      them at once; with several processes per node, each of them sends. The same bits.
 
     From jit on replicated values the program calls the host once per node; from inside
     ``shard_map`` over the axis ``"local"`` one device posts, and each collects a copy. One
@@ -69,8 +69,9 @@ def mpi_exchange(
 
     Returns:
         A :class:`jdaso.Exchange`. Its state is one int32; what is in flight is with the host,
-        two copies of the parameters, and ``posted()`` hands it out. ``init`` compares the nodes'
-        parameters, so all must call it. With one node, :func:`jdaso.single_exchange`.
+        two copies of the parameters and some messages, and ``posted()`` hands it out. ``init``
+        compares the nodes' parameters, so all must call it. With one node,
+        :func:`jdaso.single_exchange`.
 
     Raises:
         ValueError: for an unknown wire, pattern or sender, numbers that are not positive,
@@ -86,10 +87,10 @@ def mpi_exchange(
     1
     """
     wire = check_wire("wire", wire)
-    if not 16 <= chunk_bytes < 2**31:
-        raise ValueError(f"chunk_bytes must be in [16, 2**31), got {chunk_bytes}.")
-    if timeout <= 0:
-        raise ValueError(f"timeout must be positive seconds, got {timeout}.")
+    check_whole("chunk_bytes", chunk_bytes, 16)
+    if chunk_bytes >= 2**31:
+        raise ValueError(f"chunk_bytes must be below 2**31, got {chunk_bytes}.")
+    check_number("timeout", timeout, above=True)
     check_choice("pattern", pattern, PATTERNS)
     check_choice("senders", senders, ("one", "all"))
     nodes = topology.num_nodes

@@ -21,6 +21,7 @@ from jdaso.exchange._messages import Waiting, Waits
 
 # Between two looks at what is in flight. A slow link's buffers last for the longest.
 _POLL_SECONDS, _LONGEST_POLL_SECONDS, _SLOWER = 1e-3, 5e-3, 1.5
+_ASK_SECONDS = 0.5  # for those that have ended
 # Somebody who waits does not train: the core is free, and latency counts.
 _POLL_SECONDS_WAITED_FOR = 5e-5
 
@@ -143,7 +144,7 @@ class Progress:
                     request.fail(error)
 
     def _loop(self) -> None:
-        pause = _POLL_SECONDS
+        pause, gone, ask_again = _POLL_SECONDS, frozenset[int](), 0.0
         while True:
             with self._changed:
                 while not self._requests:
@@ -151,9 +152,11 @@ class Progress:
                         return
                     self._changed.wait()
                 requests = list(self._requests)
+            if time.monotonic() > ask_again:
+                gone, ask_again = self._farewell.gone(), time.monotonic() + _ASK_SECONDS
             for request in requests:
                 request.step()
-                self._check(request)
+                self._check(request, gone)
             self._failed += [request for request in requests if request.error is not None]
             if any(request.done.is_set() for request in requests):
                 with self._changed:
@@ -164,15 +167,15 @@ class Progress:
             with self._changed:
                 self._changed.wait(_POLL_SECONDS_WAITED_FOR if self._waiters else pause)
 
-    def _check(self, request: Request) -> None:
+    def _check(self, request: Request, gone: frozenset[int]) -> None:
         """Fails a request whose partners have ended, or whose deadline has passed."""
         if request.done.is_set():
             return
         missing = request.waiting.ranks
-        if gone := missing & self._farewell.gone():
+        if ended := missing & gone:
             request.fail(
                 JdasoError(
-                    f"{request.what} cannot end: {self._names(gone)} ended without taking part. "
+                    f"{request.what} cannot end: {self._names(ended)} ended without taking part. "
                     "All nodes must take the same number of steps."
                 )
             )

@@ -1,9 +1,9 @@
 """A sum over members in a ring: each hears from its left and tells its right, 2 (P-1) times.
 
 In the first round a shard travels from the member after its owner to its owner, and everyone adds
-its own to what comes by; in the second the sums travel on. Every link carries one message at a
-time, so that no member is written to by all others at once; for that there are 2 (P-1) latencies,
-and a wire narrower than the sum rounds at every hop.
+its own to what comes by; in the second the sums travel on. No member is written to by more than
+one other; for that there are 2 (P-1) latencies, and a wire narrower than the sum rounds at every
+hop.
 
 References:
     Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations,
@@ -38,12 +38,11 @@ def ring(
         place = shards[(left - hop) % size]
         incoming, more = yield from pass_on(outgoing, place)
         sent += more
-        # The first comes as its member gave it, the others are sums.
-        total = widened(incoming) if hop == 1 else widened_sum(incoming, size)
-        total = total + widened(vector[place])
-        outgoing = packed_sum(total, vector.dtype, size)
+        total = widened_sum(incoming, hop) + widened(vector[place])
+        outgoing = packed_sum(total, vector.dtype, hop + 1)
 
-    sums[shards[rank]] = widened_sum(packed_sum(total, vector.dtype, size), size)
+    outgoing = packed_sum(total, vector.dtype, size)
+    sums[shards[rank]] = widened_sum(outgoing, size)
     for hop in range(1, size):
         place = shards[(rank - hop) % size]
         outgoing, more = yield from pass_on(outgoing, place)

@@ -8,6 +8,7 @@ from jdaso._int8 import pack, unpack
 from jdaso._wire import sum_shape
 from jdaso.exchange import _all_reduce
 from jdaso.exchange._all_reduce import all_reduce, part, shards, side_by_side
+from jdaso.exchange._messages import Waiting
 
 
 class Network:
@@ -15,18 +16,30 @@ class Network:
 
     def __init__(self, late):
         self.late = late  # (source, dest, how many-th receive) -> looks until it completes
-        self.sent, self.posted, self.count = {}, {}, {}
+        self.sent, self.posted, self.count, self.leaving = {}, {}, {}, {}
 
     def deliver(self, key):
         while self.sent.get(key) and self.posted.get(key):
             self.posted[key].pop(0).data = self.sent[key].pop(0)
 
+    def look(self):
+        """Somebody asks for a request: what is leaving comes further, in order."""
+        for key, sends in self.leaving.items():
+            for send in sends:
+                send.looks -= 1
+            while sends and sends[0].looks < 0:
+                send = sends.pop(0)
+                self.sent.setdefault(key, []).append(send.buffer.copy())
+                send.buffer = None
+            self.deliver(key)
+
 
 class Receive:
-    def __init__(self, buffer, looks):
-        self.buffer, self.looks, self.data = buffer, looks, None
+    def __init__(self, network, buffer, looks):
+        self.network, self.buffer, self.looks, self.data = network, buffer, looks, None
 
     def Test(self):
+        self.network.look()
         if self.data is None:
             return False
         self.looks -= 1
@@ -36,9 +49,15 @@ class Receive:
         return True
 
 
-class Sent:
+class Send:
+    """Reads its buffer only some looks later, as MPI may."""
+
+    def __init__(self, network, buffer):
+        self.network, self.buffer, self.looks = network, buffer, 3
+
     def Test(self):
-        return True
+        self.network.look()
+        return self.buffer is None
 
 
 class Member:
@@ -54,15 +73,14 @@ class Member:
         return self.size
 
     def Isend(self, buffer, dest, tag):
-        key = (self.rank, dest, tag)
-        self.network.sent.setdefault(key, []).append(buffer.copy())
-        self.network.deliver(key)
-        return Sent()
+        send = Send(self.network, buffer)
+        self.network.leaving.setdefault((self.rank, dest, tag), []).append(send)
+        return send
 
     def Irecv(self, buffer, source, tag):
         pair, key = (source, self.rank), (source, self.rank, tag)
         number = self.network.count[pair] = self.network.count.get(pair, -1) + 1
-        request = Receive(buffer, self.network.late.get((*pair, number), 0))
+        request = Receive(self.network, buffer, self.network.late.get((*pair, number), 0))
         self.network.posted.setdefault(key, []).append(request)
         self.network.deliver(key)
         return request
@@ -156,11 +174,27 @@ def test_parts_change_no_bit():
 
 
 @pytest.mark.parametrize("pattern", ["direct", "ring", "halving"])
-def test_float16_does_not_overflow_on_its_way(pattern):
-    """Sums are above 65504, means are not."""
-    vectors = [np.full(10, 60_000, np.float16) for _ in range(4)]
+@pytest.mark.parametrize("value", [60_000, 2**-12])
+def test_float16_keeps_to_its_range_on_its_way(pattern, value):
+    """Sums are above 65504, means are not; a part of a sum is divided by no more than its terms."""
+    vectors = [np.full(10, value, np.float16) for _ in range(8)]
     sums, _ = reduce_all(vectors, chunk_elements=3, pattern=pattern)
-    np.testing.assert_array_equal(sums, np.full((4, 10), 240_000, np.float32))
+    np.testing.assert_array_equal(sums, np.full((8, 10), 8 * value, np.float32))
+
+
+def test_an_operation_that_waits_for_nobody_known_lets_others_run():
+    """So does the root of a broadcast: who moves it must get a turn to look at the rest."""
+
+    def root():
+        for _ in range(3):
+            yield Waiting(frozenset())
+        return 7
+
+    operation = side_by_side([root()])
+    assert [next(operation).ranks for _ in range(3)] == [frozenset()] * 3
+    with pytest.raises(StopIteration) as end:
+        next(operation)
+    assert end.value.value == 7
 
 
 @pytest.mark.parametrize("chunk_elements", [1, 3, 100])

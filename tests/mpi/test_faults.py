@@ -39,7 +39,7 @@ def test_error_names_who_and_what(case):
     assert time.monotonic() - start < 40
 
 
-@pytest.mark.parametrize("case", ["exit in flight", "not finite, skip"])
+@pytest.mark.parametrize("case", ["exit in flight", "begun anew in flight", "not finite, skip"])
 def test_job_ends_well(case):
     passes(mpiexec(2, "fault.py", case, timeout=120))
 
