@@ -64,11 +64,13 @@ def train(tx, params, matmuls: int, steps: int):
         start = time.monotonic()
         params, state, metrics = jax.block_until_ready(step(params, state, grads))
         end = time.monotonic()
-        kind = (
-            *("merges" * bool(metrics.merged), "posts" * (metrics.exchanges > posted)),
-            *("beside a flight" * bool(metrics.in_flight), "neither"),
-        )
-        kind = next(filter(None, kind))
+        kinds = {
+            "merges": metrics.merged,
+            "posts": metrics.exchanges > posted,
+            "beside a flight": metrics.in_flight > 0,
+            "neither": True,
+        }
+        kind = next(name for name, is_so in kinds.items() if is_so)
         posted = int(metrics.exchanges)
         found.append((start, end, kind))
     return found, state, params

@@ -3,7 +3,7 @@
 MPI makes progress only inside its own calls: a plain ``Iallreduce`` hides next to nothing, and a
 thread that sits in a blocking call burns the core it should leave to training. So this thread
 asks every posted operation whether it can go on, and sleeps in between: a millisecond, and while
-nothing moves up to five, since every look takes time from the core that trains.
+nothing moves two, since every look takes time from the core that trains.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jdaso.exchange._farewell import Farewell
 from jdaso.exchange._messages import Waiting, Waits
 
 # Between two looks at what is in flight. A slow link's buffers last for the longest.
-_POLL_SECONDS, _LONGEST_POLL_SECONDS, _SLOWER = 1e-3, 5e-3, 1.5
+_POLL_SECONDS, _LONGEST_POLL_SECONDS, _SLOWER = 1e-3, 2e-3, 1.5
 _ASK_SECONDS = 0.5  # for those that have ended
 # Somebody who waits does not train: the core is free, and latency counts.
 _POLL_SECONDS_WAITED_FOR = 5e-5
