@@ -30,11 +30,13 @@ def keep_memory() -> None:
     """Makes glibc keep what a step has freed, as a GPU's allocator does.
 
     XLA's CPU client allocates the temporaries of a step anew every time; by default they go back
-    to the system and come again page by page, which can take longer than the exchange. Must be
-    called before they are allocated; the environment variables MALLOC_MMAP_MAX_=0 and
+    to the system and come again page by page, which can take longer than the exchange. One arena,
+    because those of other threads give back whatever is free, with any setting. Must be called
+    before threads allocate; the environment variables MALLOC_ARENA_MAX=1, MALLOC_MMAP_MAX_=0 and
     MALLOC_TRIM_THRESHOLD_=2147483647 do the same for any program.
     """
-    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of <malloc.h>
+    trim_threshold, mmap_max, arena_max = -1, -4, -8  # of <malloc.h>
     libc = ctypes.CDLL(None)
     libc.mallopt(trim_threshold, 2**31 - 1)
     libc.mallopt(mmap_max, 0)
+    libc.mallopt(arena_max, 1)

@@ -23,7 +23,11 @@ import lab  # noqa: E402
 from machine import machine  # noqa: E402
 
 # For torch what jdaso_peer.py asks of the allocator itself, see machine.keep_memory.
-KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "2147483647"}
+KEEP_MEMORY = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "2147483647",
+}
 
 
 def lines_of(text: str) -> list[dict]:
