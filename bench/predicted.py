@@ -15,6 +15,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE / "lab"), str(HERE / "peers")]
@@ -47,8 +48,8 @@ def run(cluster: lab.Cluster, command: list[str]) -> str:
     return done.stdout
 
 
-def tuned(cluster: lab.Cluster, count: int) -> tuple[perf.Network, float]:
-    """The network, and the seconds of an exchange that nothing hides, as tune prints them."""
+def tuned(cluster: lab.Cluster, count: int) -> dict[str, Any]:
+    """The network, and what an exchange costs beside it, as tune prints them."""
     text = run(cluster, ["-m", "jdaso", "tune", "--parameters", str(count)])
 
     def number(name: str) -> float:
@@ -57,7 +58,11 @@ def tuned(cluster: lab.Cluster, count: int) -> tuple[perf.Network, float]:
             raise SystemExit(f"tune did not say {name}:\n{text}")
         return float(found[1])
 
-    return perf.Network(number("latency"), number("bandwidth") * 1e9 / 8), number("copies")
+    return {
+        "network": perf.Network(number("latency"), number("bandwidth") * 1e9 / 8),
+        "overhead": number("copies"),
+        "slowdown": number("slowdown"),
+    }
 
 
 def main() -> None:
@@ -78,7 +83,7 @@ def main() -> None:
         for rate in options.rates:
             try:
                 with lab.up(nodes, rate, options.delay) as cluster:
-                    network, overhead = tuned(cluster, count)
+                    found = tuned(cluster, count)
                     text = run(cluster, [*peer, "--rounds", str(options.rounds)])
             except lab.Missing as error:
                 print(f"skipped: {error}")
@@ -92,8 +97,7 @@ def main() -> None:
                     nodes,
                     num_parameters=count,
                     step_time=alone,
-                    network=network,
-                    overhead=overhead,
+                    **found,
                     **arguments,
                 ).step_time
                 cells = [nodes, f"{rate}, {options.delay}", line["variant"]]

@@ -45,6 +45,7 @@ def add_command(commands: Any) -> None:
     add("--period", type=int, help="default: what is recommended for the most nodes")
     add("--delay", type=int, help="of dasgd and daso; default: period - 1, a quarter of it")
     add("--overhead", type=float, default=0.0, help="seconds per exchange that nothing hides")
+    add("--slowdown", type=float, default=0.0, help="seconds of computing per exchange in flight")
     add("--blocking-share", type=float, default=1 / 9, help="of daso's steps; 10 of 90 epochs")
     add("--out", type=Path, default=Path("predict.png"), help="picture to write")
     parser.set_defaults(run=run)
@@ -138,6 +139,7 @@ def predict_all(args: argparse.Namespace) -> dict[str, list[Prediction]]:
             wire=args.wire,
             pattern=args.pattern,
             overhead=args.overhead,
+            slowdown=args.slowdown,
             **schedule,
         )
 

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
-import jax
-import jax.numpy as jnp
+from typing import Any
 
 from jdaso import perf
-from jdaso._base import HEADER_SIZE, Exchange
 from jdaso._predict import add_model
-from jdaso.exchange._mpi import mpi_exchange
+from jdaso._sweep import Measured, sweep
 from jdaso.topology import Topology, discover_topology
 
 HELP = "measure the network between nodes; say which period and delay to choose"
@@ -23,31 +17,10 @@ WIRES = ("float32", "bfloat16", "float16", "int8")
 TRIED = {"DASO, Table 2": 4, "DaSGD, Fig. 6(e)": 7}
 # Below this share of a step, waiting for an exchange is not worth hiding.
 WORTHWHILE = 0.01
-# Above this share of a step, copies to and from the host are worth a word.
+# Above this share of the time, what no delay hides is worth a word.
 COSTLY = 0.05
 # (slowest - fastest) / median of the same exchange; above, something else is going on.
 DISTURBED = 0.5
-
-
-class Measured(NamedTuple):
-    """What a sweep has found.
-
-    Attributes:
-        exchanges: (bytes, seconds in the background) of each.
-        overhead: seconds of one of the largest that are spent on copies before and after it.
-    """
-
-    exchanges: list[tuple[float, float]]
-    overhead: float
-
-    @property
-    def largest(self) -> float:
-        """Bytes of the largest exchanges."""
-        return max(size for size, _ in self.exchanges)
-
-    def times(self) -> list[float]:
-        """Seconds of the largest exchanges."""
-        return [seconds for size, seconds in self.exchanges if size == self.largest]
 
 
 def add_command(commands: Any) -> None:
@@ -82,78 +55,12 @@ def run(args: argparse.Namespace) -> None:
         print("\n".join(lines(args, topology, measured)))
 
 
-def sweep(
-    topology: Topology, num_parameters: int, wire: str, repeats: int, seconds: float
-) -> Measured:
-    """Exchanges of a 256th, a 64th, ... and all of the parameters, until the time is over.
-
-    Collective. The time of an exchange is that of the node for which it took longest, so that
-    all nodes have the same numbers, and decide alike when to stop.
-    """
-    comm = topology.comm.Dup()
-    exchange = mpi_exchange(topology)
-
-    def longest(seconds: float) -> float:
-        return max(comm.allgather(seconds))
-
-    found: list[tuple[float, float]] = []
-    overheads: list[float] = []
-    begin = time.monotonic()
-    for elements in sorted({max(1, num_parameters // 4**k) for k in range(5)}):
-        once = prepare(exchange, elements, wire)
-        comm.Barrier()
-        # The first one compiles, and touches its memory for the first time.
-        flight = longest(once(0.0)[0])
-        since, overheads = time.monotonic(), []
-        for _ in range(repeats):
-            comm.Barrier()
-            # Awaited, an exchange is looked at more often than while training goes on.
-            flown, overhead = map(longest, once(1.2 * flight))
-            found.append((perf.wire_bytes(elements, wire), flown))
-            overheads.append(overhead)
-            flight = min(flight, flown)
-        # The next size takes about four times as long. Two sizes are needed.
-        now = time.monotonic()
-        until_next = longest(now - begin + 4 * (now - since))
-        if until_next > seconds and len(found) > repeats:
-            break
-    comm.Free()
-    return Measured(found, statistics.median(overheads))
-
-
-def prepare(exchange: Exchange, elements: int, wire: str) -> Callable[[float], tuple[float, float]]:
-    """An exchange of so many float32 numbers, left alone for the given seconds.
-
-    Returns:
-        A function that returns the seconds it flew, and those spent on copies around it.
-    """
-    leaf = jnp.zeros(elements, jnp.float32)
-    header = jnp.zeros(HEADER_SIZE, jnp.float32).at[0].set(1.0)
-    post = jax.jit(lambda state, n, leaf: exchange.start(state, n, n, [leaf], header, wire))
-    collect = jax.jit(lambda state, n, leaf: exchange.finish(state, n, [leaf]))
-    state, number = exchange.init([leaf]), jnp.int32(0)
-
-    def once(left_alone: float) -> tuple[float, float]:
-        nonlocal state, number
-        before, start = exchange.report(), time.monotonic()
-        state, following = jax.block_until_ready(post(state, number, leaf))
-        posted = time.monotonic()
-        time.sleep(left_alone)
-        awake = time.monotonic()
-        _, _, state = jax.block_until_ready(collect(state, number, leaf))
-        end, after, number = time.monotonic(), exchange.report(), following
-        waited = after["seconds_blocked"] - before["seconds_blocked"]
-        flown = after["seconds_in_flight"] - before["seconds_in_flight"]
-        return flown, posted - start + end - awake - waited
-
-    return once
-
-
 def lines(args: argparse.Namespace, topology: Topology, measured: Measured) -> list[str]:
     """What rank 0 prints."""
     nodes, size = topology.num_nodes, perf.wire_bytes(args.parameters, args.wire)
     times, share = measured.times(), size / measured.largest
-    median, overhead = statistics.median(times), measured.overhead * share
+    median = statistics.median(times)
+    overhead, slowdown = measured.overhead * share, measured.slowdown * share
     said = [
         f"{nodes} nodes; {args.parameters} parameters, {size / 1e6:.4g} MB in {args.wire}; "
         f"{len(measured.exchanges)} exchanges in the background"
@@ -172,16 +79,17 @@ def lines(args: argparse.Namespace, topology: Topology, measured: Measured) -> l
             f"\nHow it scales: python -m jdaso predict --parameters {args.parameters} "
             f"{f'--wire {args.wire} ' * (args.wire != 'float32')}--step-time "
             f"{args.step_time or 'SECONDS'} --bandwidth {8e-9 * network.bandwidth:.3g} "
-            f"--latency {network.latency:.3g} --overhead {overhead:.3g}"
+            f"--latency {network.latency:.3g} --overhead {overhead:.3g} --slowdown {slowdown:.3g}"
         )
     known = "" if share == 1 else f" (measured up to {measured.largest / 1e6:.4g} MB)"
     said.append(f"exchange   {exchange_time:.4g} s{known}")
-    said.append(f"copies     {overhead:.3g} s per exchange, which no delay hides\n")
+    said.append(f"copies     {overhead:.3g} s per exchange, which no delay hides")
+    said.append(f"slowdown   {slowdown:.3g} s of computing beside an exchange in flight\n")
     if args.step_time is None:
         delays = [f"{d} for steps above {exchange_time / d:.3g} s" for d in (1, 2, 4)]
         said.append(f"Give --step-time to be told what to choose; delay {', '.join(delays)}.")
     else:
-        said += advice(args.step_time, exchange_time, overhead, args.wire)
+        said += advice(args.step_time, exchange_time, overhead, slowdown, args.wire)
     if max(times) - min(times) > DISTURBED * median:
         said.append(
             f"Not to be trusted: the same exchange took {min(times):.3g} to {max(times):.3g} s. "
@@ -196,16 +104,20 @@ def lines(args: argparse.Namespace, topology: Topology, measured: Measured) -> l
     return [*said, next_command]
 
 
-def advice(step_time: float, exchange_time: float, overhead: float, wire: str) -> list[str]:
+def advice(
+    step_time: float, exchange_time: float, overhead: float, slowdown: float, wire: str
+) -> list[str]:
     """Period and delay, why, what to expect of them, and when they will not help.
 
-    >>> advice(step_time=0.1, exchange_time=0.15, overhead=0.0, wire="int8")[0][:52]
+    >>> advice(step_time=0.1, exchange_time=0.15, overhead=0.0, slowdown=0.0, wire="int8")[0][:52]
     'Choose period 3, delay 2, as in jdaso.dasgd(exchange'
     """
     period, delay = perf.recommend(step_time, exchange_time)
 
     def expected(period: int, delay: int) -> str:
-        step = perf.mean_step_time(step_time, exchange_time, period, delay) + overhead / period
+        hidden = min(1.0, delay * step_time / exchange_time)
+        step = perf.mean_step_time(step_time, exchange_time, period, delay)
+        step += (overhead + hidden * slowdown) / period
         return f"{step:.4g} s ({step / step_time - 1:+.1%})"
 
     said = [
@@ -232,5 +144,11 @@ def advice(step_time: float, exchange_time: float, overhead: float, wire: str) -
         said.append(
             f"Copies to and from the host cost {overhead / (step_time * period):.1%} of the time, "
             "which no delay hides. A longer period makes them fewer."
+        )
+    if slowdown > COSTLY * step_time * period:
+        said.append(
+            f"Moving messages takes {slowdown / (step_time * period):.1%} of the time away from "
+            "computing, on the same cores. Leave a core to it (srun --cpus-per-task), or take a "
+            "narrower wire."
         )
     return said

@@ -161,6 +161,7 @@ def predict(
     wire: str | None = None,
     pattern: str = "direct",
     overhead: float = 0.0,
+    slowdown: float = 0.0,
     blocking_share: float = 0.0,
 ) -> Prediction:
     """Step time and scaling of an algorithm, every node having a batch of its own.
@@ -184,6 +185,8 @@ def predict(
         wire: dtype between nodes. None: bfloat16 for ``allreduce_gradients``, otherwise float32.
         pattern: how an all-reduce is done, see :func:`allreduce_time`.
         overhead: seconds per exchange that nothing hides, such as copies to and from the host.
+        slowdown: seconds that computing takes longer for a whole exchange in flight beside it,
+            where the cores that train also move messages; see ``python -m jdaso tune``.
         blocking_share: share of the steps that are in DASO's warm-up and cool-down, which block at
             every step, in bfloat16. Its plateaus, after which period and delay are halved, cannot
             be predicted and are not counted.
@@ -206,6 +209,7 @@ def predict(
     check_whole("nodes", nodes, 1)
     check_number("step_time", step_time, above=True)
     check_number("overhead", overhead)
+    check_number("slowdown", slowdown)
     check_number("blocking_share", blocking_share)
     if blocking_share > (1 if algorithm == "daso" else 0):
         raise ValueError(
@@ -246,7 +250,8 @@ def predict(
         waiting += blocking_share * (blocked - waiting)
         copies += blocking_share * (copied - copies)
         hidden *= 1 - blocking_share
-    total = alone + waiting + copies
+    slowed = slowdown * hidden / exchange_time if hidden else 0.0
+    total = alone + waiting + copies + slowed
     return Prediction(
         total, waiting, hidden, exchange_time, period, delay, alone / total, nodes * alone / total
     )

@@ -56,7 +56,17 @@ ROWS = {
     "algorithms": ENGINE | {"algorithms", "schedules"},
 }
 # These may import all of them, and each other.
-TOP = {"__init__", "__main__", "_compare", "_predict", "_tune", "checkpoint", "report", "study"}
+TOP = {
+    "__init__",
+    "__main__",
+    "_compare",
+    "_predict",
+    "_sweep",
+    "_tune",
+    "checkpoint",
+    "report",
+    "study",
+}
 
 
 def imports(path):

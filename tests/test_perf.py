@@ -239,6 +239,17 @@ def test_overhead_is_paid_once_an_exchange():
         assert paid.waiting == free.waiting
 
 
+def test_slowdown_is_paid_for_what_flies_beside_computing():
+    """Half of a flight that lasts twice as long as the delay; nothing where training waits."""
+    time = predicted("dasgd", period=4, delay=0).exchange_time
+    for algorithm, delay, share in [("local_sgd", None, 0), ("dasgd", 2, 0.5), ("dasgd", 4, 1)]:
+        of = {"period": 4, "delay": delay, "step_time": time / 4}
+        free, paid = (predicted(algorithm, slowdown=x, **of) for x in (0, 0.02))
+        assert paid.step_time - free.step_time == pytest.approx(0.02 * share / 4)
+        assert paid.waiting == free.waiting
+    assert predicted("dasgd", 1, slowdown=0.02).step_time == predicted("dasgd", 1).step_time
+
+
 @pytest.mark.parametrize("pattern", perf.PATTERNS)
 def test_all_reduce_of_two(pattern):
     """Over two members all patterns but one are the same: each sends everything it has once."""
@@ -265,6 +276,7 @@ def test_all_reduce_of_two(pattern):
         (lambda: predicted(network=Network(-1, 1)), "network.latency must be .*, got -1"),
         (lambda: predicted(period=4, delay=5), "delay must not exceed period"),
         (lambda: predicted(overhead=-1), "overhead must be .*, got -1"),
+        (lambda: predicted(slowdown=-1), "slowdown must be .*, got -1"),
         (lambda: predicted(blocking_share=0.1), "0 for all but daso, got 0.1 for dasgd"),
         (lambda: predicted("daso", blocking_share=2), "blocking_share must be at most 1.*got 2"),
         (lambda: predicted("local_sgd", period=4, delay=1), "local_sgd waits .* delay=1"),

@@ -78,8 +78,8 @@ def test_parameters_must_be_a_number(command, capsys):
     assert "argument --parameters: invalid count value: 'many'" in capsys.readouterr().err
 
 
-def advised(step_time, exchange_time, overhead=0.0):
-    return "\n".join(_tune.advice(step_time, exchange_time, overhead, "bfloat16"))
+def advised(step_time, exchange_time, overhead=0.0, slowdown=0.0):
+    return "\n".join(_tune.advice(step_time, exchange_time, overhead, slowdown, "bfloat16"))
 
 
 def test_advice_says_what_to_choose_and_what_to_expect():
@@ -91,8 +91,15 @@ def test_advice_says_what_to_choose_and_what_to_expect():
     assert "an exchange takes 2.5 steps" in text
     assert "then takes 0.101 s (+1.0%)" in text
     assert "0.354 s (+254.0%) with one at every step, 0.1635 s (+63.5%) with period 4" in text
-    for warning in ("not help", "accuracy: ", "Copies"):
+    for warning in ("not help", "accuracy: ", "Copies", "Moving"):
         assert warning not in text
+
+
+def test_expected_is_slower_only_while_an_exchange_flies():
+    # Period 4, delay 3: all of it flies beside computing. With delay 0 nothing does.
+    text = advised(step_time=0.1, exchange_time=0.25, overhead=0.004, slowdown=0.008)
+    assert "then takes 0.103 s (+3.0%)" in text
+    assert "0.354 s (+254.0%) with one at every step, 0.1635 s (+63.5%) with period 4" in text
 
 
 @pytest.mark.parametrize(
@@ -102,6 +109,7 @@ def test_advice_says_what_to_choose_and_what_to_expect():
         ((0.1, 0.45), "delay 5 is longer than what was tried (DASO, Table 2: up to 4)"),
         ((0.1, 0.75), "DASO, Table 2: up to 4; DaSGD, Fig. 6(e): up to 7"),
         ((0.1, 0.05, 0.04), "Copies to and from the host cost 20.0% of the time"),
+        ((0.1, 0.05, 0.0, 0.03), "Moving messages takes 15.0% of the time away from computing"),
     ],
 )
 def test_advice_says_when_it_will_not_help(times, warning):
@@ -115,7 +123,8 @@ def lines(measured, hosts=("a", "b"), **changes):
         num_nodes=len(hosts), processes=[argparse.Namespace(host=host) for host in hosts]
     )
     arguments = argparse.Namespace(**(defaults | changes))
-    return "\n".join(_tune.lines(arguments, topology, _tune.Measured(measured, overhead=0.001)))
+    found = _tune.Measured(measured, overhead=0.001, slowdown=0.002)
+    return "\n".join(_tune.lines(arguments, topology, found))
 
 
 def test_tune_prints_the_network_and_the_next_command():
@@ -123,6 +132,8 @@ def test_tune_prints_the_network_and_the_next_command():
     assert "latency    0.000492 s" in text
     assert "exchange   0.00505 s\n" in text
     assert "copies     0.001 s per exchange" in text
+    assert "slowdown   0.002 s of computing" in text
+    assert "--overhead 0.001 --slowdown 0.002" in text
     assert "python -m jdaso predict --parameters 1000 --step-time 0.01 --bandwidth 0.00787" in text
     assert "Not " not in text
 
@@ -131,6 +142,7 @@ def test_tune_extrapolates_what_it_had_no_time_for():
     text = lines([(500, 0.002), (1000, 0.003)])
     assert "exchange   0.009 s (measured up to 0.001 MB)" in text
     assert "copies     0.004 s" in text
+    assert "slowdown   0.008 s" in text
     assert "1 for steps above 0.009 s, 2 for steps above 0.0045 s" in text
 
 

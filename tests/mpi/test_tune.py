@@ -10,7 +10,7 @@ SMALL = ("--parameters", 60_000, "--repeats", 2)
 
 def numbers_in(output):
     """What is printed of the network: {name: seconds or Gbit/s}."""
-    found = re.findall(r"^(latency|bandwidth|exchange|copies) +(\S+)", output, re.M)
+    found = re.findall(r"^(latency|bandwidth|exchange|copies|slowdown) +(\S+)", output, re.M)
     return {name: float(value) for name, value in found if value != "unknown:"}
 
 
@@ -25,6 +25,7 @@ def test_what_is_measured_and_advised_is_printed_once():
     measured = numbers_in(ended.output)
     assert measured["exchange"] > 0
     assert measured["copies"] > 0
+    assert measured["slowdown"] >= 0
     assert ("bandwidth" in measured) == (
         "python -m jdaso predict --parameters 60000" in ended.output
     )
