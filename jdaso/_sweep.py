@@ -78,16 +78,18 @@ def sweep(
         until_next = longest(now - begin + 4 * (now - since))
         if until_next > seconds and len(found) > repeats:
             break
-    slower = []
     # So much that it has not ended before the exchange, which computing slows down as well.
-    compute = computing(longest(2.0 * flight))
+    compute = computing(longest(1.5 * flight))
+    alone, beside = [], []
     for _ in range(repeats):
         comm.Barrier()
-        alone = timed(compute)
+        alone.append(timed(compute))
         comm.Barrier()
-        slower.append(longest(timed_beside(once, compute) - alone))
+        beside.append(timed_beside(once, compute))
+    # Medians of each node first: the longest of several would be that of what else goes on there.
+    slower = longest(statistics.median(beside) - statistics.median(alone))
     comm.Free()
-    return Measured(found, statistics.median(overheads), max(0.0, statistics.median(slower)))
+    return Measured(found, statistics.median(overheads), max(0.0, slower))
 
 
 def prepare(
