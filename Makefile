@@ -1,6 +1,6 @@
 # make demo   sets up .venv (MPI runtime included) and trains a ResNet with DASO on two processes
 # make test   passes lint, types and tests
-# make bench  prints the figures of bench/README.md
+# make bench  prints two of the tables of bench/README.md
 PYTHON ?= python3
 MPI ?= mpich
 VENV := .venv
@@ -21,7 +21,7 @@ $(VENV)/.installed: pyproject.toml setup.py jdaso/exchange/copies.cc Makefile
 	mkdir -p $(VENV)/no-cuda
 	CUDA_PATH=$${CUDA_PATH:-$(CURDIR)/$(VENV)/no-cuda} \
 		$(BIN)/pip install -q --disable-pip-version-check --no-cache-dir mpi4jax
-	$(BIN)/pip install -q --disable-pip-version-check -e '.[mpi,examples,dev]'
+	$(BIN)/pip install -q --disable-pip-version-check -e '.[mpi,mpi4jax,examples,dev]'
 	touch $@
 
 demo: $(VENV)/.installed

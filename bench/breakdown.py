@@ -20,15 +20,15 @@ import os
 import statistics
 import time
 
+from machine import keep_memory, machine, own_core
+
 os.environ.setdefault("NPROC", "16")
-cores = sorted(os.sched_getaffinity(0))
-os.sched_setaffinity(0, {cores[int(os.environ.get("PMI_RANK", "0")) % len(cores)]})
+own_core()
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
-from machine import keep_memory, machine  # noqa: E402
 from step import matmuls_for  # noqa: E402
 
 import jdaso  # noqa: E402
@@ -76,8 +76,8 @@ def train(tx, params, matmuls: int, steps: int):
     return found, state, params
 
 
-def events(rank: int, host: str, steps, history) -> list[dict]:
-    """The trace of a process, in Chrome's format: microseconds, one row for each kind."""
+def events(rank: int, host: str, zero: float, steps, history) -> list[dict]:
+    """The trace of a process, in Chrome's format: microseconds since zero, a row for each kind."""
     rows = {"steps": [(start, end, kind) for start, end, kind in steps]}
     for row in ("fill", "flight", "wait", "take"):
         rows[row] = [(*getattr(flown, row), f"exchange {flown.number}") for flown in history]
@@ -86,7 +86,7 @@ def events(rank: int, host: str, steps, history) -> list[dict]:
         about = {"pid": rank, "tid": thread}
         found.append({"ph": "M", "name": "thread_name", "args": {"name": row}, **about})
         for start, end, name in spans:
-            times = {"ts": 1e6 * start, "dur": 1e6 * (end - start)}
+            times = {"ts": 1e6 * (start - zero), "dur": 1e6 * (end - start)}
             found.append({"ph": "X", "name": name, **times, **about})
     return found
 
@@ -115,6 +115,7 @@ def main() -> None:
     tx = optax.chain(optax.sgd(1.0, momentum=0.9), averaging)
     copy = max(comm.allgather(memcpy_seconds(options.megabytes)))
     comm.Barrier()
+    zero = time.monotonic()  # hosts have clocks of their own
     steps, state, params = train(tx, params, matmuls, (options.exchanges + 2) * options.period)
     steps = steps[2 * options.period :]  # compilation, and memory
     jax.block_until_ready(jdaso.drain(averaging, state, params))
@@ -138,7 +139,7 @@ def main() -> None:
         - seconds([flown.wait for flown in history]),
         "a step beside a flight, beyond others": took["beside a flight"] - took["neither"],
     }
-    traces = comm.gather(events(topology.rank, topology.host, steps, history))
+    traces = comm.gather(events(topology.rank, topology.host, zero, steps, history))
     if topology.rank:
         return
     if options.trace:

@@ -26,6 +26,14 @@ def machine() -> str:
     return f"{model}, {os.cpu_count()} cores, {memory:.0f} GiB; {', '.join(versions)}"
 
 
+def own_core() -> None:
+    """Binds this process to a core that no other of its host has; before anything makes threads."""
+    names = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "PMI_RANK")
+    place = next((os.environ[name] for name in names if name in os.environ), "0")
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(place) % len(cores)]})
+
+
 def keep_memory() -> None:
     """Makes glibc keep what a step has freed, as a GPU's allocator does.
 

@@ -18,15 +18,15 @@ import os
 import statistics
 import time
 
+from machine import keep_memory, machine, own_core
+
 # One core a process, as a node whose device does the computing would leave it.
 os.environ.setdefault("NPROC", "16")
-cores = sorted(os.sched_getaffinity(0))
-os.sched_setaffinity(0, {cores[int(os.environ.get("PMI_RANK", "0")) % len(cores)]})
+own_core()
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
-from machine import keep_memory, machine  # noqa: E402
 from step import Seen, make_step, matmuls_for, settle  # noqa: E402
 
 import jdaso  # noqa: E402

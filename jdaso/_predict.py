@@ -16,8 +16,8 @@ HELP = "predict step times and scaling of all algorithms"
 NOTES = """\
 Step time, and efficiency: the step time on one node divided by it, every node having its own \
 batch. The period is {period}, of diloco {diloco}; allreduce_gradients exchanges at every step. \
-An exchange flies for {delay} steps with dasgd, {daso} with daso, the whole period with easgd; the \
-others wait for it. Of daso's steps {share:.0%} are warm-up and cool-down, and wait as well. An \
+The delay is {delay} with dasgd, {daso} with daso, the whole period with easgd; the others wait. \
+The wire is {wire}. Of daso's steps {share:.0%} are warm-up and cool-down, and wait as well. An \
 exchange over {nodes} nodes takes {seconds:.4g} s with dasgd, which is {steps:.2g} steps."""
 OF_DIRECT = """\
 The time that a node needs for its 2 (P-1) messages is not counted; with hundreds of nodes look at \
@@ -94,6 +94,7 @@ def run(args: argparse.Namespace) -> None:
         diloco=predictions["diloco"][-1].period,
         share=args.blocking_share,
         nodes=args.max_nodes,
+        wire=args.wire or "float32, of allreduce_gradients bfloat16",
         seconds=last.exchange_time,
         steps=last.exchange_time / predictions["dasgd"][0].step_time,
     )

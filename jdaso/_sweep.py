@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -12,7 +13,6 @@ import jax.numpy as jnp
 
 from jdaso import perf
 from jdaso._base import HEADER_SIZE, Exchange
-from jdaso.exchange._mpi import mpi_exchange
 from jdaso.topology import Topology
 
 # Of the product of matrices that stands for training.
@@ -43,7 +43,12 @@ class Measured(NamedTuple):
 
 
 def sweep(
-    topology: Topology, num_parameters: int, wire: str, repeats: int, seconds: float
+    topology: Topology,
+    exchange: Exchange,
+    num_parameters: int,
+    wire: str,
+    repeats: int,
+    seconds: float,
 ) -> Measured:
     """Exchanges of a 256th, a 64th, ... and all of the parameters, until the time is over.
 
@@ -51,7 +56,6 @@ def sweep(
     all nodes have the same numbers, and decide alike when to stop.
     """
     comm = topology.comm.Dup()
-    exchange = mpi_exchange(topology)
 
     def longest(seconds: float) -> float:
         return max(comm.allgather(seconds))
@@ -68,8 +72,8 @@ def sweep(
         for _ in range(repeats):
             comm.Barrier()
             # Awaited, an exchange is looked at more often than while training goes on.
-            alone_for = 1.2 * flight
-            flown, overhead = map(longest, once(lambda alone_for=alone_for: time.sleep(alone_for)))
+            left_alone = functools.partial(time.sleep, 1.2 * flight)
+            flown, overhead = map(longest, once(left_alone))
             found.append((perf.wire_bytes(elements, wire), flown))
             overheads.append(overhead)
             flight = min(flight, flown)

@@ -9,6 +9,8 @@ from typing import Any
 from jdaso import perf
 from jdaso._predict import add_model
 from jdaso._sweep import Measured, sweep
+from jdaso.exchange._all_reduce import PATTERNS
+from jdaso.exchange._mpi import SENDERS, mpi_exchange
 from jdaso.topology import Topology, discover_topology
 
 HELP = "measure the network between nodes; say which period and delay to choose"
@@ -30,6 +32,8 @@ def add_command(commands: Any) -> None:
     add = parser.add_argument
     add("--step-time", type=float, help="seconds of a training step on one node")
     add("--wire", choices=WIRES, default="float32")
+    add("--pattern", choices=PATTERNS, default="direct", help="of jdaso.mpi_exchange")
+    add("--senders", choices=SENDERS, default="one", help="of jdaso.mpi_exchange")
     add("--repeats", type=int, default=5, help="exchanges of each size")
     add("--seconds", type=float, default=60.0, help="larger exchanges are then not measured")
     parser.set_defaults(run=run)
@@ -50,7 +54,11 @@ def run(args: argparse.Namespace) -> None:
             "one process on each of several: srun --ntasks-per-node=1 python -m jdaso tune ..., "
             "or mpiexec -n 2 python -m jdaso tune ..."
         )
-    measured = sweep(topology, args.parameters, args.wire, args.repeats, args.seconds)
+    try:
+        exchange = mpi_exchange(topology, args.wire, pattern=args.pattern, senders=args.senders)
+    except ValueError as error:
+        raise SystemExit(f"jdaso tune: {error}") from error
+    measured = sweep(topology, exchange, args.parameters, args.wire, args.repeats, args.seconds)
     if topology.rank == 0:
         print("\n".join(lines(args, topology, measured)))
 
@@ -67,17 +75,20 @@ def lines(args: argparse.Namespace, topology: Topology, measured: Measured) -> l
     ]
     exchange_time, next_command = median * share, ""
     try:
-        network = perf.fit(measured.exchanges, nodes)
+        network = perf.fit(measured.exchanges, nodes, args.pattern)
     except ValueError as error:
         said.append(f"bandwidth  unknown: {error}")
     else:
         if share > 1:
-            exchange_time = perf.allreduce_time(size, nodes, network=network)
-        said.append(f"latency    {network.latency:.3g} s")
+            exchange_time = perf.allreduce_time(size, nodes, network=network, pattern=args.pattern)
+        said.append(
+            f"latency    {network.latency:.3g} s, with all that does not grow with the size"
+        )
         said.append(f"bandwidth  {8e-9 * network.bandwidth:.3g} Gbit/s")
         next_command = (
             f"\nHow it scales: python -m jdaso predict --parameters {args.parameters} "
-            f"{f'--wire {args.wire} ' * (args.wire != 'float32')}--step-time "
+            f"{f'--wire {args.wire} ' * (args.wire != 'float32')}"
+            f"{f'--pattern {args.pattern} ' * (args.pattern != 'direct')}--step-time "
             f"{args.step_time or 'SECONDS'} --bandwidth {8e-9 * network.bandwidth:.3g} "
             f"--latency {network.latency:.3g} --overhead {overhead:.3g} --slowdown {slowdown:.3g}"
         )
@@ -122,7 +133,8 @@ def advice(
 
     said = [
         f"Choose period {period}, delay {delay}, as in jdaso.dasgd(exchange, period={period}, "
-        f"delay={delay}, wire='{wire}'): an exchange takes {exchange_time / step_time:.3g} steps, "
+        f"delay={delay}, wire='{wire}'), or for jdaso.daso in its schedule, jdaso.cycling(period="
+        f"{period}, delay={delay}, ...): an exchange takes {exchange_time / step_time:.3g} steps, "
         f"so it has arrived after {delay} (DaSGD Eq. 3); periods longer than delay + 1 cost "
         "accuracy (Sec. VI-D).",
         f"A step of {step_time:.4g} s then takes {expected(period, delay)}; waiting for exchanges, "
@@ -143,7 +155,7 @@ def advice(
     if overhead > COSTLY * step_time * period:
         said.append(
             f"Copies to and from the host cost {overhead / (step_time * period):.1%} of the time, "
-            "which no delay hides. A longer period makes them fewer."
+            "which no delay hides. A longer period makes them fewer, and may cost accuracy."
         )
     if slowdown > COSTLY * step_time * period:
         said.append(

@@ -155,7 +155,7 @@ def _world() -> Any:
         if expected > 1:
             raise JdasoError(
                 f"{launcher} started {expected} processes, but mpi4py cannot be used: {error}. "
-                "Install it with: pip install 'jdaso[mpi]'"
+                "Install it with: pip install mpi4py"
             ) from error
         return None
     size = MPI.COMM_WORLD.Get_size()

@@ -22,6 +22,8 @@ from jdaso.exchange._staging import Spec
 from jdaso.local import LOCAL_AXIS
 from jdaso.topology import Topology
 
+SENDERS = ("one", "all")
+
 
 def mpi_exchange(
     topology: Topology,
@@ -92,7 +94,7 @@ def mpi_exchange(
         raise ValueError(f"chunk_bytes must be below 2**31, got {chunk_bytes}.")
     check_number("timeout", timeout, above=True)
     check_choice("pattern", pattern, PATTERNS)
-    check_choice("senders", senders, ("one", "all"))
+    check_choice("senders", senders, SENDERS)
     nodes = topology.num_nodes
     if pattern == "halving" and nodes & (nodes - 1):
         raise ValueError(
@@ -187,7 +189,7 @@ def _check_int8(pattern: str) -> None:
     if pattern != "direct":
         raise ValueError(
             f"pattern={pattern!r} rounds sums on their way, of which error feedback knows nothing: "
-            "the wire int8 needs pattern='direct'."
+            "for the wire int8 choose pattern='direct', or with this pattern the wire bfloat16."
         )
 
 

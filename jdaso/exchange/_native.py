@@ -12,6 +12,7 @@ import atexit
 import ctypes
 import functools
 import importlib.util
+import pathlib
 import threading
 import warnings
 from collections.abc import Sequence
@@ -47,7 +48,8 @@ def _load() -> ctypes.CDLL | str:
     """The library, its functions known to XLA; or why it cannot be used."""
     found = importlib.util.find_spec(_LIBRARY)
     if found is None or found.origin is None:
-        return "it was not built, which needs a C++17 compiler when jdaso is installed"
+        folder = pathlib.Path(__file__).parent
+        return f"none is in {folder}; it is built, by a C++17 compiler, when jdaso is installed"
     try:
         library = ctypes.CDLL(found.origin)
         for name in (_POST, _COLLECT):
