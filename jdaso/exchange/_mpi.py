@@ -189,7 +189,7 @@ def _check_int8(pattern: str) -> None:
     if pattern != "direct":
         raise ValueError(
             f"pattern={pattern!r} rounds sums on their way, of which error feedback knows nothing: "
-            "for the wire int8 choose pattern='direct', or with this pattern the wire bfloat16."
+            "the wire int8 needs pattern='direct'. With this pattern choose the wire bfloat16."
         )
 
 
