@@ -90,6 +90,8 @@ def sweep(
         alone.append(timed(compute))
         comm.Barrier()
         beside.append(timed_beside(once, compute))
+        if longest(time.monotonic() - begin) > seconds:
+            break
     # Medians of each node first: the longest of several would be that of what else goes on there.
     slower = longest(statistics.median(beside) - statistics.median(alone))
     comm.Free()
