@@ -1,0 +1,110 @@
+"""One model in the memory of several processes: assm, passm and passm_plus in the training loop.
+
+Processes are at most four steps apart, since all of them ask all others whether a signal has come.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from config import Config
+from optimizers import kernels
+from steps import Task, TrainState, loss_of
+
+import jdaso
+from jdaso import passm
+
+CYCLING = jdaso.PHASES.index("cycling")
+
+
+class SharedModel:
+    """A model that all processes train; it is put into their memory when the first step is taken.
+
+    Not before, since until then a checkpoint may bring other parameters.
+
+    Args:
+        config: as :func:`config.parse` returns it.
+        task: what is learnt.
+        topology: the processes, all on one host, with one device each.
+        epoch_steps: steps of a process in an epoch.
+    """
+
+    def __init__(self, config: Config, task: Task, topology: jdaso.Topology, epoch_steps: int):
+        count = len(topology.processes)
+        if config.processes not in (None, count):
+            raise ValueError(
+                f"processes: {config.processes} were asked for and the launcher started {count}; "
+                "leave the option out, or start without a launcher."
+            )
+        if topology.mesh.size > 1:
+            raise ValueError(
+                f"devices: --sync {config.sync} trains with one device per process, got "
+                f"{topology.mesh.size}; start one process for each (CUDA_VISIBLE_DEVICES)."
+            )
+        self._config, self._topology, self._epoch_steps = config, topology, epoch_steps
+        self._task = task
+        self._loss_fn = _on_one_device(loss_of(task))
+        self._memory: passm.Memory | None = None
+        self._training: passm.Training | None = None
+        self._blocks: list[passm.Block] = []
+        self._rate = 0.0
+
+    def init(self, state: TrainState) -> passm.State:
+        """What this process keeps for itself."""
+        count = len(self._topology.processes)
+        batch = [np.expand_dims(x, 0) for x in self._task.dataset.train.load(0, None)]
+        order = passm.order_of_use(self._loss_fn, state.params, state.stats, *batch)
+        self._blocks = passm.partition(state.params, count, order)
+        alone = passm.simulated_memory(state.params, count)[self._topology.rank]
+        return self._method(alone).init()
+
+    def train_step(self, state: TrainState, rate: Any, images: jax.Array, labels: jax.Array):
+        """As the ``train_step`` of steps.py; but the parameters of its state rest."""
+        if self._training is None:
+            self._memory = passm.shared_memory(self._topology, state.params)
+            self._training = self._method(self._memory)
+        # Algorithm 1 multiplies by 1 - m: so the option means what it means for SGD.
+        self._rate = float(rate) / (1 - self._config.momentum)
+        data = state.stats, images, labels
+        own, (loss, stats) = self._training.step(state.opt_state, *data)
+        losses = state.losses + jnp.stack([loss, jnp.ones_like(loss)])
+        metrics = jdaso.Metrics(own.step, CYCLING, 1, 0, 0, 0, False, own.skipped, 0)
+        return TrainState(state.params, stats, own, losses), loss, metrics
+
+    def settled(self, state: TrainState) -> TrainState:
+        """The state with the parameters as all have left them; all processes must call it."""
+        if self._memory is None:
+            return state
+        params = jax.device_put(
+            passm.settled(self._memory), jax.tree.leaves(state.params)[0].sharding
+        )
+        return state._replace(params=params)
+
+    def _method(self, memory: passm.Memory) -> passm.Training:
+        config = self._config
+        options = {
+            "momentum": config.momentum,
+            "before": optax.add_decayed_weights(config.weight_decay, mask=kernels),
+            "has_aux": True,
+        }
+        if config.sync == "passm_plus":
+            options["switches"] = switches(config, self._epoch_steps)
+        method = getattr(passm, config.sync)
+        return method(memory, self._blocks, self._loss_fn, lambda step: self._rate, **options)
+
+
+def switches(config: Config, epoch_steps: int) -> list[int]:
+    """The steps at which PASSM+ changes: those that are given in epochs, or its heuristic's."""
+    if config.switches:
+        return [epoch * epoch_steps for epoch in config.switches]
+    drops = [epoch * epoch_steps for epoch in config.decay_epochs]
+    return passm.switches_around(drops, config.epochs * epoch_steps)
+
+
+def _on_one_device(loss_fn):
+    """The loss with the axis of local devices bound, over which BatchNorm takes its mean."""
+    return jax.vmap(loss_fn, in_axes=None, out_axes=None, axis_size=1, axis_name="local")

@@ -1,0 +1,51 @@
+"""A program starts itself on several processes, once."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+import processes
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The commands that this process was given up for."""
+    for name in processes.LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    commands = []
+    monkeypatch.setattr(os, "execv", lambda path, command: commands.append((path, command)))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--sync", "passm"])
+    return commands
+
+
+def launcher(monkeypatch, found):
+    monkeypatch.setattr(processes.shutil, "which", lambda name, path: found)
+
+
+def test_mpiexec_starts_the_same_program(monkeypatch, started):
+    launcher(monkeypatch, "/bin/mpiexec")
+    processes.start(4)
+    command = ["/bin/mpiexec", "-n", "4", sys.executable, "train.py", "--sync", "passm"]
+    assert started == [("/bin/mpiexec", command)]
+
+
+@pytest.mark.parametrize("name", processes.LAUNCHED)
+def test_what_was_launched_starts_nothing(monkeypatch, started, name):
+    monkeypatch.setenv(name, "4")
+    processes.start(4)
+    assert not started
+
+
+def test_nothing_is_started_that_was_not_asked_for(started):
+    processes.start(None)
+    assert not started
+
+
+def test_without_mpiexec_it_says_what_to_install(monkeypatch, started):
+    launcher(monkeypatch, None)
+    with pytest.raises(SystemExit, match="--processes 4 needs mpiexec: pip install mpich"):
+        processes.start(4)

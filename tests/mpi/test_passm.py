@@ -1,0 +1,34 @@
+"""Shared memory between MPI processes: what was simulated, and what goes wrong between them."""
+
+import time
+
+import pytest
+from launch import mpiexec, passes
+
+
+def test_three_processes_share_one_model():
+    """Numbers are whole, steps in turn are those of the simulation, and out of turn they learn."""
+    passes(mpiexec(3, "passm.py", "works", timeout=180))
+
+
+def test_four_processes_lose_no_update_and_servers_average_over_their_slaves():
+    passes(mpiexec(4, "passm.py", "servers", timeout=180))
+
+
+# case -> what the error must say
+ERRORS = {
+    "ends early": ["rank 1", "ended, and rank 0", "waits for it"],
+    "late": ["rank 1", "did not come to where rank 0", "within 1 s"],
+    "other parameters": ["parameters differ", "rank 1", "float32(4,)"],
+    "other blocks": ["differ", "block 0", "rank 1"],
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_error_names_who_and_what(case):
+    start = time.monotonic()
+    ended = mpiexec(2, "passm.py", case, timeout=120)
+    assert ended.returncode != 0, ended.output
+    for text in ERRORS[case]:
+        assert text in ended.output, f"{text!r} not in:\n{ended.output}"
+    assert time.monotonic() - start < 50  # who is late sleeps for a minute; it was not waited for

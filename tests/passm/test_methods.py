@@ -1,0 +1,193 @@
+"""ASSM, PASSM and PASSM+ are the recursions of the paper, in an order that is given."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from golden_passm import plus, train
+from problem import batch, first_params, flat, gradient, loss_fn, places
+
+import jdaso
+from jdaso.passm import assm, partition, passm, passm_plus, settled, simulated_memory
+
+STEPS, RATE, MOMENTUM = 12, 0.2, 0.8
+SWITCHES = [3, 6, 9]
+
+
+def decaying(step):
+    return RATE * 0.9**step
+
+
+METHODS = {
+    "assm": (assm, {}, lambda k: True, lambda k: 1.0),
+    "passm": (passm, {}, lambda k: False, lambda k: 1.0),
+}
+
+
+def run(method, processes, read_together=False, data=batch, **options):
+    """All processes in turn; the shared parameters after each step of all, and their states."""
+    params = first_params()
+    memories = simulated_memory(params, processes)
+    blocks = partition(params, processes)
+    common = [None]
+    if read_together:
+        read = memories[0].read
+        memories = [memory._replace(read=lambda: common[0]) for memory in memories]
+    options = {"learning_rate": decaying, "momentum": MOMENTUM} | options
+    trainings = [method(memory, blocks, loss_fn, **options) for memory in memories]
+    states, seen = [training.init() for training in trainings], []
+    for k in range(STEPS):
+        if read_together:
+            common[0] = read()
+        for c, training in enumerate(trainings):
+            states[c], _ = training.step(states[c], *data(c, k))
+        seen.append(flat(read() if read_together else settled(memories[0])))
+    return np.array(seen), states
+
+
+def expected(processes, whole, factor, read_together=False, gradient=gradient):
+    params = first_params()
+    leaves = places(params)
+    blocks = [np.concatenate([leaves[i] for i in b]) for b in partition(params, processes)]
+    return train(
+        flat(params),
+        gradient,
+        blocks,
+        lambda k: decaying(k) * factor(k),
+        MOMENTUM,
+        STEPS,
+        whole,
+        read_together,
+    )
+
+
+@pytest.mark.parametrize("read_together", [False, True])
+@pytest.mark.parametrize("name", ["assm", "passm", "passm_plus"])
+def test_it_is_the_recursion_of_the_paper(name, read_together):
+    processes = 3
+    if name == "passm_plus":
+        method, options, (whole, factor) = passm_plus, {"switches": SWITCHES}, plus(SWITCHES, 3)
+    else:
+        method, options, whole, factor = METHODS[name]
+    seen, states = run(method, processes, read_together, **options)
+    golden = expected(processes, whole, factor, read_together)
+    np.testing.assert_allclose(seen, golden, rtol=0, atol=2e-5)
+    assert [(state.step, state.skipped) for state in states] == [(STEPS, 0)] * processes
+
+
+def test_one_process_of_assm_is_sgd_with_momentum():
+    """Of Algorithm 1, whose step is (1 - m) times that of optax.sgd."""
+    seen, _ = run(assm, 1)
+    tx = optax.sgd(lambda k: (1 - MOMENTUM) * RATE * 0.9**k, momentum=MOMENTUM)
+
+    @jax.jit
+    def step(params, state, *data):
+        updates, state = tx.update(jax.grad(loss_fn)(params, *data), state)
+        return optax.apply_updates(params, updates), state
+
+    params = first_params()
+    state = tx.init(params)
+    for k in range(STEPS):
+        params, state = step(params, state, *batch(0, k))
+        np.testing.assert_allclose(seen[k], flat(params), rtol=0, atol=2e-6)
+
+
+def test_passm_plus_without_switches_is_assm_and_with_one_at_once_almost_passm():
+    np.testing.assert_array_equal(run(passm_plus, 2, switches=[])[0], run(assm, 2)[0])
+    late, early = run(passm_plus, 2, switches=[STEPS])[0], run(passm_plus, 2, switches=[1])[0]
+    np.testing.assert_array_equal(late, run(assm, 2)[0])
+    assert np.abs(early - run(passm, 2)[0]).max() > 1e-3  # the first step was ASSM's
+
+
+def test_weights_decay_before_the_momentum():
+    decay = 0.1
+    seen, _ = run(passm, 3, before=optax.add_decayed_weights(decay))
+    golden = expected(
+        3, lambda k: False, lambda k: 1.0, gradient=lambda x, c, k: gradient(x, c, k) + decay * x
+    )
+    np.testing.assert_allclose(seen, golden, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("method", [assm, passm])
+def test_a_subgradient_that_is_not_finite_writes_nothing(method):
+    def broken(c, k):
+        a, b = batch(c, k)
+        return (a * np.nan, b) if (c, k) == (1, 4) else (a, b)
+
+    seen, states = run(method, 2, data=broken)
+    assert np.isfinite(seen).all()
+    assert [state.skipped for state in states] == [0, 1]
+    with pytest.raises(jdaso.JdasoError, match="process 1 is not finite at its step 4"):
+        run(method, 2, data=broken, nonfinite="raise")
+
+
+def test_what_was_read_does_not_change_afterwards():
+    """JAX takes NumPy's memory as its own where it can; it must not be the shared one."""
+    memory = simulated_memory({"w": np.zeros(64, "f4")})[0]
+    before = jnp.asarray(memory.read()["w"])
+    memory.add(0, {0: np.ones(64, "f4")}, False)
+    assert float(before.sum()) == 0
+    assert float(memory.read()["w"].sum()) == 64
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_dtypes_stay_and_integers_are_left_alone(dtype):
+    params = {"w": jnp.ones(4, dtype), "count": jnp.int32(7)}
+    memory = simulated_memory(params)[0]
+    training = assm(memory, partition(params, 1), lambda p, x: (p["w"] * x).sum(), 1.0, 0.0)
+    state, _ = training.step(training.init(), jnp.ones(4, dtype))
+    after = memory.read()
+    assert (after["w"].dtype, after["count"]) == (jnp.dtype(dtype), 7)
+    np.testing.assert_array_equal(np.asarray(after["w"], "f4"), np.zeros(4))
+    assert state.momentum["w"].dtype == jnp.dtype(dtype)
+
+
+def test_each_kind_of_step_is_compiled_once():
+    traces = []
+
+    def counted(params, a, b):
+        traces.append(1)
+        return loss_fn(params, a, b)
+
+    params = first_params()
+    memory, _ = simulated_memory(params, 2)
+    training = passm_plus(memory, partition(params, 2), counted, decaying, switches=SWITCHES)
+    state = training.init()
+    for k in range(STEPS):
+        state, _ = training.step(state, *batch(0, k))
+    assert len(traces) == 2
+
+
+BAD = [
+    ({"learning_rate": 0.0}, "learning_rate must be positive, got 0.0"),
+    ({"learning_rate": -1}, "learning_rate must be positive, got -1"),
+    ({"learning_rate": float("nan")}, "learning_rate must be positive"),
+    ({"learning_rate": "fast"}, "learning_rate must be a number"),
+    ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
+    ({"momentum": -0.1}, r"momentum must be in \[0, 1\)"),
+    ({"nonfinite": "ignore"}, "nonfinite must be one of skip, raise"),
+    ({"before": optax.trace(0.9)}, "before must be a transformation without a state"),
+    ({"blocks": [(0, 1, 2, 3, 4)]}, r"among 2 processes.*use partition\(params, 2\)"),
+    ({"blocks": [(0, 1), (3, 4)]}, "blocks must share out all floating-point leaves"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "named"), BAD)
+@pytest.mark.parametrize("method", [assm, passm, passm_plus])
+def test_bad_arguments_are_named(method, arguments, named):
+    params = first_params()
+    memory = simulated_memory(params, 2)[0]
+    options = {"blocks": partition(params, 2), "learning_rate": 0.1} | arguments
+    if method is passm_plus:
+        options["switches"] = [1]
+    with pytest.raises(ValueError, match=named):
+        method(memory, loss_fn=loss_fn, **options)
+
+
+def test_a_learning_rate_that_goes_wrong_later_is_named_with_its_step():
+    params = first_params()
+    training = assm(simulated_memory(params)[0], partition(params, 1), loss_fn, lambda k: 1 - 2 * k)
+    state, _ = training.step(training.init(), *batch(0, 0))
+    with pytest.raises(ValueError, match=r"got -1.0 at step 1"):
+        training.step(state, *batch(0, 1))
