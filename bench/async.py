@@ -1,0 +1,167 @@
+"""Figure 2 of the EASGD paper in small: loss over time of workers around a centre.
+
+    python bench/async.py [--seconds 5] [--runs runs/async] [--limit 170]
+
+EASGD, EAMSGD and DOWNPOUR with 4 workers, each an MPI process with a clock of its own, at period
+1, 4, 16 and 64, on digits; for each the best of some learning rates, by the last training loss of
+the centre, as the paper does. Node 0 copies the centre once in a while; what these copies are worth
+is found after the run. Runs that are in the folder already are not done again, so that it
+can be called until all are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from machine import machine
+
+import jdaso
+from jdaso import study
+
+WORKERS, BATCH_SIZE = 4, 32
+PERIODS = (1, 4, 16, 64)
+MOMENTUM = 0.9
+RATES = {"easgd": (0.1, 0.3), "eamsgd": (0.03, 0.1), "downpour": (0.03, 0.1)}
+OPTIMIZERS = {
+    "easgd": lambda center, period, rate: optax.chain(
+        optax.sgd(rate), jdaso.async_easgd(center, period)
+    ),
+    "eamsgd": lambda center, period, rate: jdaso.async_eamsgd(center, period, rate, MOMENTUM),
+    "downpour": lambda center, period, rate: optax.chain(
+        optax.sgd(rate), jdaso.downpour(center, period)
+    ),
+}
+COPIES = 20  # of the centre, in a run
+
+
+def work(method: str, period: int, rate: float, seconds: float) -> None:
+    """One worker of one run; node 0 prints what it has seen, as JSON."""
+    topology = jdaso.discover_topology()
+    center = jdaso.mpi_center(topology)
+    tx = OPTIMIZERS[method](center, period, rate)
+    data, model = study.digits(), study.SmallCNN()
+
+    def loss_fn(params, images, labels):
+        logits = model.apply(params, images)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    @jax.jit
+    def step(params, state, images, labels):
+        grads = jax.grad(loss_fn)(params, images, labels)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    # Each worker draws from all images, as in the paper.
+    rng = np.random.default_rng(topology.rank)
+
+    def batch():
+        places = rng.integers(len(data.labels), size=BATCH_SIZE)
+        return data.images[places], data.labels[places]
+
+    params = model.init(jax.random.key(0), jnp.asarray(data.images[:1]))
+    params = center.join(params)
+    state = tx.init(params)
+    step = step.lower(params, state, *batch()).compile()
+    topology.comm.barrier()
+    start, steps, copies = time.monotonic(), 0, []
+    while (now := time.monotonic() - start) < seconds:
+        if topology.rank == 0 and now >= len(copies) * seconds / COPIES:
+            copies.append((now, center.read(params).center))
+        params, state = jax.block_until_ready(step(params, state, *batch()))
+        steps += 1
+    copies.append((now, center.read(params).center))
+    if topology.rank == 0:
+        whole = jax.jit(loss_fn)
+        losses = [float(whole(c, data.images, data.labels)) for _, c in copies]
+        accuracy = study.accuracy(model, copies[-1][1], data.test_images, data.test_labels)
+        seen = {"times": [t for t, _ in copies], "losses": losses, "steps": steps}
+        print(json.dumps({**seen, "accuracy": accuracy, **center.report()}), flush=True)
+
+
+def launch(method: str, period: int, rate: float, seconds: float) -> dict:
+    launcher = shutil.which("mpiexec")
+    if launcher is None:
+        raise SystemExit("no mpiexec on PATH: pip install mpich")
+    command = [launcher, "-n", str(WORKERS), sys.executable, __file__, "--work", method]
+    command += [str(period), str(rate), str(seconds)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 120)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def best(found: list[dict]) -> dict:
+    """By the last training loss; one that is no number is worst."""
+    return min(found, key=lambda run: np.nan_to_num(run["losses"][-1], nan=np.inf))
+
+
+def show(runs: dict[tuple[str, int], list[dict]], out: Path) -> None:
+    """A table, and losses over time for each period."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    print("| | period | learning rate | loss, half time | last | test error | steps of a worker |")
+    print("|---|---|---|---|---|---|---|")
+    figure, axes = plt.subplots(1, len(PERIODS), sharey=True, figsize=(14, 4), layout="constrained")
+    for (method, period), found in runs.items():
+        run = best(found)
+        losses = np.array(run["losses"])
+        half = losses[len(losses) // 2]
+        print(
+            f"| {method} | {period} | {run['rate']} | {half:.4f} | {losses[-1]:.4f} "
+            f"| {1 - run['accuracy']:.4f} | {run['steps']} |"
+        )
+        axis = axes[PERIODS.index(period)]
+        axis.semilogy(run["times"], losses, label=method)
+        axis.set(title=f"period {period}", xlabel="seconds")
+    axes[0].set(ylabel="training loss of the centre")
+    axes[-1].legend()
+    figure.savefig(out, dpi=120)
+    print(f"\n{out}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=5.0, help="of training, in each run")
+    parser.add_argument("--runs", type=Path, default=Path("runs/async"))
+    parser.add_argument("--limit", type=float, default=np.inf, help="seconds after which to stop")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".png"))
+    parser.add_argument("--work", nargs=4, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        method, period, rate, seconds = args.work
+        return work(method, int(period), float(rate), float(seconds))
+    start = time.monotonic()
+    args.runs.mkdir(parents=True, exist_ok=True)
+    print(machine())
+    runs: dict[tuple[str, int], list[dict]] = {}
+    for method, rates in RATES.items():
+        for period in PERIODS:
+            for rate in rates:
+                path = args.runs / f"{method}-{period}-{rate}-{args.seconds:g}.json"
+                if not path.exists():
+                    if time.monotonic() - start > args.limit:
+                        raise SystemExit("the time is over; call it again for the rest")
+                    path.write_text(json.dumps(launch(method, period, rate, args.seconds)))
+                run = {**json.loads(path.read_text()), "rate": rate}
+                runs.setdefault((method, period), []).append(run)
+    print(f"{WORKERS} workers, batch {BATCH_SIZE}, {args.seconds:g} s, momentum {MOMENTUM}\n")
+    show(runs, args.out)
+
+
+if __name__ == "__main__":
+    main()

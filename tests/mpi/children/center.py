@@ -1,0 +1,245 @@
+"""Workers around a centre: against the simulation, against a replay, and when one is missing."""
+
+import os
+import signal
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from common import assert_close, first_params, gradients, make_step
+
+import jdaso
+from jdaso.center import gather, take_turns
+
+topology = jdaso.discover_topology()
+rank, workers = topology.rank, topology.num_nodes
+SGD = optax.sgd(0.1, momentum=0.9)
+PERIOD, STEPS = 3, 20
+# NumPy and XLA round in different places: some of 1e-7 at each exchange, and there are 60.
+ASTRAY = 1e-5
+
+# name -> a whole optimizer around a centre
+METHODS = {
+    "easgd": lambda c, delay: optax.chain(SGD, jdaso.async_easgd(c, PERIOD, 0.3, delay=delay)),
+    "eamsgd": lambda c, delay: jdaso.async_eamsgd(c, PERIOD, 0.1, 0.9, 0.3, delay=delay),
+    "downpour": lambda c, delay: optax.chain(SGD, jdaso.downpour(c, PERIOD, delay=delay)),
+    "adownpour": lambda c, delay: optax.chain(SGD, jdaso.adownpour(c, PERIOD, delay=delay)),
+    "mvadownpour": lambda c, delay: optax.chain(
+        SGD, jdaso.mvadownpour(c, PERIOD, 0.01, delay=delay)
+    ),
+    "mdownpour": lambda c, delay: jdaso.mdownpour(c, 0.1, 0.9),
+}
+
+
+def train(tx, params, steps, between=lambda t: None):
+    """Steps of this worker; its gradients depend on rank and step."""
+    state = tx.init(params)
+    step = jax.jit(make_step(tx), donate_argnums=(0, 1))
+    for t in range(steps):
+        between(jax.block_until_ready((t, params))[0])
+        params, state = step(params, state, gradients(params, rank, t), jnp.float32(0))
+    return jax.block_until_ready((params, state))
+
+
+def simulated(make, turns):
+    """Cluster after the turns ``(worker, step)`` of a simulation."""
+    tx = make(jdaso.simulated_center(workers))
+    step = make_step(tx)
+
+    def one(params, state, grads):
+        return *step(params, state, grads, jnp.float32(0)), None
+
+    params = first_params()
+    grads = [gradients(params, worker, t) for worker, t in turns]
+    grads = jax.tree.map(lambda *leaves: jnp.stack(leaves), *grads)
+    order = np.array([worker for worker, _ in turns])
+    cluster = gather(tx, params, workers)
+    return jax.jit(lambda c: take_turns(one, c, order, grads))(cluster)[0]
+
+
+def lists(state):
+    """The leaves of a state of a centre, as numbers."""
+    return jax.tree.leaves(state)
+
+
+def refusal(function):
+    """What is said of why something cannot be done."""
+    try:
+        function()
+    except Exception as error:
+        return str(error)
+    return "it was not refused"
+
+
+def wait_until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited {seconds} s in vain"
+        time.sleep(0.01)
+
+
+def alone():
+    """One worker over MPI is the simulation with one worker; the state of a centre comes back."""
+    for name, delay in [("easgd", 2), ("eamsgd", 3), ("downpour", 0), ("adownpour", 3)]:
+        alone_with(name, delay)
+    alone_with("mvadownpour", 1)
+    alone_with("mdownpour", 0)
+
+
+def alone_with(name, delay):
+    make = METHODS[name]
+    center = jdaso.mpi_center(topology)
+    tx = make(center, delay)
+    params = center.join(first_params())
+    params, state = train(tx, params, STEPS)
+    cluster = simulated(lambda c: make(c, delay), [(0, t) for t in range(STEPS)])
+    read = center.read(params)
+    assert_close(params, jax.tree.map(lambda x: x[0], cluster.params), ASTRAY)
+    assert_close(lists(read), lists(cluster.center), ASTRAY)
+    assert int(read.clock) == int(cluster.center.clock) > 0
+    center.write(read._replace(clock=100))
+    again = center.read(params)
+    assert [x.tobytes() for x in map(np.asarray, lists(again.center))] == [
+        np.asarray(x).tobytes() for x in lists(read.center)
+    ]
+    assert int(again.clock) == 100
+    grads = gradients(params, 0, 0)
+    assert not jax.make_jaxpr(make_step(tx))(params, state, grads, jnp.float32(0)).effects
+
+
+def replay():
+    """The centre is what the rule makes of the messages in the order of their arrival."""
+    for name, delay in [("easgd", 0), ("eamsgd", 2), ("adownpour", 1), ("mdownpour", 0)]:
+        replay_with(name, delay)
+        topology.comm.barrier()
+
+
+def replay_with(name, delay):
+    make, log = METHODS[name], []
+    center = jdaso.mpi_center(topology, record=lambda w, message: log.append((w, message)))
+    rules = []
+    tx = make(
+        center._replace(serve=lambda rule: (rules.append(rule), center.serve(rule))[1]), delay
+    )
+    params = center.join(first_params())
+    train(tx, params, STEPS)
+    if rank != 0:
+        return
+    first, period = {"mdownpour": (0, 1)}.get(name, (1 if "ea" in name else 0, PERIOD))
+    exchanges = (STEPS - first) // period
+    wait_until(lambda: sum(center.report()["workers"].values()) == workers * exchanges)
+    read = center.read(params)
+    state = rules[0].init([np.asarray(x) for x in jax.tree.leaves(first_params())])
+    for _, message in log:
+        state, _ = rules[0].update(state, message)
+    ours, theirs = lists(read), lists(state)
+    assert len(ours) == len(theirs)
+    for x, y in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+    # A simulation in which each worker is as far as it was at its exchange: the same, in JAX.
+    turns, done = [], [0] * workers
+    for worker, _ in log:
+        until = done[worker] + (period if done[worker] or not first else period + first)
+        turns += [(worker, t) for t in range(done[worker], until)]
+        done[worker] = until
+    cluster = simulated(lambda c: make(c, delay), turns)
+    assert_close(ours, lists(cluster.center), ASTRAY)
+
+
+def at_turn(make_trouble, gone_after=2.0):
+    """Rank 2 does something at its tenth step; the others take all of theirs."""
+    center = jdaso.mpi_center(topology, gone_after=gone_after)
+    # Whose reply has come at a step, has been counted.
+    tx = METHODS["easgd"](center, 0)
+    params = center.join(first_params())
+    pids = topology.comm.allgather(os.getpid())
+
+    def between(t):
+        if rank == 2 and t == 10:
+            make_trouble()
+
+    train(tx, params, 30, between)
+    return center, pids
+
+
+def stopped():
+    def stop():
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(1)  # is heard of again, before it ends
+
+    center, pids = at_turn(stop)
+    if rank != 0:
+        return
+    # Both others have come to their end, and rank 2 has not moved.
+    wait_until(lambda: center.report()["workers"][1] == 9)
+    assert center.report()["workers"] == {0: 9, 1: 9, 2: 3}
+    wait_until(lambda: center.report()["gone"] == [2])
+    os.kill(pids[2], signal.SIGCONT)
+    wait_until(lambda: center.report()["workers"][2] == 9)
+    wait_until(lambda: center.report()["ended"] == [1, 2])
+    assert 2 not in center.report()["gone"]
+
+
+def killed():
+    center, _ = at_turn(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    if rank == 0:
+        wait_until(lambda: center.report()["gone"] == [2])
+        assert center.report()["workers"][2] == 3
+        wait_until(lambda: center.report()["ended"] == [1])
+
+
+def failed():
+    center, _ = at_turn(lambda: 1 / 0)
+    if rank == 0:
+        wait_until(lambda: center.report()["ended"] == [1, 2])
+        assert center.report()["workers"] == {0: 9, 1: 9, 2: 3}
+
+
+def late():
+    """Rank 2 joins when the others have moved the centre, and starts from it."""
+    center = jdaso.mpi_center(topology)
+    tx = METHODS["downpour"](center, 0)
+    params = first_params()
+    if rank == 2:
+        early = refusal(lambda: center.read(params))
+        assert "there is no centre yet" in early or "not refused" in early
+        topology.comm.barrier()
+        wait_until(lambda: int(center.read(params).clock) == 20)
+        joined = center.join(params)
+        assert_close(joined, center.read(params).center, rtol=0)
+        assert np.abs(np.asarray(joined["float32"]["bias"] - params["float32"]["bias"])).max() > 0.1
+        train(tx, joined, 6)
+        assert int(center.read(params).clock) == 22
+    else:
+        params = center.join(params)
+        topology.comm.barrier()
+        train(tx, params, 30)
+
+
+def refused():
+    """A worker that does not fit is told so, and the others go on."""
+    center = jdaso.mpi_center(topology)
+    alpha = 0.5 if rank == 2 else 0.3
+    tx = optax.chain(SGD, jdaso.async_easgd(center, PERIOD, alpha))
+    params = {"w": jnp.ones(3 + (rank == 1))}
+    if rank == 0:
+        train(tx, center.join(params), 20)
+        assert center.report()["exchanges"] == 6
+        return
+    text = refusal(lambda: center.join(params))
+    parts = {
+        1: ["parameters differ: rank 0 ", "(3,), rank 1 ", "(4,)"],
+        2: ["alpha=0.5", "alpha=0.3"],
+    }
+    assert all(part in text for part in parts[rank]), text
+    # Also who has not joined, at the first exchange.
+    text = refusal(lambda: train(tx, params, PERIOD + 1))
+    assert "rule or shapes are not those of the centre" in text, text
+
+
+CASES = (alone, replay, stopped, killed, failed, late, refused)
+{case.__name__: case for case in CASES}[sys.argv[1]]()
+print(f"rank {rank} came to its end", flush=True)

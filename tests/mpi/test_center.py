@@ -1,0 +1,43 @@
+"""A centre over MPI: the numbers of the simulation, and workers that are late, stopped or dead."""
+
+import pytest
+from launch import mpiexec, passes
+
+# Programs that compile in half the time.
+QUICK = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+
+
+def test_one_worker_over_mpi_is_the_simulation_with_one():
+    passes(mpiexec(1, "center.py", "alone", **QUICK))
+
+
+def test_three_workers_are_a_replay_of_the_order_of_arrival_and_a_simulation_in_that_order():
+    passes(mpiexec(3, "center.py", "replay", **QUICK))
+
+
+@pytest.mark.parametrize("case", ["late", "refused"])
+def test_workers_come_late_and_are_refused_without_harm_to_others(case):
+    passes(mpiexec(3, "center.py", case, **QUICK))
+
+
+def test_a_worker_that_is_stopped_stops_nobody_and_goes_on():
+    ended = mpiexec(3, "center.py", "stopped", timeout=120, **QUICK)
+    passes(ended)
+    assert "has been silent for 2 s; the others go on" in ended.output
+    assert "is back" in ended.output
+
+
+def test_a_worker_that_is_killed_stops_nobody():
+    ended = mpiexec(3, "center.py", "killed", timeout=120, survive=True, **QUICK)
+    assert "rank 0 came to its end" in ended.output, ended.output
+    assert "rank 1 came to its end" in ended.output, ended.output
+    assert "has died; the others go on" in ended.output
+
+
+def test_a_worker_that_fails_stops_nobody():
+    ended = mpiexec(3, "center.py", "failed", timeout=120, survive=True, **QUICK)
+    assert ended.returncode != 0
+    assert "ZeroDivisionError" in ended.output
+    assert "failed; the others go on" in ended.output
+    assert "rank 0 came to its end" in ended.output, ended.output
+    assert "rank 1 came to its end" in ended.output, ended.output
