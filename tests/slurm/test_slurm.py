@@ -1,0 +1,250 @@
+"""Jobs of a real Slurm: told of its limits, killed, started again, ended as if nothing had been."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import slurm
+from launch import BESIDE_PYTHON, CHILDREN
+from saved import assert_same_run
+
+from jdaso import _sbatch
+
+NODES = 2
+TOTAL = 66  # steps of three epochs, of 2 x 2 x 16 of 1437 images
+TRAINING = [sys.executable, CHILDREN / "training.py", "--save-every", 5, "--resume", "--epochs", 3]
+TRAINING += ["--warmup-epochs", 1, "--cooldown-epochs", 1]
+TOPOLOGY = [sys.executable, "-m", "jdaso", "topology"]
+# layout -> processes of a node, and what the program must be told
+LAYOUTS = {
+    "one process per node": (1, ("--devices", 2)),
+    "one process per device": (2, ("--devices", 1, "--processes-per-node", 2)),
+}
+
+
+def job(command, **options):
+    """A job script as ``python -m jdaso sbatch`` writes it."""
+    asked = {"nodes": NODES, "time": "10", "signal": 60, **options}
+    return _sbatch.script(_sbatch.Job(command=list(map(str, command)), **asked))
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    pytest.importorskip("mpi4py")
+    if (lacking := slurm.missing()) is not None:
+        pytest.skip(lacking)
+    version = subprocess.run(
+        [f"{BESIDE_PYTHON}/mpiexec", "--version"], capture_output=True, text=True
+    )
+    if "HYDRA" not in version.stdout:
+        pytest.skip("Debian's Slurm speaks pmi2, which needs MPICH: pip install mpich")
+    with slurm.up(NODES) as made:
+        yield made
+
+
+# What a program does -> its job's options, how the job ends, and how often it was started again.
+FIRST = '[ "${SLURM_RESTART_COUNT:-0}" = 0 ]'
+ENDINGS = {
+    f"{FIRST} && exit 75; exit 0": ({}, "COMPLETED", "1"),
+    f"{FIRST} && kill -KILL $$; exit 0": ({}, "COMPLETED", "1"),
+    "kill -KILL $$": ({"retries": 1}, "FAILED", "1"),
+    "exit 75": ({"requeue": False}, "FAILED", "0"),
+    "exit 1": ({}, "FAILED", "0"),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(cluster, tmp_path_factory):
+    """What Slurm knows of jobs that have ended, by what their program does."""
+    jobs = {}
+    for does, (options, *_) in ENDINGS.items():
+        text = job(["sh", "-c", does], nodes=1, **options)
+        jobs[does] = cluster.submit(text, tmp_path_factory.mktemp("job"))
+    return {
+        does: cluster.wait(number, *{state for _, state, _ in ENDINGS.values()}, timeout=90)
+        for does, number in jobs.items()
+    }
+
+
+@pytest.mark.parametrize("does", ENDINGS)
+def test_endings(ended, does):
+    found = ended[does]
+    assert (found["JobState"], found["Restarts"]) == ENDINGS[does][1:]
+
+
+SAVES_WHEN_TOLD = [
+    "sh",
+    "-c",
+    f"{FIRST} || exit 0; trap 'exit 75' TERM; echo begun; sleep 60 & wait",
+]
+
+
+def wait_until_begun(cluster, number, folder):
+    cluster.wait(number, "RUNNING", timeout=30)
+    log, deadline = folder / "job.log", time.monotonic() + 30
+    while not log.exists() or "begun" not in log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_job_that_is_cancelled_is_not_started_again(cluster, tmp_path):
+    number = cluster.submit(job(SAVES_WHEN_TOLD), tmp_path)
+    wait_until_begun(cluster, number, tmp_path)
+    assert cluster.run("scancel", number).returncode == 0
+    while cluster.run("squeue", "--noheader", "--job", number).stdout.strip():
+        time.sleep(0.1)
+    found = cluster.show(number)
+    assert (found["JobState"], found["Restarts"]) == ("CANCELLED", "0")
+
+
+def test_job_that_must_make_room_goes_on_later(cluster, tmp_path):
+    number = cluster.submit(job(SAVES_WHEN_TOLD, partition="low", cpus_per_task=4), tmp_path)
+    wait_until_begun(cluster, number, tmp_path)
+    done = cluster.run("srun", "--nodes=2", "--cpus-per-task=4", "hostname")
+    assert done.returncode == 0, done.stdout
+    assert cluster.wait(number, "COMPLETED", timeout=60)["Restarts"] == "1"
+
+
+def test_job_whose_node_is_lost_goes_on_with_another(cluster, tmp_path):
+    """In a cluster of its own, as the node stays lost."""
+    del cluster  # which says whether there can be one
+    with slurm.up(2) as cluster:
+        does = f"{FIRST} && hostname && echo begun && sleep 600; hostname"
+        number = cluster.submit(job(["sh", "-c", does], nodes=1), tmp_path)
+        wait_until_begun(cluster, number, tmp_path)
+        cluster.fail(cluster.show(number)["NodeList"])
+        assert cluster.wait(number, "COMPLETED", timeout=120)["Restarts"] == "1"
+    log = (tmp_path / "job.log").read_text()
+    assert sorted(re.findall(r"^node\d$", log, re.MULTILINE)) == ["node0", "node1"], log
+
+
+def test_job_whose_node_is_lost_goes_on_with_fewer(cluster, tmp_path):
+    del cluster
+    with slurm.up(2) as cluster:
+        does = f"echo begun; {FIRST} && sleep 600; true"
+        number = cluster.submit(job(["sh", "-c", does], min_nodes=1), tmp_path)
+        wait_until_begun(cluster, number, tmp_path)
+        assert cluster.show(number)["NumNodes"] == "2"
+        cluster.fail("node1")
+        found = cluster.wait(number, "COMPLETED", timeout=120)
+        assert (found["Restarts"], found["NumNodes"]) == ("1", "1")
+
+
+OWNER = """
+import slurm, time
+
+with slurm.up(1) as cluster:
+    cluster.run("sbatch", "--output=/dev/null", "--wrap=sleep 600")
+    print(cluster.folder, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_nothing_stays_behind_when_its_owner_is_killed(cluster):
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(slurm.__file__).parent,
+    )
+    with owner:
+        folder = owner.stdout.readline().strip()
+        assert slurm.processes(folder)
+        owner.kill()
+    deadline = time.monotonic() + 10
+    while slurm.processes(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    shutil.rmtree(folder)
+    assert not slurm.processes(folder)
+    assert cluster.run("sinfo").returncode == 0  # another one is not touched
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_processes_find_each_other(cluster, layout):
+    per_node, _ = LAYOUTS[layout]
+    options = [f"--nodes={NODES}", f"--ntasks-per-node={per_node}", "--mpi=pmi2"]
+    command = [*TOPOLOGY, "--processes-per-node", per_node]
+    done = cluster.run("srun", *options, *command, timeout=120, JAX_PLATFORMS="cpu")
+    assert done.returncode == 0, done.stdout
+    rows = [line.split() for line in done.stdout.splitlines()[1:]]
+    assert [row[:3] for row in rows] == [
+        [str(rank), f"node{rank // per_node}", str(rank // per_node)]
+        for rank in range(NODES * per_node)
+    ]
+    for row in rows:
+        assert {group.split(":")[1] for group in row if re.fullmatch(r"\d:\d", group)} == {"2"}
+
+
+def test_processes_that_would_train_alone_are_told_so(cluster):
+    srun = ["srun", f"--nodes={NODES}", "--mpi=none"]
+    done = cluster.run(*srun, *TOPOLOGY, timeout=120, JAX_PLATFORMS="cpu")
+    assert done.returncode != 0
+    assert done.stdout.count("srun started 2 processes, but MPI sees only this one") == NODES
+    assert "use srun --mpi=pmi2" in done.stdout
+
+
+def test_forgotten_srun_is_told(cluster, tmp_path):
+    script = f"#!/bin/bash\n#SBATCH --nodes={NODES}\n{shlex.join(TOPOLOGY)}\n"
+    number = cluster.submit(script, tmp_path, JAX_PLATFORMS="cpu")
+    cluster.wait(number, "COMPLETED", timeout=120)
+    assert "the only process of a Slurm job of 2 tasks" in (tmp_path / "job.log").read_text()
+
+
+def submit(cluster, folder, layout, env=None, **options):
+    """Submits a training that writes to a folder's run; returns its number."""
+    per_node, arguments = LAYOUTS[layout]
+    text = job([*TRAINING, *arguments], ntasks_per_node=per_node, **options)
+    out = ("--out", folder / "run")
+    return cluster.submit(text, folder, *out, JAX_PLATFORMS="cpu", **(env or {}))
+
+
+def finish(cluster, number, folder):
+    """Waits until a training is done; how often it was started again, and what it has printed."""
+    found = cluster.wait(number, "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", timeout=400)
+    log = (folder / "job.log").read_text()
+    assert found["JobState"] == "COMPLETED", log
+    assert "test accuracy" in log
+    assert not list(folder.glob("*.failures"))
+    return int(found["Restarts"]), log
+
+
+@pytest.fixture(scope="module")
+def limited(cluster, tmp_path_factory):
+    """Numbers and folders of trainings that take too long, which run side by side."""
+    folders = {layout: tmp_path_factory.mktemp("limited") for layout in LAYOUTS}
+    limit = {"time": "2", "signal": 45, "env": {"PAUSE": "1.5"}}
+    return {x: (submit(cluster, folders[x], x, **limit), folders[x]) for x in LAYOUTS}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def straight(cluster, tmp_path_factory, request):
+    """A layout, and a training in it that nothing has disturbed."""
+    folder = tmp_path_factory.mktemp("straight")
+    assert finish(cluster, submit(cluster, folder, request.param), folder)[0] == 0
+    return request.param, folder / "run"
+
+
+def test_training_whose_task_is_killed(cluster, straight, tmp_path):
+    layout, undisturbed = straight
+    kill = {"SIGNAL": "SIGKILL:000003_*/node_1_of_2:0"}
+    restarts, log = finish(cluster, submit(cluster, tmp_path, layout, kill), tmp_path)
+    assert restarts == 1
+    assert re.search(rf"resumed at step 1\d of {TOTAL}, bit for bit", log), log
+    assert_same_run(tmp_path / "run", undisturbed, TOTAL)
+
+
+def test_training_that_comes_to_its_time_limit(cluster, straight, limited):
+    """Slurm looks at limits twice a minute: the signal comes after 45 to 75 s, in the pauses."""
+    layout, undisturbed = straight
+    number, folder = limited[layout]
+    restarts, log = finish(cluster, number, folder)
+    stopped = re.findall(rf"stopped by a signal and saved at step (\d+) of {TOTAL}", log)
+    assert stopped
+    assert restarts == len(stopped)  # more than 1 where the machine is slow
+    assert re.findall(rf"resumed at step (\d+) of {TOTAL}, bit for bit", log) == stopped
+    assert_same_run(folder / "run", undisturbed, TOTAL)

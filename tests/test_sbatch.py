@@ -1,0 +1,191 @@
+"""``python -m jdaso sbatch``: what bash, srun and scontrol get from the script that it writes."""
+
+import itertools
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from jdaso import EXIT_TRY_AGAIN, __main__
+from jdaso._sbatch import Job, script, seconds
+
+ROOT = Path(__file__).parents[1]
+JOB = Job(nodes=4, time="04:00:00", command=["python", "train.py", "--resume"])
+# Print their arguments, a 0 after each, as numbers of files; srun ends with STATUS.
+STUBS = """
+srun() { printf '%s\\0' "$@" > srun; return "$STATUS"; }
+scontrol() { printf '%s\\0' "$@" > scontrol; }
+"""
+
+
+def run(text, folder, status=0, arguments=()):
+    """Runs a job script without Slurm; what srun and scontrol were given, None if not called."""
+    (folder / "job.sh").write_text(STUBS + text)
+    for name in ("srun", "scontrol"):
+        (folder / name).unlink(missing_ok=True)
+    ended = subprocess.run(
+        ["bash", "job.sh", *arguments],
+        cwd=folder,
+        env={"PATH": os.environ["PATH"], "STATUS": str(status), "SLURM_JOB_ID": "42"},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == status
+    assert ended.stderr in ("", "given up after 2 retries, see slurm-42.failures\n")
+    files = [folder / name for name in ("srun", "scontrol")]
+    return [file.read_text().split("\0")[:-1] if file.exists() else None for file in files]
+
+
+def directives(text):
+    """What sbatch reads: it stops at the first line that is no comment."""
+    head = itertools.takewhile(lambda line: not line or line.startswith("#"), text.split("\n"))
+    return [line for line in head if line.startswith("#SBATCH")]
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs ``python -m jdaso sbatch`` and returns what it printed."""
+
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["jdaso", "sbatch", *arguments])
+        __main__.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_one_process_per_node(command, tmp_path):
+    text = command(
+        *("--nodes", "4", "--gpus-per-node", "4", "--cpus-per-task", "32", "--time", "1-12"),
+        *("--signal", "120", "--partition", "gpu,long", "--account", "me", "--job-name", "x"),
+        *("--mpi", "pmix", "--", "python", "train.py", "--", "a b"),
+    )
+    assert set(directives(text)) == {
+        *("#SBATCH --job-name=x", "#SBATCH --partition=gpu,long", "#SBATCH --account=me"),
+        *("#SBATCH --nodes=4", "#SBATCH --ntasks-per-node=1", "#SBATCH --gpus-per-node=4"),
+        *("#SBATCH --cpus-per-task=32", "#SBATCH --time=1-12", "#SBATCH --signal=USR1@120"),
+        *("#SBATCH --requeue", "#SBATCH --open-mode=append"),
+    }
+    given, _ = run(text, tmp_path, arguments=["--out", "c d"])
+    assert given == [
+        *("--kill-on-bad-exit=1", "--mpi=pmix", "--cpus-per-task=32"),
+        *("python", "train.py", "--", "a b", "--out", "c d"),
+    ]
+
+
+def test_one_process_per_device():
+    text = script(JOB._replace(ntasks_per_node=4, gpus_per_node=4))
+    assert "#SBATCH --ntasks-per-node=4" in directives(text)
+    assert "#SBATCH --gpus-per-task=1" in directives(text)
+    assert "gpus-per-node=" not in text
+
+
+def test_fewer_nodes_may_do(command):
+    text = command("--nodes", "4", "--min-nodes", "2", "--time", "60", "--", "python", "x.py")
+    assert "#SBATCH --nodes=2-4" in directives(text)
+    assert "ntasks" not in text
+
+
+@pytest.mark.parametrize("status", [0, 1, 2])
+def test_job_that_is_done_or_wrong_is_not_started_again(tmp_path, status):
+    assert run(script(JOB), tmp_path, status)[1] is None
+
+
+def test_job_that_saved_is_started_again(tmp_path):
+    assert run(script(JOB), tmp_path, EXIT_TRY_AGAIN)[1] == ["requeue", "42"]
+
+
+@pytest.mark.parametrize("status", [14, 69, 137, 139])
+def test_job_that_was_killed_is_started_again_some_times(tmp_path, status):
+    text = script(JOB._replace(retries=2))
+    again = ["requeue", "42"]
+    assert [run(text, tmp_path, status)[1] for _ in range(4)] == [again, again, None, None]
+    assert run(text, tmp_path, EXIT_TRY_AGAIN)[1] == again  # it got further: counted from 0 again
+    assert [run(text, tmp_path, status)[1] for _ in range(3)] == [again, again, None]
+
+
+@pytest.mark.parametrize("status", [0, EXIT_TRY_AGAIN, 137])
+def test_without_requeue(tmp_path, status):
+    text = script(JOB._replace(requeue=False))
+    assert "#SBATCH --no-requeue" in directives(text)
+    assert run(text, tmp_path, status)[1] is None
+
+
+words = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
+
+
+@settings(max_examples=30)
+@given(words)
+@example(["'", '"', "$HOME", "$(touch x)", "`touch x`", "a\n#SBATCH --nodes=9", "\\", "", "--x=*"])
+def test_every_argument_arrives_as_it_was(tmp_path_factory, words):
+    folder = tmp_path_factory.getbasetemp() / "quoting"
+    folder.mkdir(exist_ok=True)
+    job = JOB._replace(command=["python", *words])
+    text = script(job)
+    assert directives(text) == directives(script(JOB))
+    subprocess.run(["bash", "-n"], input=text.encode(), check=True)
+    given, _ = run(text, folder)
+    assert given == ["--kill-on-bad-exit=1", "--mpi=pmi2", *job.command]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"nodes": 0}, "--nodes must be a whole number of at least 1, got 0"),
+        ({"min_nodes": 0}, "--min-nodes must be a whole number of at least 1, got 0"),
+        ({"nodes": 2, "min_nodes": 1, "ntasks_per_node": 2}, "--min-nodes needs one process per"),
+        ({"nodes": 2, "min_nodes": 3}, "--min-nodes must be at most --nodes, 2, got 3"),
+        ({"ntasks_per_node": 2, "gpus_per_node": 4}, "--ntasks-per-node must be 1 or the number"),
+        ({"gpus_per_node": -1}, "--gpus-per-node must be"),
+        ({"cpus_per_task": 0}, "--cpus-per-task must be"),
+        ({"retries": -1}, "--retries must be"),
+        ({"time": "tomorrow"}, "--time must be at least a minute"),
+        ({"time": "-5"}, "got '-5'"),
+        ({"time": "0"}, "--time must be at least a minute"),
+        ({"time": "1:2:3:4"}, "--time must be"),
+        ({"time": "1", "signal": 60}, "--signal must be less than the time limit of 60 s"),
+        ({"time": "9-0", "signal": 70000}, "at most 65535"),
+        ({"mpi": "none"}, "--mpi must not be none"),
+        ({"mpi": "pmi2 --overlap"}, "--mpi must be of letters"),
+        ({"partition": "a\n#SBATCH --nodes=9"}, "--partition must be of letters"),
+        ({"account": ""}, "--account must be of letters"),
+        ({"job_name": "-x"}, "--job-name must be of letters"),
+        ({"command": ["/usr/bin/srun", "python"]}, "the script starts it with srun"),
+        ({"command": ["--resume"]}, "must be the program that each process runs"),
+        ({"command": []}, "must be the program that each process runs"),
+    ],
+)
+def test_bad_options_are_named(options, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        script(JOB._replace(**options))
+
+
+def test_command_line_says_it_without_a_traceback(command):
+    with pytest.raises(SystemExit, match=r"^jdaso sbatch: --mpi must not be none"):
+        command("--nodes", "2", "--time", "60", "--mpi", "none", "--", "python", "x.py")
+
+
+@given(st.integers(0, 99), st.integers(0, 23), st.integers(0, 59), st.integers(1, 59))
+def test_times(days, hours, minutes, rest):
+    total = ((days * 24 + hours) * 60 + minutes) * 60 + rest
+    if total >= 60:
+        assert seconds(f"{days}-{hours}:{minutes:02}:{rest:02}") == total
+        assert seconds(f"{days * 24 + hours}:{minutes}:{rest}") == total
+        assert seconds(f"{total // 60}:{rest}") == total
+        if total - rest >= 60:
+            assert seconds(f"{days}-{hours}:{minutes}") == total - rest
+            assert seconds(f"{total // 60}") == total - rest
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "examples" / "slurm").glob("*")), ids=lambda p: p.name
+)
+def test_examples_are_what_is_written(path, command):
+    text = path.read_text()
+    (line,) = [line for line in text.split("\n") if line.startswith("#     python -m jdaso")]
+    assert command(*shlex.split(line)[5:]) == text
