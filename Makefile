@@ -33,8 +33,12 @@ lint: $(VENV)/.installed
 	ruff format --check .
 	mypy
 
+# What starts processes of its own needs all cores for them; the rest takes a core for each worker.
+STARTERS := tests/mpi tests/slurm tests/bench tests/examples
+
 test: lint
-	$(BIN)/python -m pytest --durations=25
+	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 $(STARTERS:%=--ignore=%) --durations=10
+	$(BIN)/python -m pytest $(STARTERS) --durations=25
 
 bench: $(VENV)/.installed
 	mpiexec -n 2 $(BIN)/python bench/overlap.py

@@ -1,8 +1,9 @@
 """The keys of a run: their defaults, a file that changes some, and the command line above both.
 
-A configuration file is Python whose every name is a key, such as ``epochs = 90``; names that start
-with an underscore are its own. No key is ignored: one that does not exist, does not fit, or has no
-effect beside the others ends the program before anything starts.
+A configuration file is a Python program whose every name is a key, such as ``epochs = 90``; names
+that start with an underscore are its own. It is run: take none from strangers. No key is ignored:
+one that does not exist, does not fit, or has no effect beside the others ends the program before
+anything starts.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import difflib
 import json
 import os
 import runpy
+import sys
 import types
 import typing
 from dataclasses import dataclass
@@ -31,6 +33,12 @@ SYNC = {
     "diloco": {"period": 4, "delay": 2, "own_weight": 0.5, **FLIGHT},
     "allreduce_gradients": {"wire": None},
     "none": {},
+}
+#: The same for processes of one machine that share one model.
+SHARED = {
+    "assm": {"processes": None},
+    "passm": {"processes": None},
+    "passm_plus": {"processes": None, "switches": ()},
 }
 #: The same for the decay of the learning rate.
 DECAY = {
@@ -72,13 +80,18 @@ class Config:
     weight_decay: float = key(1e-4, "not of norms and biases", "[0, inf)")
     seed: int = key(0, "of parameters, order and augmentation", "[0, inf)")
 
-    sync: str = key("daso", "between nodes", tuple(SYNC))
+    sync: str = key("daso", "between nodes, or processes that share one model", (*SYNC, *SHARED))
     period: int | None = key(None, "steps between two exchanges (4)", "[1, inf)")
     delay: int | None = key(None, "steps of a flight (2); daso, dasgd, diloco", "[0, inf)")
     own_weight: float | None = key(None, "xi of dasgd (0.25), mix of diloco (0.5)", "[0, 1]")
     fragments: int | None = key(None, "exchanged in turn (1); daso, dasgd, diloco", "[1, inf)")
     wire: str | None = key(None, "dtype between nodes", ("float32", "bfloat16", "float16", "int8"))
     moments: str | None = key(None, "momentum at a merge (local)", ("local", "average", "reset"))
+
+    processes: int | None = key(
+        None, "of assm, passm, passm_plus, started here; none: by a launcher", "[1, inf)"
+    )
+    switches: tuple[int, ...] = key((), "epochs that begin another part of passm_plus", "[1, inf)")
 
     devices: int = key(0, "virtual CPU devices per process; 0: what is there", "[0, inf)")
     processes_per_node: int | None = key(None, "none: found out", "[1, inf)")
@@ -139,10 +152,10 @@ def parse(
 
 def read(path: str, defaults: Config = DEFAULTS) -> dict[str, Any]:
     """The keys that a configuration file sets; raises SystemExit unless all are right."""
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise SystemExit(f"--config: there is no file {path}.")
     try:
-        names = json.loads(Path(path).read_text()) if is_json(path) else runpy.run_path(path)
+        names = _saved(path) if is_json(path) else runpy.run_path(path)
     except Exception as error:
         raise SystemExit(f"{path}: {type(error).__name__}: {error}") from error
     values = {
@@ -172,7 +185,7 @@ def complete(config: Config) -> Config:
         field.name: _checked(option(field.name), getattr(config, field.name), field, *kind)
         for field, *kind in _keys(config)
     }
-    for chooser, listening in (("sync", SYNC), ("decay", DECAY)):
+    for chooser, listening in (("sync", SYNC | SHARED), ("decay", DECAY)):
         own = listening[values[chooser]]
         for name in {name: None for options in listening.values() for name in options}:
             if values[name] in (None, ()):
@@ -204,11 +217,22 @@ def differences(config: Config, path: str | Path) -> list[str]:
     Returns:
         Texts such as ``"epochs (24, now 30)"``; none if a run may go on.
     """
-    saved = json.loads(Path(path).read_text())
+    saved = _saved(path)
     now = json.loads(json.dumps(dataclasses.asdict(config)))
     names = [name for name in now | saved if name not in MAY_CHANGE]
     pairs = [(name, saved.get(name, "not set"), now.get(name, "not a key")) for name in names]
     return [f"{name} ({old}, now {new})" for name, old, new in pairs if old != new]
+
+
+def _saved(path: str | Path) -> dict[str, Any]:
+    """What is in a file that :func:`save` wrote; raises ValueError if it did not."""
+    try:
+        names = json.loads(Path(path).read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no configuration: {error}") from error
+    if not isinstance(names, dict):
+        raise ValueError(f"{path} must hold keys and their values, got {names!r:.80}.")
+    return names
 
 
 def option(name: str) -> str:
@@ -237,6 +261,10 @@ def _check_together(config: Config) -> None:
         raise SystemExit("--moments reset needs --fragments 1: each would reset all moments.")
     if config.nesterov and config.sync == "eamsgd":
         raise SystemExit("--nesterov has no effect with --sync eamsgd, which is Nesterov's anyway.")
+    if config.nesterov and config.sync in SHARED:
+        raise SystemExit(f"--nesterov has no effect with --sync {config.sync}; leave it out.")
+    if list(config.switches) != sorted({epoch for epoch in config.switches if epoch < epochs}):
+        raise SystemExit(f"--switches must rise within [1, {epochs}), got {list(config.switches)}.")
     if config.nesterov and config.momentum == 0:
         raise SystemExit("--nesterov needs a --momentum above 0, got 0.")
 
@@ -281,7 +309,9 @@ def _fits(value: Any, kind: Any) -> bool:
         return kind is bool and isinstance(value, bool)
     if kind == tuple[int, ...]:
         return isinstance(value, tuple | list) and all(_fits(x, int) for x in value)
-    return isinstance(value, int | float if kind is float else kind)
+    if kind is float and isinstance(value, int):
+        return abs(value) <= sys.float_info.max
+    return isinstance(value, kind)
 
 
 def _within(value: float, interval: str) -> bool:

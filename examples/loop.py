@@ -10,6 +10,7 @@ from typing import Any
 import config as configuration
 import jax
 import numpy as np
+import processes
 from config import Config
 from resume import Position, check_folder, resume, to_save
 from setup import Setup, evaluate, mean_of, no_losses, set_up, training_batches
@@ -27,6 +28,7 @@ TOTALS = ("seconds", "bytes_sent", "seconds_in_flight", "seconds_blocked")
 
 def run(config: Config, create_task: Callable[[Config], Task]) -> int:
     """Trains to the end, or until a signal asks to stop; returns the program's exit status."""
+    processes.start(config.processes)
     with jdaso.Interruption() as interruption:
         return train(config, create_task, interruption)
 
@@ -37,7 +39,8 @@ def train(
     """The same, with someone who listens to signals."""
     if config.devices:
         jdaso.use_virtual_devices(config.devices)
-    topology = jdaso.discover_topology(config.processes_per_node)
+    per_node = config.processes_per_node or (1 if config.sync in configuration.SHARED else None)
+    topology = jdaso.discover_topology(per_node)
     first, out = topology.rank == 0, Path(config.out)
     if first:
         check_folder(out, config)
@@ -73,7 +76,7 @@ def train(
         if step % FETCH_EVERY == 0 or epoch_end:
             watch.step(done, loss, metrics, rate)
         if epoch_end:
-            jax.block_until_ready(state)
+            state = jax.block_until_ready(setup.settled(state))
             seconds = time.perf_counter() - epoch_start
             state, scores = end_epoch(setup, state, last=done == total)
             decay = setup.rates.observe(decay, scores["loss"], step // epoch_steps)
@@ -92,6 +95,7 @@ def train(
             epoch_start, epoch_begin = time.perf_counter(), done
         stop = interruption.wanted(setup.world) and done < total
         if stop or done == total or done % (config.save_every or epoch_steps) == 0:
+            state = setup.settled(state)
             checkpoints.save(done, to_save(setup, Position(state, decay, totals())))
         if stop:
             break

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from config import Config
+from config import SHARED, Config
 
 import jdaso
 
@@ -54,6 +54,8 @@ def create(config: Config, world: jdaso.Exchange, epoch_steps: int) -> Optimizer
         centers = jdaso.easgd_center(opt_state)
         return jax.tree.map(lambda x, c: c.astype(x.dtype), params, centers)
 
+    if config.sync in SHARED:  # who optimizes is shared_model.py
+        return Optimizer(optax.identity(), world, mean, None)
     if config.sync == "allreduce_gradients":
         first = jdaso.allreduce_gradients(world, **wire)
         return Optimizer(optax.chain(first, local), world, mean, None)

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import learning_rate
 import numpy as np
 import optimizers
-from config import Config
+from config import SHARED, Config
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from shared_model import SharedModel
 from steps import Task, TrainState, make_steps
 
 import jdaso
@@ -33,6 +34,7 @@ class Setup(NamedTuple):
         epoch_steps: steps of an epoch.
         train_step, count: compiled; see steps.py.
         across: the mean over the processes of a node.
+        settled: the state with the parameters that all have; all processes must call it.
     """
 
     config: Config
@@ -47,6 +49,7 @@ class Setup(NamedTuple):
     train_step: Callable
     count: Callable
     across: Callable
+    settled: Callable[[TrainState], TrainState]
 
     @property
     def total(self) -> int:
@@ -61,25 +64,35 @@ def set_up(config: Config, topology: jdaso.Topology, task: Task) -> tuple[Setup,
     batch_size = config.batch_size * num_devices
     epoch_steps = batches.steps_per_epoch(task.dataset.train.size, num_processes, batch_size)
     optimizer = optimizers.create(config, world, epoch_steps)
+    train_step, count = make_steps(task, optimizer, topology)
+    shared, steps_together, settled = None, num_devices * num_processes, _as_it_is
+    if config.sync in SHARED:
+        shared, steps_together = SharedModel(config, task, topology, epoch_steps), 1
+        train_step, settled = shared.train_step, shared.settled
     setup = Setup(
         config,
         topology,
         world,
         task,
         optimizer,
-        learning_rate.create(config, num_devices * num_processes),
+        learning_rate.create(config, steps_together),
         batch_size,
         batch_size * num_processes,
         epoch_steps,
-        *make_steps(task, optimizer, topology),
-        jdaso.process_mean(topology) or (lambda arrays: arrays),
+        train_step,
+        count,
+        jdaso.process_mean(topology) or _as_it_is,
+        settled,
     )
     check_sizes(setup)
     replicated = NamedSharding(topology.mesh, P())
     _, params, stats = nnx.split(task.model, nnx.Param, nnx.BatchStat)
     params, stats = jdaso.broadcast(world, jax.device_put((params, stats), replicated))
     opt_state = jax.jit(optimizer.transformation.init, out_shardings=replicated)(params)
-    return setup, TrainState(params, stats, opt_state, no_losses(setup))
+    state = TrainState(params, stats, opt_state, no_losses(setup))
+    if shared is not None:
+        state = state._replace(opt_state=shared.init(state))
+    return setup, state
 
 
 def check_sizes(setup: Setup) -> None:
@@ -134,6 +147,10 @@ def mean_of(setup: Setup, values: Any) -> np.ndarray:
     """The mean of a small float32 array over all processes, in float64."""
     mean = jdaso.consensus(setup.world, setup.across([jnp.asarray(values, jnp.float32)]))[0]
     return np.asarray(mean, np.float64)
+
+
+def _as_it_is(tree: Any) -> Any:
+    return tree
 
 
 def _split(setup: Setup) -> NamedSharding:

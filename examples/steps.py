@@ -59,13 +59,8 @@ def make_steps(
     """``train_step(state, rate, images, labels) -> (state, loss, metrics)``, and
     ``count(params, stats, images, labels) -> counts``."""
     graphdef = nnx.graphdef(task.model)
-
-    def loss_fn(params, stats, images, labels):
-        model = nnx.merge(graphdef, params, stats, copy=True)  # it is about to change its stats
-        return task.loss(model(images, train=True), labels), nnx.state(model, nnx.BatchStat)
-
     value_and_grad = jdaso.local_value_and_grad(
-        loss_fn,
+        loss_of(task),
         topology.mesh,
         has_aux=True,
         in_specs=(P(), P("local"), P("local")),
@@ -76,9 +71,7 @@ def make_steps(
     def train_step(state: TrainState, rate, images, labels):
         params, stats, opt_state, losses = state
         opt_state = optimizers.with_learning_rate(opt_state, rate)
-        (loss, seen), grads = value_and_grad(params, stats, images, labels)
-        # A batch that is not finite would otherwise stay in the running statistics for ever.
-        stats = jax.tree.map(lambda old, new: jnp.where(jnp.isfinite(new), new, old), stats, seen)
+        (loss, stats), grads = value_and_grad(params, stats, images, labels)
         updates, opt_state = optimizer.transformation.update(grads, opt_state, params, value=loss)
         params = optax.apply_updates(params, updates)
         losses += jnp.stack([loss, jnp.ones_like(loss)])
@@ -89,3 +82,17 @@ def make_steps(
         return task.counts(nnx.merge(graphdef, params, stats)(images, train=False), labels)
 
     return train_step, count
+
+
+def loss_of(task: Task) -> Callable:
+    """``(params, stats, images, labels) -> (loss, stats)`` of a task's model in training."""
+    graphdef = nnx.graphdef(task.model)
+
+    def loss_fn(params, stats, images, labels):
+        model = nnx.merge(graphdef, params, stats, copy=True)  # it is about to change its stats
+        loss, seen = task.loss(model(images, train=True), labels), nnx.state(model, nnx.BatchStat)
+        # A batch that is not finite would otherwise stay in the running statistics for ever.
+        stats = jax.tree.map(lambda old, new: jnp.where(jnp.isfinite(new), new, old), stats, seen)
+        return loss, stats
+
+    return loss_fn

@@ -3,6 +3,7 @@
 ``python -m jdaso topology`` prints what the library sees of the cluster, ``compare`` trains a small
 network with every algorithm on a virtual one, ``report`` draws trainings. ``tune`` measures the
 network between nodes and says which period and delay to choose, ``predict`` how that scales.
+``sbatch`` writes a job script for Slurm, ``verify`` looks at a checkpoint.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from jdaso import _predict, _tune
+from jdaso import _predict, _sbatch, _tune, _verify
 from jdaso.local import use_virtual_devices
 from jdaso.topology import Topology, discover_topology, library, thread_level
 
@@ -103,8 +104,10 @@ def main() -> None:
     )
     _predict.add_command(commands)
     _tune.add_command(commands)
+    _sbatch.add_command(commands)
+    _verify.add_command(commands)
     arguments = parser.parse_args()
-    if arguments.command in ("predict", "tune"):
+    if arguments.command in ("predict", "sbatch", "tune", "verify"):
         arguments.run(arguments)
         return
     if arguments.command == "report":

@@ -13,9 +13,11 @@ PyTree = Any
 Leaves = list[jax.Array]
 Number = jax.Array | int
 
-# Numbers that travel with every exchange, unrounded: whether the node contributes, and the sum
-# and number of the losses it has seen in this epoch.
-HEADER_SIZE = 3
+#: What must be equal on all nodes, by the names that an error gives it; see ``_agreement.py``.
+AGREED = ("period", "delay", "phase", "the schedule's state", "the shared state")
+# Numbers that travel with every exchange, unrounded: whether the node contributes, the sum and
+# number of the losses it has seen in this epoch, and what must be equal, which is not summed.
+HEADER_SIZE = 3 + len(AGREED)
 # The number of an exchange that is finished at once and not counted.
 UNCOUNTED = -1
 
@@ -165,6 +167,8 @@ class Exchange(NamedTuple):
             was still in flight is forgotten.
         anyone: ``(flag) -> bool``, whether any node said True, now or some calls ago, the same
             answer on all; on the host, outside jit, and called by all nodes at the same steps.
+        compares: whether nodes are processes that could differ, and it compares the last numbers
+            of their headers, ``AGREED``; otherwise these are not computed.
     """
 
     num_nodes: int
@@ -178,6 +182,7 @@ class Exchange(NamedTuple):
     posted: Callable[[], dict[int, Posted]] = nothing_posted
     post_again: Callable[[dict[int, Posted]], None] = _nothing_to_post
     anyone: Callable[[bool], bool] = _alone
+    compares: bool = False
 
 
 class Arrival(NamedTuple):
@@ -188,18 +193,26 @@ class Arrival(NamedTuple):
         mean: the same, divided by how many they are.
         members: float32 scalar, how many nodes contributed: P, less those left out.
         age: int32 scalar, steps since the exchange was posted.
+        sound: bool scalar, whether the leaves that are merged are the node's own; if not, it had
+            lost them, and they are the mean.
     """
 
     total: Leaves
     mean: Leaves
     members: jax.Array
     age: jax.Array
+    sound: jax.Array
 
 
 def stay(leaves: Leaves, state: PyTree) -> Leaves:
     """Leaves a node's parameters as they are."""
     del state
     return leaves
+
+
+def as_they_are(leaves: Leaves, state: PyTree) -> tuple[Leaves, PyTree]:
+    """Sends a node's leaves themselves."""
+    return leaves, state
 
 
 class Merge(NamedTuple):
@@ -211,14 +224,19 @@ class Merge(NamedTuple):
         merge: ``(leaves, arrival, state) -> (leaves, state)``, when a sum arrives; leaves are
             the floating-point ones, in the dtype of ``arrival.total``.
         depart: ``(leaves, state) -> leaves``, at the moment the node has posted its leaves.
+        message: ``(leaves, state) -> (message, state)``, what of the leaves is posted, in their
+            shapes.
         own_weight: ``(arrival) -> w``, for the optimizer's memory ``m``, where it travels along:
             ``m <- w m + (1 - w) mean_i m_i``. None: it cannot.
+        shared: whether its state is the same on all nodes, bit for bit, and has to be.
     """
 
     init: Callable[[PyTree], PyTree]
     merge: Callable[[Leaves, Arrival, PyTree], tuple[Leaves, PyTree]]
     depart: Callable[[Leaves, PyTree], Leaves] = stay
     own_weight: Callable[[Arrival], jax.Array | float] | None = None
+    message: Callable[[Leaves, PyTree], tuple[Leaves, PyTree]] = as_they_are
+    shared: bool = False
 
 
 class Remembering(NamedTuple):

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from jdaso.topology import Topology
 
-_CHECKPOINT = re.compile(r"(\d{6,})_step_(\d+)")
-_PART = re.compile(r"node_(\d+)_of_(\d+)")
+_CHECKPOINT = re.compile(r"([0-9]{6,18})_step_([0-9]{1,18})")
+_PART = re.compile(r"node_([0-9]{1,9})_of_([0-9]{1,9})")
 # A network file system may show a new file late.
 _SECONDS_TO_SHOW = 30.0
 
@@ -62,9 +62,13 @@ def check_shared(directory: Path, topology: Topology) -> None:
 def _parts(checkpoint: Path) -> list[Path]:
     try:
         names = os.listdir(checkpoint)
-    except FileNotFoundError:  # another node has just deleted it
-        return []
-    for size in {int(match[2]) for match in map(_PART.fullmatch, names) if match}:
+    except OSError:
+        if checkpoint.is_dir():
+            raise
+        return []  # another node has just deleted it, or it is a file
+    for size in sorted({int(match[2]) for match in map(_PART.fullmatch, names) if match}):
+        if size > len(names):
+            continue  # whatever the name says
         parts = [checkpoint / f"node_{node}_of_{size}" for node in range(size)]
         if all(path.name in names for path in parts):
             return parts

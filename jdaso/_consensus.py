@@ -6,14 +6,15 @@ import jax
 import jax.numpy as jnp
 
 from jdaso._base import HEADER_SIZE, UNCOUNTED, Exchange, PyTree
-from jdaso._leaves import divide, float_leaves, is_float
+from jdaso._leaves import all_finite, divide, float_leaves, is_float
 
 
 def consensus(exchange: Exchange, tree: PyTree) -> PyTree:
     """The mean of a tree over all nodes, the same bits on every node; blocks.
 
     For batch statistics before evaluation, for parameters before they are saved. All nodes must
-    call it. Inside jit as well as outside.
+    call it. Inside jit as well as outside. A node of whose numbers one is not finite is left out;
+    if all are, the mean is NaN.
 
     Args:
         exchange: how nodes reach each other.
@@ -33,13 +34,15 @@ def consensus(exchange: Exchange, tree: PyTree) -> PyTree:
     if not leaves:
         return tree
     number = UNCOUNTED
-    header = jnp.zeros((HEADER_SIZE,), jnp.float32).at[0].set(1.0)
+    finite = all_finite(leaves).astype(jnp.float32)
+    header = jnp.zeros((HEADER_SIZE,), jnp.float32).at[0].set(finite)
     state, _ = exchange.start(exchange.init(tree), number, number, leaves, header, None)
     total, header, _ = exchange.finish(state, number, leaves)
-    # All nodes have contributed, so this chooses the mean; but in a program for several devices
-    # what the host returned lies on one of them, until it meets a leaf that lies on all.
+    # Always the mean; but in a program for several devices what the host returned lies on one of
+    # them, until it meets a leaf that lies on all.
+    members = header[0]
     mean = [
-        jnp.where(header[0] > 0, divide(t, exchange.num_nodes).astype(x.dtype), x)
+        jnp.where(members >= 0, divide(t, members.astype(t.dtype)).astype(x.dtype), x)
         for t, x in zip(total, leaves, strict=True)
     ]
     means = iter(mean)

@@ -75,9 +75,10 @@ def averaging(
             what rounding has taken away, and what differences are taken to: two more copies of
             the parameters in float32, or one of gradients.
         blocking_wire: the same where the plan says ``blocking``.
-        nonfinite: what happens to updates, or parameters to be posted, that are not finite:
-            ``skip`` leaves out the step, and the node of the next sum, counts both, and lets the
-            node take the others' mean; ``raise`` stops.
+        nonfinite: what happens to updates that are not finite, or parameters that would not be
+            after them: ``skip`` leaves out the step, and the node of the next sum, counts both,
+            and lets the node take the others' mean; ``raise`` stops. A sum that is not finite,
+            of numbers near the end of their range, is left out by all nodes, and counted.
         fragments: into how many parts of about equal bytes the parameters are cut; each is
             exchanged once in a period, one after the other, so that the network's load is flat.
         subject: what is exchanged; ``AFTER`` are the parameters after the update.
@@ -109,7 +110,7 @@ def averaging(
             lax.cond(finite, lambda: None, stop)
         return finite
 
-    communicate, receive = communication(exchange, merge, wire, blocking_wire, check)
+    communicate, receive = communication(exchange, merge, wire, blocking_wire, subject.kept, check)
 
     def init(params: PyTree) -> AveragingState:
         if jax.tree.leaves(params) and not float_leaves(params):
@@ -151,7 +152,7 @@ def averaging(
         # Where the clock is behind, this step's loss belongs to the next step's count.
         loss = _loss(value)
         losses = state.losses if subject.lag else state.losses + loss
-        finite = check(all_finite(float_leaves(us)), state.step)
+        finite = check(all_finite(float_leaves(subject.lands(xs, us))), state.step)
 
         # In conds of their own, since what a branch passes on is not copied: at a step without an
         # exchange the updates are not touched, at one that only posts they are not written.
@@ -160,12 +161,12 @@ def averaging(
         def talk(us, flight, number, xs, own, moment):
             leaves = subject.take(xs, us)
             leaves, flight, told = communicate(leaves, own, flight, number, moment)
-            moved = moment.due | (moment.plan.delay == 0) | (merge.depart is not stay)
-            us = lax.cond(moved, lambda us: subject.put(xs, us, leaves), lambda us: us, us)
+            changed = moment.due | (moment.plan.delay == 0) | (merge.depart is not stay)
+            us = lax.cond(changed, lambda us: subject.put(xs, us, leaves), lambda us: us, us)
             return us, flight, told
 
         def pass_on(us, flight, number):
-            return us, flight, Told(number, jnp.zeros((), bool), jnp.zeros((2,), jnp.float32))
+            return us, flight, Told(number, jnp.zeros((), jnp.int32), jnp.zeros((2,), jnp.float32))
 
         told = Told(state.exchanges, state.left_out, jnp.zeros((2,), jnp.float32))
         flights, merged = [], jnp.zeros((), bool)
@@ -174,8 +175,9 @@ def averaging(
             flight = flight._replace(age=flight.age + flight.posted, sound=flight.sound & finite)
             post = started & plan.posts(index, fragments)
             due = flight.posted & ((flight.age >= flight.delay) | post | plan.flush)
-            moment = Moment(state.step, plan, losses, due, post)
             here = [xs[i] for i in places]
+            replicated = () if subject.needs_params or params is None else here
+            moment = Moment(state.step, plan, state.schedule, replicated, losses, due, post)
             own = sum(i < _num_parameters(tree) for i in places)
             out, flight, news = _cond(
                 name,
@@ -214,20 +216,22 @@ def averaging(
     @jax.jit
     def finish(params, state):
         xs, treedef = jax.tree.flatten(params)
-        flights = []
+        flights, left_out = [], state.left_out
         for places, flight in zip(_float_places(params, fragments), state.flights, strict=True):
             own = sum(i < _num_parameters(params) for i in places)
-            here, flight = lax.cond(
+            here, flight, lost = lax.cond(
                 flight.posted,
-                lambda x, f, own=own: receive(x, own, f)[:2],
-                lambda x, f: (x, f),
+                lambda x, f, own=own: receive(x, own, f, state.step)[:3],
+                lambda x, f: (x, f, jnp.zeros((), bool)),
                 [xs[i] for i in places],
                 flight,
             )
+            left_out = left_out + lost
             for i, x in zip(places, here, strict=True):
                 xs[i] = x
             flights.append(flight)
-        return jax.tree.unflatten(treedef, xs), state._replace(flights=tuple(flights))
+        state = state._replace(flights=tuple(flights), left_out=left_out)
+        return jax.tree.unflatten(treedef, xs), state
 
     return Averaging(init, update, finish, moves_moments=merge.own_weight is not None)
 
@@ -286,6 +290,7 @@ def _cond(name: str, *args):
 def _raise_unless_finite(name, finite, step):
     if not finite:
         raise JdasoError(
-            f"{name}: updates or parameters are not finite at step {int(step)}. Lower the "
-            "learning rate, or let nonfinite='skip' leave this node out of the next exchange."
+            f"{name}: updates or parameters are not finite at step {int(step)}, or a sum of them "
+            "is not. Lower the learning rate, or let nonfinite='skip' leave this node out of the "
+            "next exchange."
         )

@@ -37,14 +37,25 @@ def cut(tree: PyTree, count: int) -> list[list[int]]:
             f"{count}."
         )
     sizes = np.array([leaves[i].size * leaves[i].dtype.itemsize for i in floats])
+    fragments = [floats[a:b] for a, b in near_equal(sizes, count)]
+    return [fragments[0] + rest, *fragments[1:]]
+
+
+def near_equal(sizes: np.ndarray, count: int) -> list[tuple[int, int]]:
+    """Begins and ends of ``count`` runs of consecutive things, of near-equal total sizes.
+
+    No run is empty, so there must be as many things as runs.
+
+    >>> near_equal(np.array([6, 2, 3]), 2)
+    [(0, 1), (1, 3)]
+    """
     middles = np.cumsum(sizes) - sizes / 2
     ends = [0]
     for k in range(1, count):
         wanted = int(np.searchsorted(middles, sizes.sum() * k / count))
-        ends.append(max(ends[-1] + 1, min(wanted, len(floats) - count + k)))
-    ends.append(len(floats))
-    fragments = [floats[a:b] for a, b in itertools.pairwise(ends)]
-    return [fragments[0] + rest, *fragments[1:]]
+        ends.append(max(ends[-1] + 1, min(wanted, len(sizes) - count + k)))
+    ends.append(len(sizes))
+    return list(itertools.pairwise(ends))
 
 
 def _with_memory(fragments: list[list[int]], tree: Remembering) -> list[list[int]]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdaso._base import Posted, PyTree
+from jdaso._base import HEADER_SIZE, Posted, PyTree
 from jdaso._state import AveragingState, Flight
 
 
@@ -29,13 +29,24 @@ def split(posted: dict[int, Posted]) -> dict[str, Any]:
 
 
 def joined(arrays: dict[str, np.ndarray]) -> dict[int, Posted]:
-    """The inverse of :func:`split`."""
+    """The inverse of :func:`split`.
+
+    Raises:
+        ValueError: for arrays that it has not made.
+    """
     posted = {}
+    left = dict(arrays)
     for number in sorted({int(name.partition(".")[0]) for name in arrays}):
-        leaves = [x for name, x in arrays.items() if name.startswith(f"{number}.leaf.")]
-        ordered = [arrays[f"{number}.leaf.{i}"] for i in range(len(leaves))]
-        step, header = int(arrays[f"{number}.step"]), arrays[f"{number}.header"]
-        posted[number] = Posted(step, header, ordered)
+        count = sum(name.startswith(f"{number}.leaf.") for name in arrays)
+        names = ["step", "header", *(f"leaf.{i}" for i in range(count))]
+        if missing := [name for name in names if f"{number}.{name}" not in left]:
+            raise ValueError(f"exchange {number} has no {missing[0]}")
+        step, header, *leaves = (left.pop(f"{number}.{name}") for name in names)
+        if step.shape != () or header.shape != (HEADER_SIZE,):
+            raise ValueError(f"exchange {number} has a header of shape {header.shape}")
+        posted[number] = Posted(int(step), header, leaves)
+    if left:
+        raise ValueError(f"{min(left)} belongs to no exchange")
     return posted
 
 

@@ -73,6 +73,14 @@ def arrange(
 
 
 def _check_devices(nodes: list[list[Process]], per_node: int) -> None:
+    by_platform = {process.platform: process for node in nodes for process in node}
+    if len(by_platform) > 1:
+        raise JdasoError(
+            "nodes have different devices: "
+            + _listed(f"{p.host} (rank {p.rank}) has {name}" for name, p in by_platform.items())
+            + ". Where a GPU or its driver fails, JAX takes the CPU: look at that host, or say "
+            "JAX_PLATFORMS=cpu for all."
+        )
     counts = [[process.num_devices for process in node] for node in nodes]
     if len({count for node in counts for count in node}) > 1:
         raise JdasoError(

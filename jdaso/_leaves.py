@@ -54,11 +54,19 @@ def split(tree: PyTree) -> tuple[Leaves, Callable[[Leaves], PyTree]]:
 
 
 def difference(params: Leaves, updates: Leaves, moved: Leaves) -> Leaves:
-    """The updates that lead from params to moved, in the dtypes of the updates."""
+    """The updates that lead from params to moved, in the dtypes of the updates.
+
+    Parameters that are not finite count as 0, as in :func:`jdaso.apply_updates`.
+    """
     return [
-        (m.astype(sum_dtype(p.dtype)) - p.astype(sum_dtype(p.dtype))).astype(u.dtype)
+        (m.astype(sum_dtype(p.dtype)) - known(p).astype(sum_dtype(p.dtype))).astype(u.dtype)
         for p, u, m in zip(params, updates, moved, strict=True)
     ]
+
+
+def known(leaf: jax.Array) -> jax.Array:
+    """The leaf with 0 for what is not finite: no update could lead away from there."""
+    return jnp.where(jnp.isfinite(leaf), leaf, jnp.zeros_like(leaf))
 
 
 def widened(tree: PyTree) -> PyTree:

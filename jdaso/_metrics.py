@@ -25,8 +25,10 @@ class Metrics(NamedTuple):
         in_flight: int32, exchanges in the air: at most one for each fragment.
         exchanges: int32, exchanges posted so far.
         merged: bool, whether an exchange ended at the last step.
-        skipped: int32, steps of this node that were skipped: their updates were not finite.
-        left_out: int32, exchanges to which this node did not contribute, as it was not sound.
+        skipped: int32, steps of this node that were skipped: their updates were not finite, or
+            parameters would not have been.
+        left_out: int32, exchanges to which this node did not contribute, as it was not sound, or
+            that brought nothing, as their sum was not finite.
     """
 
     step: jax.Array

@@ -38,8 +38,10 @@ class AveragingState(NamedTuple):
     Attributes:
         step: int32, optimizer steps taken.
         exchanges: int32, exchanges posted so far; the number of the next one.
-        skipped: int32, steps of this node that were skipped: their updates were not finite.
-        left_out: int32, exchanges to which this node did not contribute, as it was not sound.
+        skipped: int32, steps of this node that were skipped: their updates were not finite, or
+            parameters would not have been.
+        left_out: int32, exchanges to which this node did not contribute, as it was not sound, or
+            that brought nothing, as their sum was not finite.
         merged: bool, whether an exchange ended at the last step.
         plan: what the schedule asked for at the last step.
         losses: float32[2], sum and number of the losses seen in this epoch.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,10 +23,11 @@ import numpy as np
 
 from jdaso._base import Exchange, JdasoError, PyTree
 from jdaso._checkpoint_folder import Found, check_shared, found, part_path
+from jdaso._checkpoint_part import Part, is_finite, orbax, read_part, to_write
 from jdaso._checks import check_whole
 from jdaso._host import named, put_back
 from jdaso._in_flight import at_step as at_step
-from jdaso._in_flight import grounded, joined, of_exchanges, split, without_exchanges
+from jdaso._in_flight import grounded, of_exchanges, without_exchanges
 from jdaso.topology import Topology
 
 
@@ -50,7 +51,7 @@ class Checkpoints:
 
     A checkpoint is a folder, ``000007_step_1200`` the seventh, with an orbax checkpoint for each
     node, ``node_0_of_2`` and ``node_1_of_2``. One that is not complete is never restored. All
-    nodes must call every method, at the same steps. Needs ``pip install jdaso[checkpoint]``.
+    nodes must call every method, at the same steps. Needs ``pip install orbax-checkpoint``.
 
     Args:
         directory: the folder; it is made if it is not there.
@@ -74,7 +75,7 @@ class Checkpoints:
         self, directory: Path | str, topology: Topology, exchange: Exchange, keep: int = 3
     ):
         check_whole("keep", keep, 1)
-        self._writer = _orbax()
+        self._writer = orbax()
         self._directory = Path(directory).absolute()
         self._topology = topology
         self._exchange = exchange
@@ -113,12 +114,12 @@ class Checkpoints:
             )
         self._next = (self._next or 0) + 1
         arrays = named(state)  # waits for the step's computation, and so until it has posted
-        tree = {"state": arrays, "in_flight": split(self._exchange.posted())}
+        tree = to_write(arrays, self._exchange.posted())
         path = part_path(
             self._directory, self._next, step, self._topology.node, self._topology.num_nodes
         )
         with self._explained():
-            self._writer.save(path, {k: v for k, v in tree.items() if v})
+            self._writer.save(path, tree)
 
     def wait(self) -> None:
         """Waits until everything is written; old checkpoints are deleted then.
@@ -157,6 +158,7 @@ class Checkpoints:
 
         Raises:
             ValueError: if the checkpoint's leaves are not those of ``like``.
+            JdasoError: on all nodes, if a part cannot be read, or is not what was saved.
         """
         self.wait()
         self._meet()
@@ -168,11 +170,11 @@ class Checkpoints:
             return None
         parts, source = newest.parts, str(newest.path)
         if len(parts) == self._topology.num_nodes:
-            tree = self._writer.restore(parts[self._topology.node])
-            state = put_back(tree["state"], like, source)
-            self._exchange.post_again(joined(tree.get("in_flight", {})))
+            part = self._together(lambda: self._read(parts[self._topology.node]))
+            state = put_back(part.state, like, source)
+            self._exchange.post_again(part.in_flight)
             return Restored(state, newest.step, len(parts))
-        mean = self._mean(parts) if self._topology.rank == 0 else {}
+        mean = self._together(lambda: self._mean(parts) if self._topology.rank == 0 else {})
         if comm is not None:
             names = comm.bcast(list(mean))
             mean = {name: comm.bcast(mean.get(name)) for name in names}
@@ -180,19 +182,52 @@ class Checkpoints:
         return Restored(state, newest.step, len(parts))
 
     def _mean(self, parts: Sequence[Path]) -> dict[str, np.ndarray]:
-        """The mean over the nodes that saved, two parts in memory at a time."""
-        first = self._writer.restore(parts[0])["state"]
-        floats = {k for k, v in first.items() if jax.numpy.issubdtype(v.dtype, np.floating)}
-        total = {name: first[name].astype(np.float64) for name in floats}
-        for path in parts[1:]:
-            part = self._writer.restore(path)["state"]
-            for name in floats:
-                total[name] += part[name]
+        """The mean over the nodes that saved, two parts in memory at a time.
+
+        One of whose numbers some are not finite is left out, as of a consensus.
+        """
+        first: dict[str, np.ndarray] = {}
+        total: dict[str, np.ndarray] = {}
+        members = 0
+        for path in parts:
+            part = self._read(path).state
+            if lost := sorted(k for k, v in part.items() if not is_finite(v)):
+                print(f"jdaso: {path} is left out: {lost[0]} is not finite.", flush=True)
+                continue
+            first = first or part
+            if {k: v.shape for k, v in part.items()} != {k: v.shape for k, v in first.items()}:
+                raise JdasoError(f"{path} holds other arrays than {parts[0]}.")
+            for name, value in part.items():
+                if jax.numpy.issubdtype(value.dtype, np.floating):
+                    total[name] = total.get(name, 0.0) + value.astype(np.float64)
+            members += 1
+        if not members:
+            raise JdasoError(
+                f"no node has saved finite numbers in {parts[0].parent}: move it away, to go on "
+                "from the checkpoint before."
+            )
         return {
-            k: (total[k] / len(parts)).astype(v.dtype) if k in floats else v
+            k: (total[k] / members).astype(v.dtype) if k in total else v
             for k, v in first.items()
             if not of_exchanges(k)
         }
+
+    def _read(self, path: Path) -> Part:
+        return read_part(self._writer, path)
+
+    def _together(self, read: Callable[[], Any]) -> Any:
+        """What this process has read; an error on all of them if one could not."""
+        value: Any = None
+        problem: str | None = None
+        try:
+            value = read()
+        except Exception as error:
+            problem = f"{self._topology.describe(self._topology.rank)}: {error}"
+        comm = self._topology.comm
+        problems = [problem] if comm is None else comm.allgather(problem)
+        if any(problems):
+            raise JdasoError("; ".join(filter(None, problems)))
+        return value
 
     def _complete(self) -> list[Found]:
         return [checkpoint for checkpoint in found(self._directory) if checkpoint.parts]
@@ -218,13 +253,3 @@ class Checkpoints:
                 f"a checkpoint in {self._directory} could not be written by "
                 f"{self._topology.describe(self._topology.rank)}: {error} {kept}"
             ) from error
-
-
-def _orbax():
-    try:
-        from orbax.checkpoint import StandardCheckpointer
-    except ImportError as error:
-        raise ImportError(
-            "Checkpoints are written with orbax: pip install jdaso[checkpoint]"
-        ) from error
-    return StandardCheckpointer()

@@ -130,7 +130,7 @@ def draw(runs: Sequence[Run], out: Path | str | None = None) -> Path:
         from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
     except ImportError as error:
-        raise ImportError("A report needs matplotlib: pip install jdaso[examples]") from error
+        raise ImportError("A report needs matplotlib: pip install matplotlib") from error
 
     longest = max(run.columns["seconds"][-1] for run in runs)
     clock, seconds = next(((c, s) for c, s in CLOCKS.items() if longest >= 3 * s), ("s", 1.0))

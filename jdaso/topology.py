@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import functools
 import os
 import socket
-import sys
-import traceback
+import warnings
 from typing import Any
 
 import jax
@@ -15,6 +15,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jdaso._base import JdasoError
+from jdaso._ending import end, end_on_exception
+from jdaso._heartbeat import EXIT_NODE_LOST, Heartbeat, start_heartbeat
+from jdaso._launcher import forgotten, launched, why_alone
 from jdaso._layout import Place, Process, arrange
 from jdaso.local import LOCAL_AXIS, use_enough_threads
 
@@ -33,6 +36,7 @@ class Topology:
         processes_per_node: 1, or the number of devices of a node.
         devices: this process's share of its node's devices.
         comm: an MPI communicator of the library's own over all processes; None without MPI.
+        heartbeat: tells who is silent, and others why this process ends; None for one alone.
     """
 
     rank: int
@@ -41,6 +45,7 @@ class Topology:
     processes_per_node: int
     devices: tuple[jax.Device, ...]
     comm: Any
+    heartbeat: Heartbeat | None = None
 
     @property
     def host(self) -> str:
@@ -74,7 +79,23 @@ class Topology:
 
     def describe(self, rank: int) -> str:
         """A rank with its host, for error messages."""
-        return f"rank {rank} ({self.processes[rank].host})"
+        process = self.processes[rank]
+        return f"rank {process.rank} ({process.host})"
+
+    def states(self, ranks: frozenset[int]) -> str:
+        """Ranks with their hosts, and whether each is alive, for error messages."""
+        if self.heartbeat is None:
+            return ", ".join(map(self.describe, sorted(ranks)))
+        return self.heartbeat.states(frozenset(self.processes[rank].rank for rank in ranks))
+
+    def end_all(self, reason: str) -> None:
+        """Ends all processes; each says why on stderr.
+
+        The exit status is 1, or ``EXIT_NODE_LOST`` where one of them is silent.
+        """
+        if self.heartbeat is None:
+            raise SystemExit(reason)
+        _end_all(self.comm, self.heartbeat, reason)
 
     def group_communicators(self) -> list[Any]:
         """New communicators, one per local index; collective over all processes.
@@ -106,14 +127,19 @@ def discover_topology(processes_per_node: int | None = None) -> Topology:
     ``local_value_and_grad(..., across=process_mean(topology))``. CPU devices belong to the
     process that made them, so on CPU every process is a node.
 
-    An uncaught exception in any process ends all of them from now on: a process that is left
-    alone would wait for ever.
+    From now on all processes end when one of them fails, since those that are left would wait for
+    ever; each says why on stderr. The exit status is 1 after an uncaught exception, and
+    ``EXIT_NODE_LOST`` (69) when a process has died, by whatever signal, or was silent until an
+    exchange was given up: to be started again, from the last checkpoint. (A launcher that ends the
+    others itself when one is killed has a status of its own, such as 9 or 137.) Only workers of
+    :func:`jdaso.mpi_center` end alone.
 
     Args:
         processes_per_node: how many processes make a node; None decides as described.
 
     Returns:
-        The :class:`jdaso.Topology`. Without MPI, or without a launcher, one node.
+        The :class:`jdaso.Topology`. Without MPI, or without a launcher, one node; if it is in a
+        Slurm job of several tasks, with a warning.
 
     Raises:
         JdasoError: if MPI was started wrongly (a launcher without its MPI plugin leaves every
@@ -127,6 +153,8 @@ def discover_topology(processes_per_node: int | None = None) -> Topology:
     use_enough_threads()
     comm = _world()
     rank = comm.Get_rank() if comm is not None else 0
+    # First of all: a process that finds no device must not leave the others waiting.
+    heartbeat = _watched(comm) if comm is not None and comm.Get_size() > 1 else None
     visible = tuple(jax.local_devices())
     shared_with = rank
     if comm is not None:
@@ -141,31 +169,45 @@ def discover_topology(processes_per_node: int | None = None) -> Topology:
     devices = visible
     if per_node > 1 and len(visible) > 1:
         devices = (visible[places[rank].local_rank],)
-    if len(processes) > 1:
-        _abort_on_exception(comm, f"rank {rank} ({own.host})")
-    return Topology(rank, processes, places, per_node, devices, comm)
+    if len(processes) == 1 and (warning := forgotten(os.environ)):
+        warnings.warn(f"jdaso: {warning}", RuntimeWarning, stacklevel=2)
+    return Topology(rank, processes, places, per_node, devices, comm, heartbeat)
+
+
+def _watched(comm: Any) -> Heartbeat:
+    """A heartbeat; from now on all processes end when one of them fails."""
+    hosts = comm.allgather(socket.gethostname())
+
+    def describe(rank: int) -> str:
+        return f"rank {rank} ({hosts[rank]})"
+
+    heartbeat = start_heartbeat(comm, describe, functools.partial(end, comm))
+    atexit.register(heartbeat.close)
+    end_on_exception(describe(comm.Get_rank()), functools.partial(_end_all, comm, heartbeat))
+    return heartbeat
+
+
+def _end_all(comm: Any, heartbeat: Heartbeat, reason: str) -> None:
+    status = EXIT_NODE_LOST if heartbeat.silent() else 1
+    heartbeat.tell(reason, status)
+    end(comm, reason, status)
 
 
 def _world() -> Any:
     """A duplicate of MPI's world, or None where there is no MPI and none is needed."""
-    expected, launcher = _launched_processes()
+    launch = launched(os.environ)
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        if expected > 1:
+        if launch.processes > 1:
             raise JdasoError(
-                f"{launcher} started {expected} processes, but mpi4py cannot be used: {error}. "
-                "Install it with: pip install mpi4py"
+                f"{launch.launcher} started {launch.processes} processes, but mpi4py cannot be "
+                f"used: {error}. Install it with: pip install mpi4py"
             ) from error
         return None
     size = MPI.COMM_WORLD.Get_size()
-    if size == 1 and expected > 1:
-        raise JdasoError(
-            f"{launcher} started {expected} processes on {socket.gethostname()} and others, but "
-            f"MPI sees only this one. The launcher does not speak the language of this MPI "
-            f"({library(MPI)}): with srun, MPICH and its relatives need --mpi=pmi2, Open MPI "
-            "needs --mpi=pmix; mpiexec must be the one that belongs to this MPI library."
-        )
+    if size == 1 and launch.processes > 1:
+        raise JdasoError(why_alone(launch, library(MPI), socket.gethostname()))
     if size > 1 and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise JdasoError(
             f"MPI was initialised with thread level {thread_level(MPI)}, but exchanges in the "
@@ -173,28 +215,6 @@ def _world() -> Any:
             "and let nothing initialise MPI before mpi4py does."
         )
     return MPI.COMM_WORLD.Dup()
-
-
-def _launched_processes() -> tuple[int, str]:
-    """How many processes a launcher says it has started, and its name."""
-    env = os.environ
-    # Only inside a step: a batch shell has the variables of the job, but is no task of it.
-    if "SLURM_STEP_ID" in env and "SLURM_STEP_NUM_TASKS" in env and "SLURM_PROCID" in env:
-        return int(env["SLURM_STEP_NUM_TASKS"]), "srun"
-    for variable in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS"):
-        if variable in env:
-            return int(env[variable]), "mpiexec"
-    return 1, "nobody"
-
-
-def _abort_on_exception(comm: Any, who: str) -> None:
-    def hook(kind, error, trace):
-        text = "".join(traceback.format_exception(kind, error, trace))
-        sys.stdout.flush()
-        print(f"{text}jdaso: {who} failed, ending all processes.", file=sys.stderr, flush=True)
-        comm.Abort(1)
-
-    sys.excepthook = hook
 
 
 def library(mpi: Any) -> str:

@@ -251,5 +251,5 @@ def test_command(tmp_path, monkeypatch, capsys, drawn):
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
     folder = write(tmp_path / "run", lines())
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install jdaso\[examples\]"):
+    with pytest.raises(ImportError, match=r"pip install matplotlib"):
         report.report([folder])

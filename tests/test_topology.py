@@ -61,6 +61,12 @@ def test_unequal_numbers_of_devices_name_the_nodes():
         arrange(processes, None)
 
 
+def test_a_node_that_has_fallen_back_to_the_cpu_is_named():
+    processes = (Process(0, "a", 0, "gpu", 1), Process(1, "b", 1, "cpu", 1))
+    with pytest.raises(JdasoError, match=r"a \(rank 0\) has gpu, b \(rank 1\) has cpu"):
+        arrange(processes, None)
+
+
 def test_more_ranks_than_devices_is_an_error():
     with pytest.raises(JdasoError, match="more ranks than devices: 4 processes of node 0"):
         arrange(hosts(4, 4, devices=2), None)
@@ -80,3 +86,14 @@ def test_without_a_launcher_there_is_one_node():
     topology = discover_topology()
     assert (topology.num_nodes, topology.node, topology.rank) == (1, 0, 0)
     assert topology.mesh.axis_names == ("local",)
+    assert topology.heartbeat is None
+    assert topology.states(frozenset({0})) == topology.describe(0)
+    with pytest.raises(SystemExit, match="the reason"):
+        topology.end_all("the reason")
+
+
+def test_job_script_that_forgot_srun_is_warned_of(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    with pytest.warns(RuntimeWarning, match="only process of a Slurm job of 4 tasks"):
+        discover_topology()

@@ -96,7 +96,9 @@ class Cluster:
             launch = [*OPEN_MPI_OVER_TCP, "--prtemca", "plm_ssh_agent", shell, "--host", hosts]
         nodes = "\n".join(shlex.join(self._enter(node, pin)) for node in range(len(self.nodes)))
         environment = {**MPICH_OVER_TCP, **os.environ, **(env or {}), "LAB_NODES": nodes}
-        job = self._job(0, [mpiexec, *launch, *count, *command], pin)
+        # Processes have numbers of the job's own, and find them in a /proc of their own.
+        inside = ["unshare", "--mount-proc", *command]
+        job = self._job(0, [mpiexec, *launch, *count, *inside], pin)
         return finish([(job, environment)], timeout, capture)[0]
 
     def each(

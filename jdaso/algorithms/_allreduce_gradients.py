@@ -32,7 +32,8 @@ def allreduce_gradients(
 
     Returns:
         An optax transformation of gradients, to be the first of a chain. Nodes stay equal if
-        they start from the same parameters.
+        they start from the same parameters; where ``update`` is given them, it is an error over
+        MPI if they differ.
 
     Raises:
         ValueError: for an unknown wire.

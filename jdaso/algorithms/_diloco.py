@@ -61,7 +61,8 @@ def diloco(
 
     Returns:
         An optax transformation, to be the last of a chain. ``update`` needs ``params``, which
-        have to be the same on all nodes in ``init``.
+        have to be the same on all nodes in ``init``: over MPI the first exchange, and every later
+        one, is an error if anchors differ.
 
     Raises:
         ValueError: for a mix outside [0, 1), a delay above the period or, with mix = 0, equal to
@@ -111,4 +112,4 @@ def _outer_merge(outer: optax.GradientTransformation, mix: float) -> Merge:
         anchor = optax.apply_updates(state.anchor, updates)
         return mixed(mix, leaves, jax.tree.leaves(anchor)), DilocoState(anchor, outer_state)
 
-    return Merge(init, merge, own_weight=lambda arrival: mix)
+    return Merge(init, merge, own_weight=lambda arrival: mix, shared=True)

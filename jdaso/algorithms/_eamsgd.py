@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import optax
 
 from jdaso._base import Exchange, PyTree, Schedule
 from jdaso._engine import Averaging
-from jdaso._leaves import all_finite, float_leaves, is_float
+from jdaso._leaves import is_float
 from jdaso._state import the_state
 from jdaso.algorithms._arguments import check_share
 from jdaso.algorithms._easgd import elastic
@@ -70,14 +70,24 @@ def eamsgd(
     >>> import jdaso
     >>> tx = jdaso.eamsgd(jdaso.single_exchange(), period=4, learning_rate=0.1, momentum=0.9)
     """
+    check_nesterov("eamsgd", learning_rate, momentum)
+    inner = elastic("eamsgd", exchange, period, alpha, beta, schedule, wire, nonfinite)
+    return nesterov("eamsgd", inner, learning_rate, momentum)
+
+
+def check_nesterov(name: str, learning_rate: Any, momentum: Any) -> None:
+    """Raises ValueError without a learning rate, or for a momentum outside [0, 1)."""
     if learning_rate is None:
-        raise ValueError("eamsgd needs a learning_rate, a number or an optax schedule.")
+        raise ValueError(f"{name} needs a learning_rate, a number or an optax schedule.")
     if momentum is None:
-        raise ValueError("eamsgd needs a momentum in [0, 1).")
+        raise ValueError(f"{name} needs a momentum in [0, 1).")
     check_share("momentum", momentum, below_one=True)
+
+
+def nesterov(name: str, inner: Averaging, learning_rate: Any, momentum: Any) -> Averaging:
+    """SGD with Nesterov's momentum, at whose x, not y, something else pulls."""
     delta = momentum
     scale = optax.scale_by_learning_rate(learning_rate)
-    inner = elastic("eamsgd", exchange, period, alpha, beta, schedule, wire, nonfinite)
 
     def init(params: PyTree) -> EamsgdState:
         velocity = jax.tree.map(jnp.zeros_like, params)
@@ -86,7 +96,7 @@ def eamsgd(
 
     def update(grads, state, params=None, **extra_args):
         if params is None:
-            raise ValueError("eamsgd moves parameters: call update(grads, state, params).")
+            raise ValueError(f"{name} moves parameters: call update(grads, state, params).")
         steps, learning_rate = scale.update(grads, state.learning_rate)
         old, before = state.velocity, state.momentum  # delta may be another at every step
         new = _map_floats(lambda v, s: jnp.asarray(delta, v.dtype) * v + s, old, steps)
@@ -94,11 +104,11 @@ def eamsgd(
             lambda v, w: jnp.asarray(1 + delta, w.dtype) * w - before.astype(v.dtype) * v, old, new
         )
         x = _map_floats(lambda y, v: y - before.astype(v.dtype) * v, params, old)
-        # A step that is not finite is skipped below, and must leave no trace here.
-        finite = all_finite(float_leaves(updates))
-        velocity = jax.tree.map(lambda v, w: jnp.where(finite, w, v), old, new)
-        momentum = jnp.where(finite, jnp.asarray(delta, before.dtype), before)
         updates, averaging = inner.update(updates, state.averaging, x, **extra_args)
+        # A step that was skipped must leave no trace here.
+        taken = averaging.skipped == state.averaging.skipped
+        velocity = jax.tree.map(lambda v, w: jnp.where(taken, w, v), old, new)
+        momentum = jnp.where(taken, jnp.asarray(delta, before.dtype), before)
         return updates, EamsgdState(velocity, momentum, learning_rate, averaging)
 
     def finish(params, state):

@@ -58,7 +58,8 @@ def easgd(
     Returns:
         An optax transformation, to be the last of a chain. ``update`` needs ``params``. The
         centre, which is what one evaluates and saves, is ``easgd_center(opt_state)``; it starts
-        as the parameters given to ``init``, which have to be the same on all nodes.
+        as the parameters given to ``init``, which have to be the same on all nodes: over MPI the
+        first exchange, and every later one, is an error if centres differ.
 
     Raises:
         ValueError: for an alpha or a beta that is not positive, a period below 1, an unknown
@@ -162,4 +163,4 @@ def _elastic_merge(alpha: float) -> Merge:
             for x, c in zip(leaves, center, strict=True)
         ]
 
-    return Merge(init=lambda params: ElasticState(widened(params)), merge=merge, depart=depart)
+    return Merge(lambda params: ElasticState(widened(params)), merge, depart, shared=True)

@@ -11,15 +11,15 @@ from jax.experimental import io_callback
 
 from jdaso._base import HEADER_SIZE, Leaves, Number
 from jdaso._wire import pack, unpadded
-from jdaso.exchange._courier import Courier
+from jdaso.exchange._carrier import Carrier
 from jdaso.exchange._staging import Spec
 
 
 class Callbacks:
-    """How a program reaches a courier, and its memory, without compiled code."""
+    """How a program reaches a carrier, and its memory, without compiled code."""
 
-    def __init__(self, courier: Courier):
-        self._courier = courier
+    def __init__(self, carrier: Carrier):
+        self._carrier = carrier
 
     def post(
         self,
@@ -33,13 +33,13 @@ class Callbacks:
         """Copies the leaves and lets them fly, zeros if ``header[0]`` is 0; returns the ticket."""
 
         def call(ticket, number, step, header, *leaves):
-            with self._courier.ending_all_devices():
+            with self._carrier.ending_all_devices():
                 # As numbers of NumPy: JAX's operations would wait for the program that waits here.
                 header = np.asarray(header)
                 nothing = [np.zeros((), leaf.dtype) for leaf in leaves]
-                staging = self._courier.reserve(int(number), specs)
+                staging = self._carrier.reserve(int(number), specs)
                 staging.put(leaves if header[0] > 0 else nothing)
-                self._courier.post(int(number), int(step), header)
+                self._carrier.post(int(number), int(step), header)
             return ticket
 
         cast = [pack(x, spec.dtype) for x, spec in zip(leaves, specs, strict=True)]
@@ -55,8 +55,8 @@ class Callbacks:
         """Waits for an exchange; returns the sums in these shapes, the header, and the ticket."""
 
         def call(ticket, number):
-            with self._courier.ending_all_devices():
-                staging, header = self._courier.collect(int(number), takers)
+            with self._carrier.ending_all_devices():
+                staging, header = self._carrier.collect(int(number), takers)
             # One device may post the next exchange while another still reads this one.
             sums = staging.get(copy=takers > 1)
             # A float64 leaf that crossed in a narrower wire arrives as float32.

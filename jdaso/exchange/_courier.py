@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jdaso._base import UNCOUNTED, Flown, JdasoError, Posted, nothing_to_report
 from jdaso.exchange import _operations as operations
+from jdaso.exchange._carrier import ending_all_devices
 from jdaso.exchange._channels import Channels, Strategy
 from jdaso.exchange._farewell import Farewell
 from jdaso.exchange._progress import Progress, Request
@@ -53,12 +54,8 @@ class Courier:
         self._world = topology.comm.Dup()
         self._questions = topology.comm.Dup()
         self._asked: deque[Request] = deque()
-        self._progress = Progress(
-            topology.describe,
-            timeout,
-            farewell=Farewell(topology.comm.Dup()),
-            abort=lambda: topology.comm.Abort(1),
-        )
+        farewell = Farewell(topology.comm.Dup(), topology.states)
+        self._progress = Progress(topology, timeout, farewell, topology.end_all)
         self._lock = threading.Condition()
         self._flights: dict[int, Flight] = {}
         self._highest = UNCOUNTED
@@ -66,23 +63,13 @@ class Courier:
         self._asked_for: dict[int, int] = {}
         self._last: dict[int, Request] = {}
         self._pool = Pool()
+        self._left_out = 0
         self._report = nothing_to_report()
         self._history: deque[tuple[Flown, np.ndarray]] = deque(maxlen=1000)
 
-    @contextlib.contextmanager
-    def ending_all_devices(self):
-        """Ends the job on an error where a node has several devices.
-
-        The others are in a collective by then, waiting for the one that called the host: the
-        error would never come out of the program.
-        """
-        try:
-            yield
-        except Exception as error:
-            if len(self._topology.devices) > 1:
-                print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-                self._topology.comm.Abort(1)
-            raise
+    def ending_all_devices(self) -> AbstractContextManager[None]:
+        """Ends the job on an error where a node has several devices."""
+        return ending_all_devices(self._topology, self._topology.end_all)
 
     def report(self) -> dict[str, float]:
         """Exchanges collected, bytes sent for them, seconds in flight, seconds waited for."""
@@ -120,16 +107,32 @@ class Courier:
 
     def post(self, number: int, step: int, header: np.ndarray) -> None:
         """Lets what is in the reserved memory fly."""
+        if header[0] == 0:
+            self._say_left_out(number)
         with self._lock:
             staging = self._reserved.pop(number)
             line = self._channels.line(number)
             request = self._progress.submit(
                 self._channels.exchange(number, step, header, staging, self._last.get(line)),
                 f"{_called(number)}, posted by {self._name} after step {step},",
+                regular=number != UNCOUNTED,
             )
             self._last[line] = request
             self._flights[number] = Flight(request, staging, step, np.array(header))
             self._lock.notify_all()
+
+    def _say_left_out(self, number: int) -> None:
+        """Seldom, if it goes on: at the first time, the second, the fourth, the eighth ..."""
+        self._left_out += 1
+        if self._left_out & (self._left_out - 1) == 0:
+            print(
+                f"jdaso: {self._name} is left out of {_called(number)}, and was of "
+                f"{self._left_out - 1} before: its numbers are not finite. If that goes on, its "
+                "optimizer's memory may not be, either (jdaso.chain keeps it so), or the learning "
+                "rate is too high.",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def collect(self, number: int, takers: int) -> tuple[Staging, np.ndarray]:
         """Waits for an exchange; forgets it when ``takers`` devices have asked for it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,12 @@ class Farewell:
 
     Args:
         comm: an mpi4py communicator over all processes that nobody else uses.
+        states: names ranks, and says of each whether it is alive.
     """
 
-    def __init__(self, comm: Any):
+    def __init__(self, comm: Any, states: Callable[[frozenset[int]], str]):
         self._comm = comm
+        self._states = states
         peers = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
         self._bytes = {rank: np.zeros(1, np.uint8) for rank in peers}
         self._expected = {
@@ -41,7 +44,8 @@ class Farewell:
     def say(self) -> None:
         """Tells all others that this process ends, and waits until they have ended, too.
 
-        MPI's own finalization waits for them in any case, but burns a core meanwhile.
+        MPI's own finalization waits for them in any case, but burns a core meanwhile. Should one
+        of them die instead, the heartbeat ends this process.
         """
         own = np.zeros(1, np.uint8)
         sends = [self._comm.Isend(own, dest=rank, tag=_TAG) for rank in self._bytes]
@@ -51,5 +55,5 @@ class Farewell:
             time.sleep(1e-3)
             if time.monotonic() > reminder:
                 reminder += _REMINDER_SECONDS
-                ranks = ", ".join(map(str, self._expected))
-                print(f"jdaso: at exit, waiting for ranks {ranks}", file=sys.stderr, flush=True)
+                states = self._states(frozenset(self._expected))
+                print(f"jdaso: at exit, waiting for {states}", file=sys.stderr, flush=True)

@@ -5,21 +5,18 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import io_callback
 
 from jdaso._base import Exchange, Leaves, PyTree
 from jdaso._checks import check_choice, check_number, check_whole
 from jdaso._leaves import outline
-from jdaso._wire import check_wire, sum_dtype, wire_dtype, wire_shape
+from jdaso._wire import check_wire
 from jdaso.exchange._all_reduce import PATTERNS
 from jdaso.exchange._axis import single_exchange
-from jdaso.exchange._callback import Callbacks
 from jdaso.exchange._channels import Strategy
 from jdaso.exchange._courier import Courier
-from jdaso.exchange._native import Desk, chosen
-from jdaso.exchange._staging import Spec
-from jdaso.local import LOCAL_AXIS
+from jdaso.exchange._native import chosen
+from jdaso.exchange._program import Program
 from jdaso.topology import Topology
 
 SENDERS = ("one", "all")
@@ -62,8 +59,10 @@ def mpi_exchange(
         wire: dtype name forced on all exchanges of algorithms, ``float32``, ``bfloat16``,
             ``float16`` or ``int8``; None leaves it to the algorithm.
         chunk_bytes: size of one message at most.
-        timeout: seconds after which an exchange that has not ended is an error. It must cover
-            everything that one node does alone, such as an evaluation or a checkpoint.
+        timeout: seconds after which an exchange that has not ended is an error; where the last
+            hundred took long, median + 200 median deviations of them, if that is more. It must
+            cover everything that one node does alone, such as an evaluation or a checkpoint.
+            Before that, after 30 seconds or median + 20 deviations, it is a warning.
         native: whether parameters are copied by compiled code; None: where it was built and
             serves the devices (CPU), with a warning where it was not built.
         pattern: ``direct``, ``ring`` or ``halving``, as above.
@@ -81,7 +80,8 @@ def mpi_exchange(
             that is no power of two, or int8, also of an algorithm, with a pattern that is not
             ``direct``: error feedback needs to know all that is rounded.
         JdasoError: in ``init``, if the nodes' parameters differ in structure, shape or dtype;
-            in ``update``, if nodes are at different steps, or one is missing at the deadline.
+            in ``update``, if nodes are at different steps, if what must be equal is not (period
+            and delay, the schedule's state, centre or anchor), or one is missing at the deadline.
 
     >>> import jdaso
     >>> exchange = jdaso.mpi_exchange(jdaso.discover_topology())
@@ -111,53 +111,17 @@ def mpi_exchange(
         return alone._replace(anyone=lambda flag: any(node.allgather(flag)))
     native = chosen(native, topology.devices[0].platform)
     courier = Courier(topology, Strategy(pattern, senders, chunk_bytes), timeout)
-    callbacks = Callbacks(courier)
-    desk = Desk(courier) if native else None
-    local_devices = len(topology.devices)
+    program = Program(courier, native, len(topology.devices))
 
     def init(params: PyTree) -> jax.Array:
         if jax.tree.leaves(params):  # optax.tree_map_params calls init on a tree without leaves
             courier.compare(outline(params))
         return jnp.zeros((), jnp.int32)
 
-    def way(leaves: Leaves) -> Desk | Callbacks:
-        # Several devices outside shard_map run one program: each would post.
-        single = local_devices == 1 or _local_device() is not None
-        wide = any(x.dtype == jnp.float64 for x in leaves)
-        return desk if desk is not None and single and not wide else callbacks
-
     def start(ticket, number, step, leaves: Leaves, header, wire):
         if wire == "int8":
             _check_int8(pattern)
-        dtypes = [wire_dtype(x.dtype, wire) for x in leaves]
-        specs = [Spec(wire_shape(x.shape, d), d) for x, d in zip(leaves, dtypes, strict=True)]
-
-        def call(ticket):
-            return way(leaves).post(specs, leaves, ticket, number, step, header)
-
-        def following(ticket):
-            # Always so; but now what is posted next is posted after this, on all nodes alike.
-            return jnp.where(ticket >= 0, number + 1, number)
-
-        device = _local_device()
-        if device is None:
-            ticket = call(ticket)
-            return ticket, following(ticket)
-        if isinstance(number, int):
-            raise ValueError(
-                "consensus cannot be called inside shard_map over the node's devices; call it "
-                "outside, on replicated values."
-            )
-        carrier = jnp.maximum(number, 0) % local_devices
-        ticket = lax.cond(device == carrier, call, lambda ticket: ticket, ticket)
-        # The next one may be carried by another device, which has to wait for this.
-        ticket = lax.pmax(ticket, LOCAL_AXIS)
-        return ticket, following(ticket)
-
-    def finish(ticket, number, like: Leaves):
-        takers = 1 if _local_device() is None else local_devices
-        shapes = [jax.ShapeDtypeStruct(x.shape, sum_dtype(x.dtype)) for x in like]
-        return way(like).collect(takers, shapes, ticket, number)
+        return program.start(ticket, number, step, leaves, header, wire)
 
     def broadcast(leaves: Leaves, root: int) -> Leaves:
         def call(*leaves):
@@ -175,13 +139,14 @@ def mpi_exchange(
         wire,
         init,
         start,
-        finish,
+        program.finish,
         broadcast,
         report=courier.report,
         history=courier.history,
         posted=courier.posted,
         post_again=courier.post_again,
         anyone=courier.anyone,
+        compares=True,
     )
 
 
@@ -191,11 +156,3 @@ def _check_int8(pattern: str) -> None:
             f"pattern={pattern!r} rounds sums on their way, of which error feedback knows nothing: "
             "the wire int8 needs pattern='direct'. With this pattern choose the wire bfloat16."
         )
-
-
-def _local_device() -> jax.Array | None:
-    """Index of the local device inside shard_map over them; None outside."""
-    try:
-        return lax.axis_index(LOCAL_AXIS)
-    except NameError:
-        return None

@@ -23,7 +23,7 @@ import numpy as np
 
 from jdaso._base import HEADER_SIZE, Leaves, Number
 from jdaso._wire import pack
-from jdaso.exchange._courier import Courier
+from jdaso.exchange._carrier import Carrier
 from jdaso.exchange._staging import Spec
 
 _LIBRARY = "jdaso.exchange._copies"
@@ -52,11 +52,13 @@ def _load() -> ctypes.CDLL | str:
         return f"none is in {folder}; it is built, by a C++17 compiler, when jdaso is installed"
     try:
         library = ctypes.CDLL(found.origin)
+        if library.jdaso_header() != HEADER_SIZE:
+            raise OSError("it belongs to another version of jdaso")
         for name in (_POST, _COLLECT):
             capsule = jax.ffi.pycapsule(getattr(library, name))
             jax.ffi.register_ffi_target(name, capsule, platform="cpu")
-    except Exception as error:  # built for another system, or another interface of XLA
-        return f"{found.origin} does not fit this jaxlib: {error}; install jdaso again"
+    except Exception as error:  # built for another system, jdaso, or interface of XLA
+        return f"{found.origin} does not fit: {error}; install jdaso again"
     library.jdaso_next.restype = ctypes.c_void_p
     pointer = ctypes.c_void_p
     library.jdaso_answer.argtypes = [ctypes.c_int32, pointer, ctypes.c_char_p, pointer, pointer]
@@ -96,12 +98,12 @@ def _warn_once(reason: str) -> None:
 
 
 class Desk:
-    """Where programs ask a courier for memory, to carry it, and for what has arrived."""
+    """Where programs ask a carrier for memory, to carry it, and for what has arrived."""
 
-    def __init__(self, courier: Courier):
+    def __init__(self, carrier: Carrier):
         library = _load()
         assert not isinstance(library, str)
-        self._courier = courier
+        self._carrier = carrier
         self._library = library
         self._desk = library.jdaso_open()
         self._specs: list[tuple[Spec, ...]] = []
@@ -174,15 +176,15 @@ class Desk:
         error, rows, header = None, None, None
         asked = _Call.from_address(call)
         try:
-            with self._courier.ending_all_devices():
+            with self._carrier.ending_all_devices():
                 if asked.kind == _RESERVES:
-                    staging = self._courier.reserve(asked.number, self._specs[asked.about])
+                    staging = self._carrier.reserve(asked.number, self._specs[asked.about])
                     rows = staging.addresses.of_leaves
                 elif asked.kind == _POSTS:
                     given = np.array(asked.header, np.float32)
-                    self._courier.post(asked.number, asked.step, given)
+                    self._carrier.post(asked.number, asked.step, given)
                 else:
-                    staging, header = self._courier.collect(asked.number, asked.about)
+                    staging, header = self._carrier.collect(asked.number, asked.about)
                     rows = staging.addresses.of_sums
         except Exception as problem:
             error = f"{type(problem).__name__}: {problem}".encode()

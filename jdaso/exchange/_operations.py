@@ -11,16 +11,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdaso._base import HEADER_SIZE, JdasoError
+from jdaso._base import AGREED, HEADER_SIZE, JdasoError
 from jdaso.exchange._all_reduce import all_reduce, part, shards
 from jdaso.exchange._messages import Waiting, Waits, wait_for
 from jdaso.exchange._staging import Staging
 
 _GREETING_TAG, _OUTLINE_TAG, _FLAG_TAG, _FIRST_TAG = 0, 1, 2, 3
 _BROADCAST_BYTES = 1 << 26
+_SAME_SCHEDULE = "All nodes must use the same schedule and continue the same checkpoint."
+_SAME_START = (
+    "That is EASGD's centre, DiLoCo's anchor with its outer optimizer, or the parameters of "
+    "synchronous training: start from jdaso.broadcast(exchange, params), with the same "
+    "hyperparameters on all nodes, and let nothing else change them."
+)
 _GREETING = np.dtype(
     [("number", "<i8"), ("step", "<i8"), ("specs", "<i8"), ("header", "<f4", (HEADER_SIZE,))]
 )
+_COMPARED = {"number": "number", "step": "step", "specs": "the checksum of shapes and dtypes"}
 
 
 def greet(
@@ -42,25 +49,43 @@ def greet(
         contributors: ranks whose headers are summed, one per node.
 
     Returns:
-        The summed header.
+        The summed header; its last numbers, equal on all, are not summed.
+
+    Raises:
+        JdasoError: if what must be equal is not; names two ranks and what each of them has.
     """
     greeting = np.zeros(1, _GREETING)
     greeting[0] = (number, step, fingerprint, header)
     greetings = yield from _gather(comm, greeting, _GREETING_TAG)
+    own = comm.Get_rank()
     for rank, other in enumerate(greetings):
-        for what in ("number", "step", "specs"):
+        for what, name in _COMPARED.items():
             if other[what][0] != greeting[what][0]:
                 raise JdasoError(
-                    f"nodes are out of step at exchange {number}: {what} is "
-                    f"{greeting[what][0]} in {describe(comm.Get_rank())} but {other[what][0]} in "
+                    f"nodes are out of step at exchange {number}: {name} is "
+                    f"{greeting[what][0]} in {describe(own)} but {other[what][0]} in "
                     f"{describe(rank)}. All nodes must use the same schedule and start from the "
                     "same step."
                 )
+        _check_agreed(number, header, other["header"][0], [describe(r) for r in (own, rank)])
     # Added in the same order by every member, so that all get the same bits.
-    total = np.zeros(HEADER_SIZE, np.float32)
+    total = header.copy()
+    total[: -len(AGREED)] = 0
     for rank in contributors:
-        total += greetings[rank]["header"][0]
+        total[: -len(AGREED)] += greetings[rank]["header"][0][: -len(AGREED)]
     return total
+
+
+def _check_agreed(number: int, mine: np.ndarray, theirs: np.ndarray, who: Sequence[str]) -> None:
+    """Raises, naming what, if what must be equal on all nodes is not."""
+    for what, a, b in zip(AGREED, mine[-len(AGREED) :], theirs[-len(AGREED) :], strict=True):
+        if a != b:
+            value = "the fingerprint of " if what.startswith("the ") else ""
+            advice = _SAME_START if what == AGREED[-1] else _SAME_SCHEDULE
+            raise JdasoError(
+                f"nodes disagree at exchange {number}: {value}{what} is {int(a)} in {who[0]} but "
+                f"{int(b)} in {who[1]}. {advice}"
+            )
 
 
 class Strategy(NamedTuple):

@@ -13,15 +13,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from jdaso._base import JdasoError
-from jdaso.exchange._farewell import Farewell
 from jdaso.exchange._messages import Waiting, Waits
+from jdaso.exchange._pace import Pace
+from jdaso.topology import Topology
 
 # Between two looks at what is in flight. A slow link's buffers last for the longest.
 _POLL_SECONDS, _LONGEST_POLL_SECONDS, _SLOWER = 1e-3, 2e-3, 1.5
 _ASK_SECONDS = 0.5  # for those that have ended
+# A process that was stopped for longer than that, or a machine that slept, was itself late.
+_PAUSE_SECONDS = 5.0
+# An error that nobody has taken for so long, nobody will: all are waiting for something else.
+_UNTAKEN_SECONDS = 60.0
 # Somebody who waits does not train: the core is free, and latency counts.
 _POLL_SECONDS_WAITED_FOR = 5e-5
 
@@ -29,15 +34,19 @@ _POLL_SECONDS_WAITED_FOR = 5e-5
 class Request:
     """An operation under way; done when it has returned or failed, after so many seconds."""
 
-    def __init__(self, operation: Waits, what: str, deadline: float):
+    def __init__(self, operation: Waits, what: str, regular: bool, pace: Pace):
         self.what = what
-        self.deadline = deadline
+        self.regular = regular
         self.waiting = Waiting(frozenset())
         self.done = threading.Event()
         self.result: Any = None
         self.error: BaseException | None = None
         self.since = time.monotonic()
         self.seconds = 0.0
+        self.warn_at = self.since + pace.warning()
+        self.deadline = self.since + pace.deadline()
+        self.failed_at = 0.0
+        self.taken = False
         self._operation = operation
 
     def step(self) -> None:
@@ -48,36 +57,52 @@ class Request:
             self.result = end.value
             self.seconds = time.monotonic() - self.since
             self.done.set()
-        except BaseException as error:
+        except JdasoError as error:
             self.fail(error)
+        except BaseException as error:  # MPI's own, which say neither who nor what
+            told = JdasoError(f"{self.what} failed: {type(error).__name__}: {error}")
+            told.__cause__ = error
+            self.fail(told)
+
+    def forgive(self, seconds: float) -> None:
+        """So long nobody could have moved it."""
+        self.since += seconds
+        self.warn_at += seconds
+        self.deadline += seconds
 
     def fail(self, error: BaseException) -> None:
         """Ends the operation with an error."""
-        self.error = error
+        self.error, self.failed_at = error, time.monotonic()
         self.done.set()
+
+
+class Ending(Protocol):
+    """Who has ended, and how this process tells that it does; see ``_farewell.py``."""
+
+    def gone(self) -> frozenset[int]:
+        """The ranks that have ended, and from which nothing more can arrive."""
+
+    def say(self) -> None:
+        """Tells that this process ends, and waits until it may."""
 
 
 class Progress:
     """One thread that moves all operations of one exchange.
 
     Args:
-        describe: rank -> text, names a rank and its host in errors.
-        timeout: seconds after which an operation that has not ended is an error.
+        topology: who the others are, and whether they live.
+        timeout: seconds that an operation is given at least; then it is an error.
         farewell: tells who has ended, and is said at exit.
-        abort: ends all processes; the last resort at exit.
+        end: ``(reason)``, called if something cannot end, at exit or where nobody waits for it.
     """
 
     def __init__(
-        self,
-        describe: Callable[[int], str],
-        timeout: float,
-        farewell: Farewell,
-        abort: Callable[[], None],
+        self, topology: Topology, timeout: float, farewell: Ending, end: Callable[[str], None]
     ):
-        self._describe = describe
-        self._timeout = timeout
+        self._topology = topology
+        self._end = end
         self._farewell = farewell
-        self._abort = abort
+        self._pace = Pace(timeout)
         self._requests: list[Request] = []
         # What has failed may still be written to by MPI: it is kept, and its memory with it.
         self._failed: list[Request] = []
@@ -88,9 +113,9 @@ class Progress:
         self._thread.start()
         atexit.register(self.close)
 
-    def submit(self, operation: Waits, what: str) -> Request:
-        """Starts an operation; returns at once."""
-        request = Request(operation, what, time.monotonic() + self._timeout)
+    def submit(self, operation: Waits, what: str, regular: bool = False) -> Request:
+        """Starts an operation, one of many that take as long or not; returns at once."""
+        request = Request(operation, what, regular, self._pace)
         with self._changed:
             if self._closing:
                 raise JdasoError(f"{what}: the interpreter is exiting, no exchange can start.")
@@ -106,6 +131,7 @@ class Progress:
         """
         with self._changed:
             self._waiters += 1
+            request.taken = True
             self._changed.notify()
         request.done.wait()
         with self._changed:
@@ -125,12 +151,10 @@ class Progress:
         self._thread.join()
         errors = [str(request.error) for request in unfinished if request.error is not None]
         if errors:
-            print(
-                f"jdaso: exit with an exchange in flight that cannot end: {'; '.join(errors)}",
-                file=sys.stderr,
-                flush=True,
+            self._end(
+                f"{self._topology.describe(self._topology.rank)} failed: exit with an exchange in "
+                f"flight that cannot end: {'; '.join(errors)}"
             )
-            self._abort()
         self._farewell.say()
 
     def _run(self) -> None:
@@ -145,20 +169,32 @@ class Progress:
 
     def _loop(self) -> None:
         pause, gone, ask_again = _POLL_SECONDS, frozenset[int](), 0.0
+        looked = time.monotonic()
         while True:
             with self._changed:
                 while not self._requests:
                     if self._closing:
                         return
-                    self._changed.wait()
+                    self._changed.wait(_UNTAKEN_SECONDS if self._untaken() else None)
+                    self._end_untaken()
+                    looked = time.monotonic()
                 requests = list(self._requests)
+            if (stopped := time.monotonic() - looked) > _PAUSE_SECONDS:
+                for request in requests:
+                    request.forgive(stopped)
+            looked = time.monotonic()
+            self._end_untaken()
             if time.monotonic() > ask_again:
                 gone, ask_again = self._farewell.gone(), time.monotonic() + _ASK_SECONDS
             for request in requests:
                 request.step()
-                self._check(request, gone)
+                self._check(request, gone, looked)
             self._failed += [request for request in requests if request.error is not None]
-            if any(request.done.is_set() for request in requests):
+            ended = [request for request in requests if request.done.is_set()]
+            for request in ended:
+                if request.regular and request.error is None:
+                    self._pace.note(request.seconds)
+            if ended:
                 with self._changed:
                     self._requests = [r for r in self._requests if not r.done.is_set()]
                 continue
@@ -167,26 +203,44 @@ class Progress:
             with self._changed:
                 self._changed.wait(_POLL_SECONDS_WAITED_FOR if self._waiters else pause)
 
-    def _check(self, request: Request, gone: frozenset[int]) -> None:
+    def _untaken(self) -> list[Request]:
+        return [] if self._closing else [r for r in self._failed if not r.taken]
+
+    def _end_untaken(self) -> None:
+        """Ends the job for an error that would never come out."""
+        for request in self._untaken():
+            if time.monotonic() - request.failed_at > _UNTAKEN_SECONDS:
+                request.taken = True
+                who = self._topology.describe(self._topology.rank)
+                self._end(f"{who} failed, while it waits for something else: {request.error}")
+
+    def _check(self, request: Request, gone: frozenset[int], now: float) -> None:
         """Fails a request whose partners have ended, or whose deadline has passed."""
         if request.done.is_set():
             return
-        missing = request.waiting.ranks
+        states = self._topology.states
+        missing, seconds = request.waiting.ranks, now - request.since
         if ended := missing & gone:
+            names = ", ".join(map(self._topology.describe, sorted(ended)))
             request.fail(
                 JdasoError(
-                    f"{request.what} cannot end: {self._names(ended)} ended without taking part. "
-                    "All nodes must take the same number of steps."
+                    f"{request.what} cannot end: {names} ended without taking part. All nodes must "
+                    "take the same number of steps."
                 )
             )
-        elif time.monotonic() > request.deadline:
+        elif now > request.deadline:
             request.fail(
                 JdasoError(
-                    f"{request.what} did not end within {self._timeout:g} s: nothing came from "
-                    f"{self._names(missing)}. Did it stop, fall behind, or skip a step? "
-                    "mpi_exchange(..., timeout=) sets how long to wait."
+                    f"{request.what} did not end within {request.deadline - request.since:g} s: "
+                    f"nothing came from {states(missing)}. The argument timeout of mpi_exchange "
+                    "and mpi_center sets how long to wait at least."
                 )
             )
-
-    def _names(self, ranks: frozenset[int]) -> str:
-        return ", ".join(self._describe(rank) for rank in sorted(ranks)) or "the other processes"
+        elif now > request.warn_at:
+            request.warn_at = now + seconds
+            print(
+                f"jdaso: {request.what} is late, for {seconds:.0f} s now: it waits for "
+                f"{states(missing)}.",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -20,7 +20,7 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-constexpr int kHeader = 3;
+constexpr int kHeader = 8;  // HEADER_SIZE of _base.py
 enum Kind : int32_t { kReserve = 0, kPost = 1, kCollect = 2 };
 
 // RECORD of _staging.py.
@@ -181,6 +181,8 @@ ffi::Error Collect(ffi::Buffer<ffi::S32> ticket, ffi::Buffer<ffi::S32> number,
 }  // namespace
 
 extern "C" {
+
+int32_t jdaso_header() { return kHeader; }
 
 int32_t jdaso_open() {
   std::lock_guard<std::mutex> lock(desks_mutex);

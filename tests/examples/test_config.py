@@ -78,6 +78,7 @@ def other(field):
             "data": "images",
             "out": "elsewhere",
             "decay_epochs": (4, 12),
+            "switches": (4, 12),
             "own_weight": 0.75,
             "decay_factor": 0.25,
             "decay_threshold": 0.125,
@@ -99,6 +100,8 @@ BESIDE = {
     "decay_epochs": ["--decay", "step"],
     "decay": [],
     "own_weight": ["--sync", "dasgd"],
+    "processes": ["--sync", "passm"],
+    "switches": ["--sync", "passm_plus"],
     "epochs": ["--warmup-epochs", "1", "--cooldown-epochs", "1"],
 }
 
@@ -168,6 +171,12 @@ def test_a_file_that_is_missing_is_named(refused, tmp_path):
         ("--sync none --wire float32", "--wire has no effect with --sync none"),
         ("--sync allreduce_gradients --period 4", "--period has no effect with --sync allreduce"),
         ("--sync eamsgd --nesterov", "--nesterov has no effect with --sync eamsgd"),
+        ("--sync passm --nesterov", "--nesterov has no effect with --sync passm"),
+        ("--processes 4", "--processes has no effect with --sync daso"),
+        ("--sync passm --switches 3", "--switches has no effect with --sync passm"),
+        ("--sync passm_plus --switches 9 4", "--switches must rise within [1, 24), got [9, 4]"),
+        ("--sync passm_plus --switches 24", "--switches must rise within [1, 24), got [24]"),
+        ("--sync passm --period 4", "--period has no effect with --sync passm"),
         ("--momentum 0 --nesterov", "--nesterov needs a --momentum above 0"),
     ],
 )
@@ -210,7 +219,8 @@ def test_what_is_saved_is_the_resolved_configuration_in_its_order(tmp_path):
     assert list(json.loads(text)) == [field.name for field in dataclasses.fields(Config)]
     assert '\n  "decay_factor": 0.1,\n' in text
     values = json.loads(text)
-    values["decay_epochs"] = tuple(values["decay_epochs"])
+    for name in ("decay_epochs", "switches"):
+        values[name] = tuple(values[name])
     assert Config(**values) == parsed
 
 
@@ -236,7 +246,7 @@ def test_keys_of_another_version_are_differences(tmp_path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_published_experiment_is_read(path):
-    model, sync = path.stem.split("_")[1:]
+    model, sync = path.stem.split("_", maxsplit=2)[1:]
     program = Segmentation() if path.stem.startswith("cityscapes") else Config()
     parsed = parse(["--config", str(path)], defaults=program)
     assert parsed.model == model

@@ -1,13 +1,12 @@
 """A training that was killed or stopped, and resumed, ends as one that was not: bit for bit."""
 
-import json
 import re
 import shutil
 
 import numpy as np
-import orbax.checkpoint
 import pytest
 from launch import mpiexec
+from saved import assert_same_run, saved
 
 import jdaso
 
@@ -28,27 +27,6 @@ def train(out, *options, nodes=2, **env):
         timeout=300,
         **env,
     )
-
-
-def saved(out, step, nodes=2):
-    """What the nodes have saved at a step: arrays by name."""
-    (folder,) = (out / "checkpoints").glob(f"*_step_{step}")
-    with orbax.checkpoint.StandardCheckpointer() as reader:
-        parts = [reader.restore(folder / f"node_{n}_of_{nodes}") for n in range(nodes)]
-    arrays = [part["state"] | part.get("in_flight", {}) for part in parts]
-    return [{name: x for name, x in one.items() if name != "totals"} for one in arrays]
-
-
-def assert_equal(found, expected):
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine.keys() == theirs.keys()
-        for name, array in mine.items():
-            np.testing.assert_array_equal(array, theirs[name], err_msg=name)
-
-
-def losses(out):
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["loss"], line["test_accuracy"]) for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +53,7 @@ def check_resumed(out, at, straight):
     ended = train(out, "--resume")
     assert ended.returncode == 0, ended.output
     assert re.search(rf"resumed at step {at} of {TOTAL}, bit for bit", ended.output), ended.output
-    assert_equal(saved(out, TOTAL), saved(straight, TOTAL))
-    assert losses(out) == losses(straight)
+    assert_same_run(out, straight, TOTAL)
 
 
 def test_killed_while_saving(killed, straight, tmp_path):

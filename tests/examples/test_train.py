@@ -13,13 +13,15 @@ from launch import BESIDE_PYTHON, run
 ROOT = Path(__file__).parents[2]
 
 
-def train(out, *options, timeout):
+def train(out, *options, timeout, launched=True):
     path = os.pathsep.join([BESIDE_PYTHON, os.environ.get("PATH", "")])
     launcher = shutil.which("mpiexec", path=path)
     if launcher is None:
         pytest.skip("no mpiexec on PATH: pip install mpich")
-    script = [sys.executable, str(ROOT / "examples" / "train.py"), "--devices", "2"]
-    command = [launcher, "-n", "2", *script, "--out", str(out), *options]
+    command = [sys.executable, str(ROOT / "examples" / "train.py")]
+    if launched:
+        command = [launcher, "-n", "2", *command, "--devices", "2"]
+    command += ["--out", str(out), *options]
     ended = run(command, {**os.environ, "PATH": path}, timeout)
     assert ended.returncode == 0, ended.output
     accuracy = float(re.search(r"test accuracy ([\d.]+)", ended.output).group(1))
@@ -48,3 +50,13 @@ def test_other_algorithms_run(tmp_path, sync, exchanges):
     _, lines = train(tmp_path, "--sync", *sync.split(), *SHORT, timeout=300)
     assert lines[-1]["exchanges"] == exchanges
     assert lines[-1]["loss"] < 2.3  # below that of guessing, ln 10
+
+
+def test_the_script_starts_processes_that_share_one_model(tmp_path):
+    """Two of them, with two epochs of 44 steps each; the second begins with PASSM."""
+    options = ("--sync", "passm_plus", "--processes", "2", "--switches", "1", *SHORT)
+    _, lines = train(tmp_path, *options, timeout=300, launched=False)
+    assert [line["step"] for line in lines] == [44, 88]
+    assert [line["nodes"] for line in lines] == [2, 2]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert lines[-1]["drift"] == 0

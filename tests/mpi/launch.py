@@ -23,21 +23,45 @@ class Ended(NamedTuple):
     output: str
 
 
-def mpiexec(processes: int, child: str, *arguments: object, timeout: float = 180, **env: str):
+# mpiexec ends all processes at once when one is killed, before they can say a word; srun without
+# -K does not. Here a shell stands between: it stops when its process was killed,
+# and is killed itself when the others end, which mpiexec may take for the status of the job.
+WHEN_IT_ENDS = "status=$?; echo exit status $status; [ $status = 137 ] && kill -STOP $$"
+UNNOTICED = ["sh", "-c", f'"$@"; {WHEN_IT_ENDS}; exit $status', "-"]
+# As README says: mpiexec lets the others live, but ends them when one prints after a death by a
+# signal. A shell makes a status of that; mpiexec tells the others by SIGUSR1, which would end it.
+OUTLIVED = ["sh", "-c", 'trap "" USR1; "$@"; exit $?', "-"]
+
+
+def mpiexec(
+    processes: int,
+    child: str,
+    *arguments: object,
+    timeout: float = 180,
+    deaths_are_noticed: bool = True,
+    survive: bool = False,
+    **env: str,
+):
     """Runs tests/mpi/children/<child> and returns how it ended.
 
     The job gets a process group of its own, which is killed when the time is over; the test then
-    fails and shows what the job has printed until then.
+    fails and shows what the job has printed until then. With ``survive`` a process that dies does
+    not end the others.
     """
     path = os.pathsep.join([BESIDE_PYTHON, os.environ.get("PATH", "")])
     launcher = shutil.which("mpiexec", path=path)
     if launcher is None:
         pytest.skip("no mpiexec on PATH: pip install mpich")
     environment = {**os.environ, "PATH": path, "JAX_PLATFORMS": "cpu", **env}
+    options = ["-disable-auto-cleanup"] if survive else []
+    between = OUTLIVED if survive else [] if deaths_are_noticed else UNNOTICED
     if "Open MPI" in subprocess.run([launcher, "--version"], capture_output=True, text=True).stdout:
+        if survive:
+            pytest.skip("needs MPICH's launcher, which can let the others live")
         environment["OMPI_ALLOW_RUN_AS_ROOT"] = environment["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
         environment["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
-    command = [launcher, "-n", str(processes), sys.executable, str(CHILDREN / child)]
+    program = [*between, sys.executable, str(CHILDREN / child)]
+    command = [launcher, *options, "-n", str(processes), *program]
     return run([*command, *map(str, arguments)], environment, timeout)
 
 

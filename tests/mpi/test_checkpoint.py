@@ -30,6 +30,23 @@ def test_other_number_of_nodes_goes_on_from_the_mean(tmp_path, nodes, wire):
     passes(mpiexec(nodes, "other_nodes.py", "restore", tmp_path, 2, wire))
 
 
+def test_training_goes_on_with_fewer_nodes_and_then_with_more(tmp_path):
+    jobs = [3, 2, 3]
+    for end in range(1, len(jobs) + 1):
+        passes(mpiexec(jobs[end - 1], "going_on.py", tmp_path, *jobs[:end]))
+
+
+def test_a_part_that_one_node_cannot_read_is_named_by_all(tmp_path):
+    passes(mpiexec(2, "other_nodes.py", "save", tmp_path, 2, "float32"))
+    (manifest,) = tmp_path.glob("*/node_1_of_2/manifest.ocdbt")
+    manifest.write_bytes(b"nothing")
+    for nodes in (2, 1):  # each its own; the first reads all
+        ended = mpiexec(nodes, "other_nodes.py", "restore", tmp_path, 2, "float32")
+        assert ended.returncode != 0
+        assert f"{manifest.parent} cannot be read; it is damaged" in ended.output
+        assert f"JdasoError: rank {nodes - 1} (" in ended.output
+
+
 def test_signal_that_one_node_hears_stops_all_at_the_same_step():
     ended = mpiexec(3, "interrupted.py")
     assert ended.returncode == jdaso.EXIT_TRY_AGAIN, ended.output

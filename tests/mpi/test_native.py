@@ -44,3 +44,8 @@ def test_compiled_code_is_not_for_other_devices_than_cpu():
     assert not _native.chosen(None, "gpu")
     with pytest.raises(ValueError, match="it serves CPU devices, not gpu"):
         _native.chosen(True, "gpu")
+
+
+def test_compiled_code_of_another_version_is_refused(monkeypatch):
+    monkeypatch.setattr(_native, "HEADER_SIZE", _native.HEADER_SIZE + 1)
+    assert "belongs to another version of jdaso" in _native._load.__wrapped__()

@@ -28,6 +28,13 @@ def test_every_algorithm_over_mpi_equals_virtual_cluster():
     passes(mpiexec(2, "parity.py", "--algorithms", "all", **QUICK))
 
 
+def test_a_node_that_is_not_finite_is_left_out_over_mpi_as_on_a_virtual_cluster():
+    names = ["dasgd int8", "easgd", "diloco", "allreduce_gradients"]
+    ended = mpiexec(3, "parity.py", "--bad", "--algorithms", *names, **QUICK)
+    passes(ended)
+    assert ") is left out of exchange" in ended.output
+
+
 def test_many_fragments_in_flight_at_once_do_not_meet():
     """Of two devices per node, so that they take turns on two communicators, in small chunks."""
     options = ("--devices", 2, "--chunk-bytes", 16, "--dtypes", "float32", "float64")

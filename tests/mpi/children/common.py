@@ -20,10 +20,14 @@ def first_params(dtypes=("float32",)):
     }
 
 
+BAD = None  # node and step at which gradients are not finite; momentum then stays so
+
+
 def gradients(params, node, step):
     """Random gradients, a function of node and step."""
     rng = np.random.default_rng((node, step))
-    return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params)
+    scale = np.nan if (node, step) == BAD else 1.0
+    return jax.tree.map(lambda p: jnp.asarray(scale * rng.normal(size=p.shape), p.dtype), params)
 
 
 def loss(node, step):

@@ -55,6 +55,26 @@ elif case == "other dtype":
     train(1, jdaso.constant(1), {"kernel": jnp.ones(3, jnp.bfloat16 if rank else jnp.float32)})
 elif case == "other schedule":
     train(8, jdaso.constant(2 + 2 * rank))
+elif case == "other delay":
+    train(8, jdaso.constant(2, 1 + rank))
+elif case in ("other centre", "other anchor", "other parameters"):
+    averaging = {
+        "other centre": lambda: jdaso.easgd(exchange, 2),
+        "other anchor": lambda: jdaso.diloco(exchange, 2),
+        "other parameters": lambda: jdaso.allreduce_gradients(exchange),
+    }[case]()
+    params = jnp.full(3, 1.0 + rank)  # not broadcast
+    state, update = averaging.init(params), jax.jit(averaging.update)
+    for _ in range(6):
+        _, state = jax.block_until_ready(update(jnp.ones(3), state, params))
+elif case == "other plateau":
+    schedule = jdaso.cycling(period=2, warmup=0, cooldown=0, total=100, epoch=10)
+    averaging = jdaso.daso(exchange, schedule)
+    state = averaging.init(jnp.ones(3))
+    seen = state.schedule._replace(best=jnp.float32(1 + rank))
+    state, update = state._replace(schedule=seen), jax.jit(averaging.update)
+    for _ in range(4):
+        _, state = jax.block_until_ready(update(jnp.ones(3), state, jnp.ones(3)))
 elif case == "broadcast of other trees":
     jdaso.broadcast(exchange, {"kernel": jnp.ones(3)} | ({"bias": jnp.ones(3)} if rank else {}))
 elif case == "other number, two devices":

@@ -3,6 +3,7 @@
 import argparse
 import functools
 
+import common
 import jax
 import numpy as np
 import optax
@@ -33,7 +34,10 @@ parser.add_argument("--senders", default="one")
 parser.add_argument("--dtypes", nargs="+", default=["float32"])
 parser.add_argument("--wires", nargs=2, default=["float32", "bfloat16"])
 parser.add_argument("--delay", type=int, default=2)
+parser.add_argument("--bad", action="store_true", help="a gradient of node 1 is not finite")
 arguments = parser.parse_args()
+if arguments.bad:
+    common.BAD = (1, 9)
 
 if "float64" in arguments.dtypes:
     jax.config.update("jax_enable_x64", True)
@@ -99,9 +103,10 @@ def check(build, steps):
             np.testing.assert_array_equal(np.asarray(shard.data), np.asarray(leaf))
     assert len(traces) == 1, f"traced {len(traces)} times"
     mine, theirs = jdaso.averaging_state(state), jdaso.averaging_state(expected_state)
-    for name in ("step", "exchanges", "left_out"):
+    for name in ("step", "exchanges", "skipped", "left_out"):
         assert int(getattr(mine, name)) == int(getattr(theirs, name)[topology.node]), name
     assert int(mine.exchanges) > 0
+    assert (int(mine.skipped) > 0) == (arguments.bad and topology.node == 1)
     for flight, on_axis in zip(mine.flights, theirs.flights, strict=True):  # centres and anchors
         own = jax.tree.map(lambda x: x[topology.node], on_axis.merge)
         assert_close(flight.merge, own)

@@ -1,7 +1,8 @@
 """The loop of the examples on digits with a network that compiles at once; takes its options.
 
 With SIGNAL=NAME:PATTERN:SECONDS in the environment the process of rank 1 sends itself a signal, so
-many seconds after a file that fits the pattern is in the folder of checkpoints.
+many seconds after a file that fits the pattern is in the folder of checkpoints. PAUSE is the time
+that a step takes longer, in seconds. Neither matters in a job that Slurm has started again.
 """
 
 import os
@@ -57,11 +58,21 @@ def send(name, folder, pattern, seconds):
     os.kill(os.getpid(), signal.Signals[name])
 
 
+def with_pauses(batches, seconds):
+    for batch in batches:
+        time.sleep(seconds)
+        yield batch
+
+
 if __name__ == "__main__":
+    first = "SLURM_RESTART_COUNT" not in os.environ
     keys = config.parse(defaults=Classification())
     rank = os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK")
-    if "SIGNAL" in os.environ and rank == "1":
+    if "SIGNAL" in os.environ and rank == "1" and first:
         name, pattern, seconds = os.environ["SIGNAL"].split(":")
         arguments = (name, Path(keys.out) / "checkpoints", pattern, float(seconds))
         threading.Thread(target=send, args=arguments, daemon=True).start()
+    if "PAUSE" in os.environ and first:
+        pause, batches = float(os.environ["PAUSE"]), loop.training_batches
+        loop.training_batches = lambda *start: with_pauses(batches(*start), pause)
     sys.exit(loop.run(keys, task))

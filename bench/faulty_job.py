@@ -1,0 +1,138 @@
+"""Jobs of faulty_training.py: started, listened to, and looked at for what they leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+TRAINING = [sys.executable, str(HERE / "faulty_training.py")]
+AROUND_CENTER = [sys.executable, str(HERE / "faulty_center.py")]
+ORPHAN_SECONDS, CLEARING_SECONDS = 5.0, 10.0
+MARK = "JDASO_FAULTS"
+WHEN_IT_ENDS = "status=$?; echo exit status $status; [ $status = 137 ] && kill -STOP $$"
+UNNOTICED = ["sh", "-c", f'"$@"; {WHEN_IT_ENDS}; exit $status', "-"]
+# As README says: so mpiexec lets the others live.
+OUTLIVED = ["sh", "-c", 'trap "" USR1; "$@"; exit $?', "-"]
+
+
+class Ended(NamedTuple):
+    """A job: its status (None: killed here, after too long), and its lines and when they came."""
+
+    status: int | None
+    lines: list[tuple[float, str]]
+    orphans: int
+
+    def first(self, pattern: str) -> float | None:
+        """When a line came that has this pattern."""
+        return next((when for when, line in self.lines if re.search(pattern, line)), None)
+
+    def numbers(self, pattern: str) -> list[int]:
+        """What the pattern's group was in all lines."""
+        return [int(found[1]) for _, line in self.lines if (found := re.search(pattern, line))]
+
+
+def run(
+    arguments: list[str],
+    processes: int,
+    seconds: float,
+    unnoticed: bool = False,
+    in_lab: bool = False,
+    around_center: bool = False,
+) -> Ended:
+    """Runs the training as a job, and looks what is left of it.
+
+    Args:
+        arguments: of ``faulty_training.py``, or of ``faulty_center.py``.
+        processes: how many.
+        seconds: for which it may run.
+        unnoticed: whether the launcher is kept from seeing that a process dies.
+        in_lab: whether every process is on a host of its own, with links between them.
+        around_center: whether they are workers around a centre, which outlive each other; one that
+            is stopped is continued when the first has come to its end.
+    """
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, MARK: mark, "JAX_PLATFORMS": "cpu"}
+    path = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
+    environment["PATH"] = path
+    if in_lab:
+        command = [sys.executable, __file__, str(processes), str(seconds), *arguments]
+    else:
+        mpiexec = shutil.which("mpiexec", path=path) or sys.exit("no mpiexec on PATH")
+        command = [mpiexec, "-n", str(processes), *(UNNOTICED if unnoticed else []), *TRAINING]
+        if around_center:
+            options = ["-disable-auto-cleanup", "-n", str(processes)]
+            command = [mpiexec, *options, *OUTLIVED, *AROUND_CENTER]
+        command += arguments
+    lines: list[tuple[float, str]] = []
+    job = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+    def listen() -> None:
+        assert job.stdout is not None
+        for line in job.stdout:
+            lines.append((time.monotonic(), line.rstrip()))
+            if around_center and line.startswith("rank 0 ended"):
+                for pid in marked(mark):
+                    os.kill(pid, signal.SIGCONT)
+
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    status = None
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = job.wait(seconds)
+            until = time.monotonic() + ORPHAN_SECONDS
+            while marked(mark) and time.monotonic() < until:
+                time.sleep(0.05)
+    finally:
+        left = marked(mark)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        job.wait()
+    listener.join(ORPHAN_SECONDS)
+    ended = Ended(status, lines, len(left))
+    if unnoticed and status is not None:
+        # mpiexec may take the status of the shell whose process was killed for that of the job.
+        others = [own for own in ended.numbers(r"^exit status (\d+)") if own != 137]
+        return ended._replace(status=next(iter(others), status))
+    return ended
+
+
+def marked(mark: str) -> list[int]:
+    """The processes of a job, wherever they have gone."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and f"{MARK}={mark}".encode() in (
+                (entry / "environ").read_bytes().split(b"\0")
+            ):
+                found.append(int(entry.name))
+    return found
+
+
+def main(processes: int, seconds: float, arguments: list[str]) -> int:
+    """The same job on nodes that have a network between them."""
+    sys.path.insert(0, str(HERE / "lab"))
+    import lab
+
+    with lab.up(nodes=processes) as cluster:
+        job = [*TRAINING, *arguments]
+        # What ends the job from here leaves no time to take the network down.
+        return cluster.run(job, timeout=seconds - CLEARING_SECONDS, capture=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]))

@@ -1,0 +1,161 @@
+"""A training that saves itself and can be resumed, and to which faults may happen.
+
+    mpiexec -n 2 python bench/faulty_training.py --folder FOLDER [--fault STUCK:1:17]
+
+``bench/faults.py`` and ``bench/soak.py`` start it, and judge what becomes of it by what it prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import optax
+from sklearn.datasets import load_digits
+
+import jdaso
+from jdaso import testing
+
+STEPS, SAVE_EVERY, BATCH, HIDDEN = 30, 5, 16, 64
+STEP_SECONDS = 0.1  # at least, as if there were more to compute
+TEST_IMAGES = 360
+TIMEOUT = 12.0  # of exchanges: warnings come after half of it
+LAB = "10.77.0."
+SLOW = "tbf rate 64kbit burst 3000 limit 1000000"
+
+ALGORITHMS = {
+    "daso": lambda exchange, steps: jdaso.daso(
+        exchange,
+        jdaso.cycling(4, warmup=steps // 3, cooldown=steps // 3, total=steps, delay=2),
+    ),
+    "dasgd": lambda exchange, steps: jdaso.dasgd(exchange, period=3, delay=2),
+    "easgd": lambda exchange, steps: jdaso.easgd(exchange, period=3),
+}
+
+
+def link(fault: testing.Fault) -> None:
+    """Cuts or slows eth0 of a node of bench/lab, and of nothing else."""
+    own = subprocess.run(["ip", "addr", "show", "eth0"], capture_output=True, text=True).stdout
+    if f"inet {LAB}" not in own:
+        raise RuntimeError("faults of a link need the network lab: start with bench/faults.py")
+    if fault.kind is testing.Kind.LINK_DOWN:
+        time.sleep(0.2)  # what was said of it has to leave before
+        do, undo = "ip link set eth0 down", "ip link set eth0 up"
+    else:
+        do, undo = f"tc qdisc add dev eth0 root {SLOW}", "tc qdisc del dev eth0 root"
+    subprocess.run(do.split(), check=True)
+    again = threading.Timer(fault.seconds, subprocess.run, [undo.split()])
+    again.daemon = True
+    again.start()
+
+
+def fault(text: str) -> testing.Fault:
+    """KIND:RANK:STEP or KIND:RANK:STEP:SECONDS."""
+    kind, rank, step, *seconds = text.split(":")
+    return testing.Fault(testing.Kind[kind], int(rank), int(step), *map(float, seconds))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", required=True)
+    parser.add_argument("--algorithm", choices=ALGORITHMS, default="daso")
+    parser.add_argument("--fault", type=fault, action="append", default=[], help=fault.__doc__)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--save-every", type=int, default=SAVE_EVERY)
+    parser.add_argument("--step-seconds", type=float, default=STEP_SECONDS)
+    return parser.parse_args()
+
+
+def digits() -> tuple[jax.Array, jax.Array]:
+    """Images, flat, and labels, in an order that is the same everywhere."""
+    images, labels = load_digits(return_X_y=True)
+    order = jax.random.permutation(jax.random.key(2), len(labels))
+    return jnp.asarray(images / 16.0, jnp.float32)[order], jnp.asarray(labels)[order]
+
+
+def classifier() -> dict[str, jax.Array]:
+    """First parameters, the same everywhere."""
+    keys = jax.random.split(jax.random.key(0))
+    initial = jax.nn.initializers.he_normal()
+    return {"in": initial(keys[0], (64, HIDDEN)), "out": initial(keys[1], (HIDDEN, 10))}
+
+
+def scores(params, images: jax.Array) -> jax.Array:
+    return jax.nn.relu(images @ params["in"]) @ params["out"]
+
+
+def loss(params, key: jax.Array, images: jax.Array, labels: jax.Array) -> jax.Array:
+    """Of a random batch of the images that are for training."""
+    batch = jax.random.randint(key, (BATCH,), TEST_IMAGES, len(labels))
+    cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+    return jnp.mean(cross_entropy(scores(params, images[batch]), labels[batch]))
+
+
+def resident_megabytes() -> float:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def main() -> int:
+    options = parse()
+    topology = jdaso.discover_topology()
+    rank = topology.rank
+    exchange = jdaso.mpi_exchange(topology, timeout=TIMEOUT)
+    averaging = ALGORITHMS[options.algorithm](
+        testing.faulty(exchange, options.fault, rank, link), options.steps
+    )
+    rate = optax.cosine_decay_schedule(0.1, options.steps)
+    gradients = testing.faulty_gradients(options.fault, rank)
+    tx = optax.chain(gradients, jdaso.chain(optax.sgd(rate, momentum=0.9), averaging))
+
+    images, labels = digits()
+    params = classifier()
+    state = (params, tx.init(params))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def train_step(state, step):
+        params, opt_state = state
+        key = jax.random.fold_in(jax.random.key(1 + topology.node), step)
+        value, grads = jax.value_and_grad(loss)(params, key, images, labels)
+        updates, opt_state = tx.update(grads, opt_state, params, value=value)
+        return optax.apply_updates(params, updates), opt_state
+
+    checkpoints = testing.FaultyCheckpoints(
+        jdaso.checkpoint.Checkpoints(options.folder, topology, exchange), options.fault, rank
+    )
+    restored = checkpoints.restore(state)
+    first = 0
+    if restored:
+        first, state = restored.step, restored.state
+        print(f"rank {rank} resumed from step {first}", flush=True)
+    stop = False
+    with jdaso.Interruption() as interruption:
+        for step in range(first, options.steps):
+            begin = time.monotonic()
+            state = jax.block_until_ready(train_step(state, step))
+            time.sleep(max(0.0, begin + options.step_seconds - time.monotonic()))
+            print(f"rank {rank} has done {step + 1} steps", flush=True)
+            if stop := interruption.wanted(exchange):
+                checkpoints.save(step + 1, state)
+                break
+            if (step + 1) % options.save_every == 0:
+                checkpoints.save(step + 1, state)
+                print(f"rank {rank} holds {resident_megabytes():.1f} MB", flush=True)
+    checkpoints.close()
+    left_out = jdaso.averaging_state(state[1]).left_out
+    finite = all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(state[0]))
+    print(f"rank {rank} ended, finite: {finite}, left out: {left_out}", flush=True)
+    right = scores(state[0], images[:TEST_IMAGES]).argmax(-1) == labels[:TEST_IMAGES]
+    print(f"rank {rank} has {100 * float(right.mean()):.2f} % right", flush=True)
+    return jdaso.EXIT_TRY_AGAIN if stop else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

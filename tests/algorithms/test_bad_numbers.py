@@ -1,0 +1,283 @@
+"""Numbers that are not finite: on one node, on all, in sums; whatever the algorithm.
+
+A new algorithm is one line of ALGORITHMS.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdaso
+
+NODES, STEPS, RATE, BAD = 3, 16, 0.1, 1
+OTHERS = np.arange(NODES) != BAD
+LARGE = 2e38  # finite, but the sum of two of them is not
+PHASES = {"period": 2, "warmup": 3, "cooldown": 3, "total": STEPS, "epoch": 5, "patience": 0}
+
+
+def sgd():
+    """Without a memory: what it was given once is forgotten."""
+    return optax.sgd(RATE)
+
+
+# name -> exchange -> a whole optimizer, none of whose numbers depends on how many nodes there are.
+ALGORITHMS = {
+    "daso": lambda x: optax.chain(sgd(), jdaso.daso(x, jdaso.constant(4, 2))),
+    "dasgd": lambda x: optax.chain(sgd(), jdaso.dasgd(x, 4, 2)),
+    "dasgd fragments": lambda x: optax.chain(sgd(), jdaso.dasgd(x, 4, 3, fragments=2)),
+    "local_sgd": lambda x: optax.chain(sgd(), jdaso.local_sgd(x, 4)),
+    "easgd": lambda x: optax.chain(sgd(), jdaso.easgd(x, alpha=0.2, schedule=jdaso.constant(4, 2))),
+    "easgd blocking": lambda x: optax.chain(
+        sgd(), jdaso.easgd(x, alpha=0.2, schedule=jdaso.constant(4))
+    ),
+    "eamsgd": lambda x: jdaso.eamsgd(x, None, RATE, 0.9, alpha=0.2, schedule=jdaso.constant(4, 3)),
+    "diloco": lambda x: optax.chain(sgd(), jdaso.diloco(x, 4)),
+    "streaming diloco": lambda x: optax.chain(
+        sgd(), jdaso.diloco(x, 4, delay=3, mix=0.5, fragments=2)
+    ),
+    "moments average": lambda x: jdaso.chain(
+        optax.sgd(RATE, momentum=0.9), jdaso.dasgd(x, 4, 2), moments="average"
+    ),
+    "allreduce_gradients": lambda x: optax.chain(jdaso.allreduce_gradients(x, "float32"), sgd()),
+}
+# Here a node takes a mean and posts it in the same step: then it is sound again, and contributes.
+AT_ONCE = {
+    "daso cycling": lambda x: optax.chain(
+        sgd(), jdaso.daso(x, jdaso.cycling(**PHASES), blocking_wire="float32")
+    ),
+    "easgd whole period": lambda x: optax.chain(sgd(), jdaso.easgd(x, 4, alpha=0.2)),
+    "eamsgd whole period": lambda x: jdaso.eamsgd(x, 4, RATE, 0.9, alpha=0.2),
+}
+# Here nodes owe what they have rounded off in the sums, and who adds up depends on how many.
+COARSE = {
+    "dasgd int8": lambda x: optax.chain(sgd(), jdaso.dasgd(x, 4, 2, wire="int8")),
+    "allreduce_gradients int8": lambda x: optax.chain(jdaso.allreduce_gradients(x, "int8"), sgd()),
+}
+ALL = ALGORITHMS | AT_ONCE | COARSE
+PARAMS = {"bias": jnp.linspace(-1, 1, 7), "kernel": jnp.linspace(-2, 3, 15).reshape(3, 5)}
+
+
+def gradients(nodes=NODES):
+    """Of every step and node, (steps, nodes, ...)."""
+    rng = np.random.default_rng(0)
+    return {
+        name: jnp.asarray(rng.normal(size=(STEPS, nodes, *x.shape)), jnp.float32)
+        for name, x in PARAMS.items()
+    }
+
+
+def at(step, grads):
+    return jax.tree.map(lambda g: g[step], grads)
+
+
+def run(build, grads, params=PARAMS, damage=None, apply=jdaso.apply_updates):
+    """Parameters of all nodes after every step, and their states after the last.
+
+    ``damage(step, params)`` is what happens to parameters before a step.
+    """
+    nodes = jax.tree.leaves(grads)[0].shape[1]
+    tx = build(jdaso.axis_exchange("node", nodes))
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    @functools.partial(jax.vmap, axis_name="node")
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params, value=1.0)
+        return apply(params, updates), state
+
+    params = jax.tree.map(lambda x: jnp.stack([x] * nodes), params)
+    state, history = jax.vmap(tx.init)(params), []
+    for t in range(STEPS):
+        if damage is not None:
+            params = damage(t, params)
+        params, state = step(params, state, at(t, grads))
+        history.append(params)
+    return jax.tree.map(lambda *x: np.stack(x), *history), state
+
+
+def shared(state):
+    """What merges keep, centres and anchors: the same on all nodes."""
+    return [flight.merge for flight in jdaso.averaging_state(state).flights]
+
+
+def assert_same(actual, expected, **tolerance):
+    """A few roundings apart at most: the same arithmetic, fused differently."""
+    tolerance = tolerance or {"rtol": 1e-5, "atol": 1e-6}
+    jax.tree.map(functools.partial(np.testing.assert_allclose, **tolerance), actual, expected)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_node_that_is_never_finite_is_to_the_others_as_if_it_were_not_there(name):
+    grads = gradients()
+    without = jax.tree.map(lambda g: g[:, OTHERS], grads)
+    bad = jax.tree.map(lambda g: g.at[:, BAD].set(jnp.nan), grads)
+    params, state = run(ALGORITHMS[name], bad)
+    expected, expected_state = run(ALGORITHMS[name], without)
+    assert_same(jax.tree.map(lambda x: x[:, OTHERS], params), expected)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
+    for mine, theirs in zip(shared(state), shared(expected_state), strict=True):
+        assert_same(mine, jax.tree.map(lambda x: np.stack([x[0]] * NODES), theirs))
+    seen = jdaso.metrics(state)
+    assert seen.step.tolist() == [STEPS] * NODES
+    np.testing.assert_array_equal(seen.skipped, np.where(OTHERS, 0, STEPS))
+    np.testing.assert_array_equal(seen.left_out, np.where(OTHERS, 0, seen.exchanges))
+    assert seen.exchanges.min() > 0
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_where_no_node_is_ever_finite_nothing_changes_but_counts(name):
+    bad = jax.tree.map(lambda g: jnp.full_like(g, jnp.inf), gradients())
+    params, state = run(ALL[name], bad)
+    # Who posts at once what it has kept is in a mean of equal numbers, which rounds.
+    near = {"rtol": 2.0**-20, "atol": 2.0**-24} if name in AT_ONCE else {"rtol": 0}
+    for x, start in zip(*map(jax.tree.leaves, (params, PARAMS)), strict=True):
+        np.testing.assert_allclose(x, np.broadcast_to(start, x.shape), **near)
+    first = ALL[name](jdaso.axis_exchange("node", NODES)).init(PARAMS)
+    for mine, start in zip(shared(state), shared(first), strict=True):
+        assert_same(mine, jax.tree.map(lambda x: np.stack([x] * NODES), start), **near)
+    seen = jdaso.metrics(state)
+    assert (seen.skipped == STEPS).all()
+    assert (seen.left_out > 0).all()
+    assert (seen.left_out == seen.exchanges).all() or name in AT_ONCE
+
+
+def with_one(number, tree=PARAMS, dtype=jnp.float32):
+    """The tree with a number in one place of each leaf, which is the largest by far."""
+    tree = jax.tree.map(lambda x: x.astype(dtype), tree)
+    return {
+        "bias": tree["bias"].at[..., 4].set(number),
+        "kernel": tree["kernel"].at[..., 1, 2].set(number),
+    }
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_sum_that_is_not_finite_changes_nothing(name):
+    """Each node's numbers are finite, what they add up to is not: all leave it out."""
+    grads, params = jax.tree.map(jnp.zeros_like, gradients()), with_one(LARGE)
+    if name.startswith("allreduce"):
+        grads, params = with_one(LARGE, grads), PARAMS
+    history, state = run(ALL[name], grads, params)
+    seen = jdaso.metrics(state)
+    assert (seen.skipped == 0).all()
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((history, shared(state))))
+    if name == "allreduce_gradients int8":
+        return  # such a sum is cut off at the largest number that there is
+    for x, start in zip(*map(jax.tree.leaves, (history, params)), strict=True):
+        np.testing.assert_array_equal(x, np.broadcast_to(start, x.shape))
+    assert (seen.left_out == seen.exchanges - seen.in_flight).all()
+    assert (seen.left_out > 0).all()
+
+
+PARAMETERS = [name for name in ALL if not name.startswith("allreduce")]
+
+
+def damaged(step, params):
+    """A fault of the hardware on one node."""
+    if step != 5:
+        return params
+    return params | {"kernel": params["kernel"].at[BAD, 1, 2].set(jnp.nan)}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_lost_parameters_come_back_with_the_next_mean_and_reach_no_other_node(name):
+    params, state = run(ALL[name], gradients(), damage=damaged)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, state)))
+    seen = jdaso.metrics(state)
+    np.testing.assert_array_equal(seen.skipped, ~OTHERS)
+    assert (seen.left_out[OTHERS] == 0).all()
+    if name == "local_sgd":
+        for x in jax.tree.leaves(params):  # but for the rounding of x + (mean - x)
+            same = np.broadcast_to(x[7, :1], x[7].shape)
+            np.testing.assert_allclose(x[7], same, rtol=2.0**-22)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_step_that_would_leave_the_range_of_numbers_is_skipped(name):
+    """60000 and a tenth of 65000 are numbers of float16, which ends at 65504; their sum is not."""
+    params = with_one(60000.0, dtype=jnp.float16)
+    grads = jax.tree.map(lambda g: jnp.zeros_like(g, jnp.float16), gradients())
+    grads["kernel"] = grads["kernel"].at[5, BAD, 1, 2].set(-65000.0)
+    history, state = run(ALL[name], grads, params, apply=optax.apply_updates)
+    for x, start in zip(*map(jax.tree.leaves, (history, params)), strict=True):
+        # All nodes have the same, but means of float16 round: to 1/2048 of a number.
+        np.testing.assert_allclose(x, np.broadcast_to(start, x.shape), rtol=2**-10, atol=2**-10)
+    np.testing.assert_array_equal(jdaso.metrics(state).skipped, ~OTHERS)
+
+
+@pytest.mark.parametrize("name", ["dasgd", "moments average", "allreduce_gradients"])
+def test_a_step_that_loss_scaling_skips_advances_the_schedule(name):
+    """Gradients in half precision of a scaled loss; where they overflow, the scale is halved."""
+    tx, grads = ALL[name](jdaso.axis_exchange("node", NODES)), gradients()
+
+    @jax.jit
+    @functools.partial(jax.vmap, axis_name="node")
+    def step(params, state, scale, grads):
+        half = jax.tree.map(lambda g: (g * scale).astype(jnp.float16), grads)
+        finite = jnp.stack([jnp.isfinite(g).all() for g in half.values()]).all()
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, half)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        return params, state, jnp.where(finite, 2 * scale, scale / 2), finite
+
+    params = jax.tree.map(lambda x: jnp.stack([x] * NODES), PARAMS)
+    state, scale, overflows = jax.vmap(tx.init)(params), 2.0 ** jnp.array([12, 14, 10]), 0
+    for t in range(STEPS):
+        params, state, scale, finite = step(params, state, scale, at(t, grads))
+        overflows = overflows + ~np.asarray(finite)
+    seen = jdaso.metrics(state)
+    np.testing.assert_array_equal(seen.skipped, overflows)
+    assert (overflows > 0).all()
+    assert seen.step.tolist() == [STEPS] * NODES
+    assert len(set(seen.exchanges.tolist())) == 1
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, state)))
+
+
+RAISING = {
+    "daso": lambda x: jdaso.daso(x, jdaso.constant(2, 1), nonfinite="raise"),
+    "dasgd": lambda x: jdaso.dasgd(x, 2, 1, nonfinite="raise"),
+    "local_sgd": lambda x: jdaso.local_sgd(x, 2, nonfinite="raise"),
+    "easgd": lambda x: jdaso.easgd(x, 2, alpha=0.2, nonfinite="raise"),
+    "eamsgd": lambda x: jdaso.eamsgd(x, 2, RATE, 0.9, alpha=0.2, nonfinite="raise"),
+    "diloco": lambda x: jdaso.diloco(x, 2, nonfinite="raise"),
+    "allreduce_gradients": lambda x: jdaso.allreduce_gradients(x, nonfinite="raise"),
+}
+
+
+@pytest.mark.parametrize("name", RAISING)
+def test_raise_stops_and_names_algorithm_and_step(name):
+    tx = RAISING[name](jdaso.single_exchange())
+    params, update = jnp.ones(3), jax.jit(tx.update)
+    _, state = jax.block_until_ready(update(jnp.zeros(3), tx.init(params), params))
+    with pytest.raises(Exception, match=rf"{name}: .*not finite at step 1"):
+        jax.block_until_ready(update(jnp.array([0.0, jnp.inf, 0.0]), state, params))
+
+
+def test_raise_stops_at_a_sum_that_is_not_finite():
+    tx = RAISING["local_sgd"](jdaso.axis_exchange("node", 2))
+    params = jnp.full((2, 1), LARGE)
+    step = jax.jit(jax.vmap(lambda s, x: tx.update(jnp.zeros(1), s, x)[1], axis_name="node"))
+    state = step(jax.vmap(tx.init)(params), params)
+    with pytest.raises(Exception, match=r"local_sgd: .*at step 1, or a sum of them is not"):
+        jax.block_until_ready(step(state, params))
+
+
+def test_consensus_leaves_out_who_is_not_finite():
+    exchange = jdaso.axis_exchange("node", NODES)
+    mean = jax.vmap(lambda x: jdaso.consensus(exchange, x), axis_name="node")
+    x = jnp.array([[1.0, 2.0], [jnp.nan, 6.0], [3.0, 4.0]])
+    np.testing.assert_array_equal(mean(x), [[2.0, 3.0]] * NODES)
+    assert jnp.isnan(mean(x * jnp.inf)).all()
+
+
+def test_apply_updates_are_those_of_optax_where_numbers_are_finite():
+    params = {"w": jnp.arange(3, dtype=jnp.bfloat16), "n": jnp.arange(2), "none": None}
+    updates = {"w": jnp.full(3, 0.3), "n": jnp.ones(2, int), "none": None}
+    mine, theirs = (f(params, updates) for f in (jdaso.apply_updates, optax.apply_updates))
+    assert jax.tree.map(lambda x: x.dtype, mine) == jax.tree.map(lambda x: x.dtype, theirs)
+    jax.tree.map(np.testing.assert_array_equal, mine, theirs)
+    lost = {"w": jnp.array([jnp.nan, jnp.inf, 1.0])}
+    moved = jdaso.apply_updates(lost, {"w": jnp.ones(3)})
+    assert moved["w"].tolist() == [1.0, 1.0, 2.0]
