@@ -129,6 +129,8 @@ def measure(fault: str, phase: str) -> Row:
             resumed = min(again.numbers(r"resumed from step (\d+)"), default=0)
             done = max(job.numbers(r"has done (\d+) steps"), default=0)
             sound = again.status == 0 and not again.orphans
+            if not sound:
+                job.lines.extend([(0.0, f"and again, status {again.status}:"), *again.lines])
             outcome = f"ends, status {job.status}"
             outcome += f"; resumed from step {resumed}" if sound else "; NOT RESUMED"
             lost = str(done - resumed)
@@ -143,7 +145,7 @@ def measure(fault: str, phase: str) -> Row:
         if job.orphans:
             kept, outcome = False, f"{outcome}; {job.orphans} ORPHANS"
         if not kept:
-            print("\n".join(line for _, line in job.lines[-60:]), file=sys.stderr)
+            print("\n".join(line for _, line in job.lines[-120:]), file=sys.stderr)
         return Row(fault, phase, outcome, detected, lost, kept)
 
 

@@ -72,7 +72,7 @@ def read_part(reader: Any, path: Path) -> Part:
         text = f"{type(error).__name__}: {error}"[:_SHOWN]
         raise JdasoError(
             f"{path} cannot be read; it is damaged, or was not written by this version of jdaso. "
-            f"Move {path.parent.name} away, and the one before it is taken. ({text})"
+            f"({text})"
         ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdaso._base import HEADER_SIZE, Posted, PyTree
+from jdaso._base import AGREED, HEADER_SIZE, Posted, PyTree
 from jdaso._state import AveragingState, Flight
 
 
@@ -48,6 +49,22 @@ def joined(arrays: dict[str, np.ndarray]) -> dict[int, Posted]:
     if left:
         raise ValueError(f"{min(left)} belongs to no exchange")
     return posted
+
+
+def outlines(posted: dict[int, Posted]) -> dict[int, str]:
+    """What must be the same on all nodes of what is in flight.
+
+    >>> outlines({7: Posted(3, np.zeros(HEADER_SIZE, np.float32), [np.ones(2)])})
+    {7: 'step 3, [0, 0, 0, 0, 0], 1 leaf (20e9ac1a)'}
+    """
+    return {number: _outline(exchange) for number, exchange in posted.items()}
+
+
+def _outline(posted: Posted) -> str:
+    agreed = [int(x) for x in posted.header[-len(AGREED) :]]
+    shapes = "; ".join(f"{leaf.dtype.name}{leaf.shape}" for leaf in posted.leaves)
+    leaves = "1 leaf" if len(posted.leaves) == 1 else f"{len(posted.leaves)} leaves"
+    return f"step {posted.step}, {agreed}, {leaves} ({zlib.crc32(shapes.encode()):08x})"
 
 
 def without_exchanges(tree: PyTree) -> PyTree:

@@ -18,6 +18,7 @@ import numpy as np
 from jdaso._base import JdasoError
 from jdaso._checkpoint_folder import Found, found
 from jdaso._checkpoint_part import Part, is_finite, orbax, raw, read_part
+from jdaso._in_flight import outlines
 
 # Of an averaging's state, what each node has for itself.
 _OWN = re.compile(
@@ -36,14 +37,14 @@ class Summary(NamedTuple):
         row: its line of the table.
         shapes: shape and dtype of each array.
         shared: value, or digest, of each array that all nodes must have alike.
-        in_flight: the steps of what is in flight, by number.
+        in_flight: what is in flight, by number.
         defects: what is wrong with it by itself.
     """
 
     row: tuple[str, ...]
     shapes: dict[str, str]
     shared: dict[str, str]
-    in_flight: dict[int, int]
+    in_flight: dict[int, str]
     defects: list[str]
 
 
@@ -143,7 +144,7 @@ def _summary(node: int, part: Part) -> Summary:
         row=(*(cell or "-" for cell in row), "no" if lost else "yes"),
         shapes={name: f"{x.dtype.name}{x.shape}" for name, x in arrays.items()},
         shared=shared,
-        in_flight={number: posted.step for number, posted in part.in_flight.items()},
+        in_flight=outlines(part.in_flight),
         defects=defects,
     )
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from jdaso._checkpoint_part import Part, is_finite, orbax, read_part, to_write
 from jdaso._checks import check_whole
 from jdaso._host import named, put_back
 from jdaso._in_flight import at_step as at_step
-from jdaso._in_flight import grounded, of_exchanges, without_exchanges
+from jdaso._in_flight import grounded, of_exchanges, outlines, without_exchanges
 from jdaso.topology import Topology
 
 
@@ -81,13 +82,14 @@ class Checkpoints:
         self._exchange = exchange
         self._keep = keep
         self._next: int | None = None
+        self._unusable: set[int] = set()
         self._directory.mkdir(parents=True, exist_ok=True)
         check_shared(self._directory, topology)
         # A node that looked later could see what another one has begun to write.
         self._taken = self._told(bool(found(self._directory)))
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, oldest first."""
+        """Steps of the complete checkpoints, oldest first, without what restore has passed over."""
         return [checkpoint.step for checkpoint in self._complete()]
 
     def save(self, step: int, state: PyTree) -> None:
@@ -149,6 +151,10 @@ class Checkpoints:
         are those of the first, and what was in flight is dropped: the mean of the parameters is
         newer. (With EASGD and DiLoCo the centre, or anchor, misses this last move.)
 
+        One from which training cannot go on, because a part of it is damaged, or nodes that had
+        fallen out of step wrote it, is passed over with a line that says so: a job that starts
+        again by itself must not fail at the same place for ever.
+
         Args:
             like: a state of the same structure, shapes and dtypes, placed as the result shall be.
                 Its optimizer's state must be new, from ``init``.
@@ -158,28 +164,54 @@ class Checkpoints:
 
         Raises:
             ValueError: if the checkpoint's leaves are not those of ``like``.
-            JdasoError: on all nodes, if a part cannot be read, or is not what was saved.
+            JdasoError: on all nodes, if there are checkpoints, but none that can be gone on from.
         """
         self.wait()
         self._meet()
-        comm, there = self._topology.comm, self._told(found(self._directory))
-        newest = max((other for other in there if other.parts), default=None)
+        there = self._told(found(self._directory))
         # Numbers go on after what was not ended, so that no part of it can be taken for a new one.
         self._next = max((other.number for other in there), default=0)
-        if newest is None:
-            return None
-        parts, source = newest.parts, str(newest.path)
+        problems = []
+        for checkpoint in reversed([other for other in there if other.parts]):
+            try:
+                return self._restored(checkpoint, like)
+            except JdasoError as error:  # on all nodes
+                problems.append(str(error))
+                self._unusable.add(checkpoint.number)
+                if self._topology.rank == 0:
+                    text = f"jdaso: {checkpoint.path.name} is passed over: {error}"
+                    print(text, file=sys.stderr, flush=True)
+        if problems:
+            raise JdasoError("; ".join(problems))
+        return None
+
+    def _restored(self, checkpoint: Found, like: PyTree) -> Restored:
+        """A complete checkpoint; JdasoError on all nodes if it is not what they can go on from."""
+        comm, parts, source = self._topology.comm, checkpoint.parts, str(checkpoint.path)
         if len(parts) == self._topology.num_nodes:
             part = self._together(lambda: self._read(parts[self._topology.node]))
+            self._check_in_step(checkpoint, outlines(part.in_flight))
             state = put_back(part.state, like, source)
             self._exchange.post_again(part.in_flight)
-            return Restored(state, newest.step, len(parts))
+            return Restored(state, checkpoint.step, len(parts))
         mean = self._together(lambda: self._mean(parts) if self._topology.rank == 0 else {})
         if comm is not None:
             names = comm.bcast(list(mean))
             mean = {name: comm.bcast(mean.get(name)) for name in names}
         state = grounded(put_back(mean, without_exchanges(like), source), like)
-        return Restored(state, newest.step, len(parts))
+        return Restored(state, checkpoint.step, len(parts))
+
+    def _check_in_step(self, checkpoint: Found, own: dict[int, str]) -> None:
+        comm = self._topology.comm
+        all_of_them = [own] if comm is None else comm.allgather(own)
+        first = all_of_them[0]
+        for rank, other in enumerate(all_of_them):
+            if other != first:
+                who = self._topology.describe
+                raise JdasoError(
+                    f"{checkpoint.path} was saved when nodes were out of step: in flight are "
+                    f"{other} of {who(rank)} but {first} of {who(0)}."
+                )
 
     def _mean(self, parts: Sequence[Path]) -> dict[str, np.ndarray]:
         """The mean over the nodes that saved, two parts in memory at a time.
@@ -202,10 +234,7 @@ class Checkpoints:
                     total[name] = total.get(name, 0.0) + value.astype(np.float64)
             members += 1
         if not members:
-            raise JdasoError(
-                f"no node has saved finite numbers in {parts[0].parent}: move it away, to go on "
-                "from the checkpoint before."
-            )
+            raise JdasoError(f"no node has saved finite numbers in {parts[0].parent}.")
         return {
             k: (total[k] / members).astype(v.dtype) if k in total else v
             for k, v in first.items()
@@ -230,7 +259,11 @@ class Checkpoints:
         return value
 
     def _complete(self) -> list[Found]:
-        return [checkpoint for checkpoint in found(self._directory) if checkpoint.parts]
+        return [
+            checkpoint
+            for checkpoint in found(self._directory)
+            if checkpoint.parts and checkpoint.number not in self._unusable
+        ]
 
     def _told(self, value: Any) -> Any:
         """What the first process sees, on all of them."""

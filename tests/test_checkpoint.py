@@ -89,6 +89,28 @@ def test_half_written_ones_are_never_taken(tmp_path):
     assert (tmp_path / "notes").is_dir()
 
 
+def test_a_damaged_one_is_passed_over_for_the_one_before(tmp_path, capsys):
+    filled(tmp_path, 3, 4).close()
+    newest = tmp_path / "000002_step_4" / "node_0_of_1" / "manifest.ocdbt"
+    newest.write_bytes(b"nothing")
+    checkpoints = Checkpoints(tmp_path, TOPOLOGY, EXCHANGE, keep=2)
+    assert checkpoints.restore(state()).step == 3
+    assert "000002_step_4 is passed over: rank 0" in capsys.readouterr().err
+    assert checkpoints.steps() == [3]
+    for step in (5, 6):
+        checkpoints.save(step, state(step))
+    checkpoints.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["000003_step_5", "000004_step_6"]
+
+
+def test_none_to_go_on_from_is_an_error(tmp_path):
+    filled(tmp_path, 3, 4).close()
+    for manifest in tmp_path.glob("*/*/manifest.ocdbt"):
+        manifest.write_bytes(b"nothing")
+    with pytest.raises(JdasoError, match=r"000002_step_4.* cannot be read.*000001_step_3"):
+        Checkpoints(tmp_path, TOPOLOGY, EXCHANGE).restore(state())
+
+
 def test_what_is_saved_is_what_was_there_at_the_call(tmp_path):
     """The next step may be given the memory of this one while it is written."""
     checkpoints = Checkpoints(tmp_path, TOPOLOGY, EXCHANGE)

@@ -101,7 +101,11 @@ CHANGES = {
     ),
     "other flight": (
         lambda _, posted: posted.update({2: posted[1]}),
-        "node 1 differs from node 0: in flight is {1: 8, 2: 8}, not {1: 8}",
+        "node 1 differs from node 0: in flight is {1: 'step 8, ",
+    ),
+    "flight of another shape": (
+        lambda _, posted: posted.update({1: posted[1]._replace(leaves=posted[1].leaves * 2)}),
+        "node 1 differs from node 0: in flight is {1: 'step 8, ",
     ),
 }
 

@@ -1,5 +1,6 @@
 """Jobs of a real Slurm: told of its limits, killed, started again, ended as if nothing had been."""
 
+import itertools
 import re
 import shlex
 import shutil
@@ -245,6 +246,8 @@ def test_training_that_comes_to_its_time_limit(cluster, straight, limited):
     restarts, log = finish(cluster, number, folder)
     stopped = re.findall(rf"stopped by a signal and saved at step (\d+) of {TOTAL}", log)
     assert stopped
-    assert restarts == len(stopped)  # more than 1 where the machine is slow
-    assert re.findall(rf"resumed at step (\d+) of {TOTAL}, bit for bit", log) == stopped
+    # Where the machine is slow, they are more than 1, and a limit may come while a job starts.
+    assert restarts >= len(stopped)
+    resumed = re.findall(rf"resumed at step (\d+) of {TOTAL}, bit for bit", log)
+    assert [step for step, _ in itertools.groupby(resumed)] == stopped
     assert_same_run(folder / "run", undisturbed, TOTAL)
