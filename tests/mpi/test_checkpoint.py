@@ -43,8 +43,9 @@ def test_a_part_that_one_node_cannot_read_is_named_by_all(tmp_path):
     for nodes in (2, 1):  # each its own; the first reads all
         ended = mpiexec(nodes, "other_nodes.py", "restore", tmp_path, 2, "float32")
         assert ended.returncode != 0
-        assert f"{manifest.parent} cannot be read; it is damaged" in ended.output
-        assert f"JdasoError: rank {nodes - 1} (" in ended.output
+        message = rf"rank {nodes - 1} \(.*\): {manifest.parent} cannot be read; it is damaged"
+        # Of the line that is printed at once: orbax's threads print between those of a traceback.
+        assert re.search(f"is passed over: {message}", ended.output), ended.output
 
 
 def test_signal_that_one_node_hears_stops_all_at_the_same_step():
