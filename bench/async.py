@@ -31,7 +31,11 @@ from jdaso import study
 WORKERS, BATCH_SIZE = 4, 32
 PERIODS = (1, 4, 16, 64)
 MOMENTUM = 0.9
-RATES = {"easgd": (0.1, 0.3), "eamsgd": (0.03, 0.1), "downpour": (0.03, 0.1)}
+RATES = {
+    "easgd": (0.03, 0.1, 0.3),
+    "eamsgd": (0.003, 0.01, 0.03, 0.1),
+    "downpour": (0.001, 0.003, 0.01, 0.03, 0.1),
+}
 OPTIMIZERS = {
     "easgd": lambda center, period, rate: optax.chain(
         optax.sgd(rate), jdaso.async_easgd(center, period)
@@ -77,7 +81,12 @@ def work(method: str, period: int, rate: float, seconds: float) -> None:
     while (now := time.monotonic() - start) < seconds:
         if topology.rank == 0 and now >= len(copies) * seconds / COPIES:
             copies.append((now, center.read(params).center))
-        params, state = jax.block_until_ready(step(params, state, *batch()))
+        try:
+            params, state = jax.block_until_ready(step(params, state, *batch()))
+        except jax.errors.JaxRuntimeError as error:
+            if "would not be finite" not in str(error):
+                raise
+            break  # the centre has grown beyond all numbers, and takes no more of them
         steps += 1
     copies.append((now, center.read(params).center))
     if topology.rank == 0:
@@ -102,7 +111,11 @@ def launch(method: str, period: int, rate: float, seconds: float) -> dict:
 
 def best(found: list[dict]) -> dict:
     """By the last training loss; one that is no number is worst."""
-    return min(found, key=lambda run: np.nan_to_num(run["losses"][-1], nan=np.inf))
+    return min(found, key=_last)
+
+
+def _last(run: dict) -> float:
+    return float(np.nan_to_num(run["losses"][-1], nan=np.inf))
 
 
 def show(runs: dict[tuple[str, int], list[dict]], out: Path) -> None:
@@ -112,24 +125,36 @@ def show(runs: dict[tuple[str, int], list[dict]], out: Path) -> None:
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    print("| | period | learning rate | loss, half time | last | test error | steps of a worker |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| | period | learning rate | loss, half time | last | test error | steps of a worker "
+        "| last loss at each learning rate |\n|---|---|---|---|---|---|---|---|"
+    )
     figure, axes = plt.subplots(1, len(PERIODS), sharey=True, figsize=(14, 4), layout="constrained")
     for (method, period), found in runs.items():
         run = best(found)
         losses = np.array(run["losses"])
         half = losses[len(losses) // 2]
+        rates = ", ".join(f"{one['rate']:g}: {one['losses'][-1]:.3g}" for one in found)
         print(
             f"| {method} | {period} | {run['rate']} | {half:.4f} | {losses[-1]:.4f} "
-            f"| {1 - run['accuracy']:.4f} | {run['steps']} |"
+            f"| {1 - run['accuracy']:.4f} | {run['steps']} "
+            f"| {rates} |"
         )
         axis = axes[PERIODS.index(period)]
         axis.semilogy(run["times"], losses, label=method)
         axis.set(title=f"period {period}", xlabel="seconds")
+    for period in PERIODS:
+        order = sorted(RATES, key=lambda method: _last(best(runs[method, period])))
+        stable = [run["rate"] for run in runs["downpour", period] if _last(run) < run["losses"][0]]
+        print(
+            f"\nperiod {period}: {' < '.join(order)}; downpour learns at learning rates up to "
+            f"{max(stable, default=0)}",
+            end="",
+        )
     axes[0].set(ylabel="training loss of the centre")
     axes[-1].legend()
     figure.savefig(out, dpi=120)
-    print(f"\n{out}")
+    print(f"\n\n{out}")
 
 
 def main() -> None:

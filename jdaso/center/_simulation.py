@@ -16,10 +16,17 @@ from jdaso._wire import sum_dtype
 
 
 class SimulatedState(NamedTuple):
-    """The centre, () outside this worker's turns, and the reply that this worker waits for."""
+    """What a worker's state holds of the centre.
+
+    Attributes:
+        center: () outside this worker's turns.
+        reply: that this worker waits for.
+        of: [num_workers, 0], no numbers; its shape is known also while a program is traced.
+    """
 
     center: Any
     reply: Leaves
+    of: Any
 
 
 def simulated_center(num_workers: int) -> Center:
@@ -47,7 +54,8 @@ def simulated_center(num_workers: int) -> Center:
     def serve(rule: Rule) -> Exchange:
         def init(params: PyTree) -> SimulatedState:
             first = rule.init(split(widened(params))[0])
-            return SimulatedState(first, [jnp.zeros_like(x) for x in first.center])
+            reply = [jnp.zeros_like(x) for x in first.center]
+            return SimulatedState(first, reply, jnp.zeros((num_workers, 0)))
 
         def start(state, number, step, leaves: Leaves, header, wire):
             del step, wire
@@ -58,7 +66,7 @@ def simulated_center(num_workers: int) -> Center:
             center, reply = jax.tree.map(
                 lambda n, o: jnp.where(contributes, n, o), new, (old, old.center)
             )
-            return SimulatedState(center, reply), number + 1
+            return state._replace(center=center, reply=reply), number + 1
 
         def finish(state, number, like):
             del number, like
@@ -85,3 +93,8 @@ def with_center(opt_state: PyTree, center: Any) -> PyTree:
 def center_of(opt_state: PyTree) -> Any:
     """The centre in the state of a worker whose turn it is."""
     return the_state(SimulatedState, opt_state).center
+
+
+def workers_of(opt_state: PyTree) -> int:
+    """For how many workers the centre was made of which a new state is."""
+    return the_state(SimulatedState, opt_state).of.shape[0]

@@ -14,7 +14,7 @@ from jax import lax
 from jdaso._base import PyTree
 from jdaso._center import CenterState
 from jdaso._checks import check_whole
-from jdaso.center._simulation import center_of, with_center
+from jdaso.center._simulation import center_of, with_center, workers_of
 
 
 class Cluster(NamedTuple):
@@ -43,7 +43,8 @@ def gather(tx: optax.GradientTransformation, params: PyTree, num_workers: int) -
         A :class:`Cluster`.
 
     Raises:
-        ValueError: if ``tx`` has no simulated centre, or more than one.
+        ValueError: if ``tx`` has no simulated centre, more than one, or one for another number of
+            workers.
 
     >>> import jax.numpy as jnp, jdaso, optax
     >>> tx = optax.chain(optax.sgd(0.1), jdaso.async_easgd(jdaso.simulated_center(4), period=1))
@@ -53,6 +54,11 @@ def gather(tx: optax.GradientTransformation, params: PyTree, num_workers: int) -
     check_whole("num_workers", num_workers, 1)
     opt_state = tx.init(params)
     center = center_of(opt_state)
+    if workers_of(opt_state) != num_workers:
+        raise ValueError(
+            f"num_workers is {num_workers}, but the centre of tx is simulated_center("
+            f"{workers_of(opt_state)}); alpha depends on it. Give both the same number."
+        )
     one = (params, with_center(opt_state, ()))
     params, opt_state = jax.tree.map(lambda x: jnp.stack([x] * num_workers), one)
     return Cluster(params, opt_state, center)

@@ -218,6 +218,10 @@ def test_bfloat16_parameters_do_not_pull_the_centre_to_what_they_round_to():
         (lambda c: jdaso.simulated_center(0), "num_workers must be a whole number"),
         (lambda c: c.read(None), r"read cluster\.center"),
         (lambda c: gather(optax.sgd(0.1), jnp.ones(2), 2), "holds 0 states"),
+        (
+            lambda c: gather(jdaso.downpour(c, 2), jnp.ones(2), 3),
+            r"num_workers is 3, but the centre of tx is simulated_center\(2\)",
+        ),
     ],
 )
 def test_bad_input_is_named(make, match):

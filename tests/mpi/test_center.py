@@ -11,6 +11,14 @@ def test_one_worker_over_mpi_is_the_simulation_with_one():
     passes(mpiexec(1, "center.py", "alone", **QUICK))
 
 
+def test_a_worker_of_two_devices_is_the_simulation_of_one():
+    passes(mpiexec(1, "center.py", "devices", **QUICK))
+
+
+def test_workers_go_on_from_a_centre_that_was_saved():
+    passes(mpiexec(3, "center.py", "resumed", **QUICK))
+
+
 def test_three_workers_are_a_replay_of_the_order_of_arrival_and_a_simulation_in_that_order():
     passes(mpiexec(3, "center.py", "replay", **QUICK))
 

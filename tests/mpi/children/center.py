@@ -10,10 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from common import assert_close, first_params, gradients, make_step
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jdaso
 from jdaso.center import gather, take_turns
 
+if sys.argv[1] == "devices":
+    jdaso.use_virtual_devices(2)
 topology = jdaso.discover_topology()
 rank, workers = topology.rank, topology.num_nodes
 SGD = optax.sgd(0.1, momentum=0.9)
@@ -34,10 +38,10 @@ METHODS = {
 }
 
 
-def train(tx, params, steps, between=lambda t: None):
+def train(tx, params, steps, between=lambda t: None, mapped=lambda step: step):
     """Steps of this worker; its gradients depend on rank and step."""
     state = tx.init(params)
-    step = jax.jit(make_step(tx), donate_argnums=(0, 1))
+    step = jax.jit(mapped(make_step(tx)), donate_argnums=(0, 1))
     for t in range(steps):
         between(jax.block_until_ready((t, params))[0])
         params, state = step(params, state, gradients(params, rank, t), jnp.float32(0))
@@ -110,6 +114,47 @@ def alone_with(name, delay):
     assert not jax.make_jaxpr(make_step(tx))(params, state, grads, jnp.float32(0)).effects
 
 
+def devices():
+    """A device may post the next exchange before the other one has taken the last reply."""
+
+    def mapped(step):
+        return jax.shard_map(step, mesh=topology.mesh, in_specs=P(), out_specs=P(), check_vma=False)
+
+    for name in ("easgd", "downpour"):
+        make, turns = METHODS[name], [(0, t) for t in range(STEPS)]
+        center = jdaso.mpi_center(topology)
+        tx = make(center, PERIOD)
+        params = center.join(jax.device_put(first_params(), NamedSharding(topology.mesh, P())))
+        params, _ = train(tx, params, STEPS, mapped=mapped)
+        cluster = simulated(lambda c, make=make: make(c, PERIOD), turns)
+        assert_close(params, jax.tree.map(lambda x: x[0], cluster.params), ASTRAY)
+        assert_close(lists(center.read(params)), lists(cluster.center), ASTRAY)
+
+
+def resumed():
+    """All go back to a centre that was saved: node 0 writes it, and then they join again."""
+    center = jdaso.mpi_center(topology)
+    tx = METHODS["adownpour"](center, 0)
+    params, _ = train(tx, center.join(first_params()), 6)
+    topology.comm.barrier()
+    saved = center.read(params)
+    assert int(saved.clock) == 2 * workers
+    topology.comm.barrier()
+    train(tx, params, 6)
+    topology.comm.barrier()
+    if rank == 0:
+        assert int(center.read(params).clock) > int(saved.clock)
+        center.write(saved)
+    topology.comm.barrier()
+    params = center.join(first_params())
+    assert_close(params, saved.center, rtol=0)
+    assert_close(lists(center.read(params)), lists(saved), rtol=0)
+    topology.comm.barrier()
+    train(tx, params, 6)
+    topology.comm.barrier()
+    assert int(center.read(params).clock) == 4 * workers
+
+
 def replay():
     """The centre is what the rule makes of the messages in the order of their arrival."""
     for name, delay in [("easgd", 0), ("eamsgd", 2), ("adownpour", 1), ("mdownpour", 0)]:
@@ -177,6 +222,7 @@ def stopped():
     wait_until(lambda: center.report()["workers"][1] == 9)
     assert center.report()["workers"] == {0: 9, 1: 9, 2: 3}
     wait_until(lambda: center.report()["gone"] == [2])
+    time.sleep(3)  # 5 s in all, at least
     os.kill(pids[2], signal.SIGCONT)
     wait_until(lambda: center.report()["workers"][2] == 9)
     wait_until(lambda: center.report()["ended"] == [1, 2])
@@ -240,6 +286,6 @@ def refused():
     assert "rule or shapes are not those of the centre" in text, text
 
 
-CASES = (alone, replay, stopped, killed, failed, late, refused)
+CASES = (alone, devices, replay, resumed, stopped, killed, failed, late, refused)
 {case.__name__: case for case in CASES}[sys.argv[1]]()
 print(f"rank {rank} came to its end", flush=True)

@@ -60,6 +60,23 @@ def no_update_is_lost():
     np.testing.assert_array_equal(passm.settled(memory)["w"], np.full(300, 5.0 + 1000 * size))
 
 
+def no_step_of_assm_is_lost():
+    """All write the same place at once; the gradient is 1, and sums of 2^-6 are exact."""
+    params = {f"layer {i}": np.zeros(300, "f4") for i in range(size)}
+    memory = passm.shared_memory(topology, params)
+    blocks = passm.partition(params, size)
+
+    def loss_fn(params):
+        return sum(x.sum() for x in params.values())
+
+    training = passm.assm(memory, blocks, loss_fn, 2**-6, momentum=0.0)
+    state = training.init()
+    for _ in range(500):
+        state, _ = training.step(state)
+    for leaf in passm.settled(memory).values():
+        np.testing.assert_array_equal(leaf, -500 * size * 2**-6)
+
+
 def every_number_is_one_that_was_written():
     """All bytes of the two numbers differ, so a mixture would be a third one."""
     number = np.float32(1.2345678e-5)
@@ -120,6 +137,7 @@ if case == "works":
     learns()
 elif case == "servers":
     no_update_is_lost()
+    no_step_of_assm_is_lost()
     servers_with_slaves()
 elif case == "ends early":
     memory = passm.shared_memory(topology, first_params())
