@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import functools
 import os
@@ -14,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from jdaso._at_exit import at_exit
 from jdaso._base import JdasoError
 from jdaso._ending import end, end_on_exception
 from jdaso._heartbeat import EXIT_NODE_LOST, Heartbeat, start_heartbeat
@@ -182,7 +182,7 @@ def _watched(comm: Any) -> Heartbeat:
         return f"rank {rank} ({hosts[rank]})"
 
     heartbeat = start_heartbeat(comm, describe, functools.partial(end, comm))
-    atexit.register(heartbeat.close)
+    at_exit(heartbeat.close)
     end_on_exception(describe(comm.Get_rank()), functools.partial(_end_all, comm, heartbeat))
     return heartbeat
 

@@ -28,6 +28,7 @@ LEAVES = {"schedules", "local", "perf"}
 # What files of a row may import from jdaso; a name stands for the module and all below it.
 ROWS = {
     "_addresses": set(),
+    "_at_exit": set(),
     "_line": set(),
     "_sockets": set(),
     "_heartbeat": {"_addresses", "_line", "_sockets"},
@@ -64,13 +65,13 @@ ROWS = {
     "_metrics": FOUNDATION | {"_consensus", "_state"},
     "_runs": set(),
     **dict.fromkeys(LEAVES, FOUNDATION | {"_checks", "_network"}),
-    "topology": FOUNDATION | LEAVES | {"_ending", "_heartbeat", "_launcher", "_layout"},
-    "exchange": FOUNDATION | LEAVES | {"_checks", "exchange", "topology"},
+    "topology": FOUNDATION | LEAVES | {"_at_exit", "_ending", "_heartbeat", "_launcher", "_layout"},
+    "exchange": FOUNDATION | LEAVES | {"_at_exit", "_checks", "exchange", "topology"},
     "center": FOUNDATION
     | LEAVES
     | {"_center", "_checks", "_state", "center", "exchange", "topology"},
     "algorithms": ENGINE | {"algorithms", "schedules"},
-    "shared": FOUNDATION | {"_checks", "_layout", "exchange", "shared", "topology"},
+    "shared": FOUNDATION | {"_at_exit", "_checks", "_layout", "exchange", "shared", "topology"},
     "passm": FOUNDATION | {"_checks", "_consensus", "_fragments", "algorithms", "passm", "shared"},
 }
 # These may import all of them, and each other.

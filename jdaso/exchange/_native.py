@@ -8,7 +8,6 @@ exchanges. An exchange works without them, by host callbacks, and costs more.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
 import importlib.util
@@ -21,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdaso._at_exit import at_exit
 from jdaso._base import HEADER_SIZE, Leaves, Number
 from jdaso._wire import pack
 from jdaso.exchange._carrier import Carrier
@@ -108,7 +108,7 @@ class Desk:
         self._desk = library.jdaso_open()
         self._specs: list[tuple[Spec, ...]] = []
         threading.Thread(target=self._run, name="jdaso-desk", daemon=True).start()
-        atexit.register(library.jdaso_close, self._desk)
+        at_exit(library.jdaso_close, self._desk)
 
     def post(
         self,

@@ -8,13 +8,13 @@ nothing moves two, since every look takes time from the core that trains.
 
 from __future__ import annotations
 
-import atexit
 import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from jdaso._at_exit import at_exit
 from jdaso._base import JdasoError
 from jdaso.exchange._messages import Waiting, Waits
 from jdaso.exchange._pace import Pace
@@ -111,7 +111,7 @@ class Progress:
         self._waiters = 0
         self._thread = threading.Thread(target=self._run, name="jdaso-progress", daemon=True)
         self._thread.start()
-        atexit.register(self.close)
+        at_exit(self.close)
 
     def submit(self, operation: Waits, what: str, regular: bool = False) -> Request:
         """Starts an operation, one of many that take as long or not; returns at once."""

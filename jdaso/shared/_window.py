@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import tempfile
 import time
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jdaso._at_exit import at_exit
 from jdaso._base import JdasoError, PyTree
 from jdaso._checks import check_number, check_whole
 from jdaso._leaves import outline
@@ -120,7 +120,7 @@ class _Window:
             write(self._arrays, params)
             numbers[:] = 0
         self._locks = Locks(self._open_file(), holders, self._rank, self._describe, timeout)
-        atexit.register(self._locks.leave)  # MPI's own end waits for the others
+        at_exit(self._locks.leave)  # MPI's own end waits for the others
         self._window.Sync()
         self._comm.Barrier()
         self._window.Sync()
