@@ -72,7 +72,7 @@ CASES = {
     "LINK_DOWN, for good": Case(
         "LINK_DOWN", KILLED, "nothing came from rank .* .silent", 1e6, in_lab=True, within=GIVEN_UP
     ),
-    "NAN": Case("NAN", GOES_ON, "left out: 1"),
+    "NAN": Case("NAN", GOES_ON, "skipped: 1"),
     "WRONG_SHAPE": Case("WRONG_SHAPE", ENDS, "out of step"),
     "KILL_IN_CHECKPOINT": Case("KILL_IN_CHECKPOINT", LOST, DEAD, unnoticed=True),
     "DISK_FULL": Case("DISK_FULL", ENDS, "could not be written by rank 1"),
@@ -128,7 +128,9 @@ def measure(fault: str, phase: str) -> Row:
             kept = sound and (happened is not None or case.kind == "NAN")
             if case.kind == "NAN":
                 kept &= noticed is not None
-                outcome += ", its node left out of one sum" if noticed else ""
+                outcome += ", without that step" if noticed else ""
+                # EASGD posts what it had before the step.
+                outcome += " and a sum without its node" if job.first("left out: 1") else ""
         else:
             again = run(common, PROCESSES, LONGEST_SECONDS, in_lab=case.in_lab)
             resumed = min(again.numbers(r"resumed from step (\d+)"), default=0)

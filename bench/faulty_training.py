@@ -149,9 +149,10 @@ def main() -> int:
                 checkpoints.save(step + 1, state)
                 print(f"rank {rank} holds {resident_megabytes():.1f} MB", flush=True)
     checkpoints.close()
-    left_out = jdaso.averaging_state(state[1]).left_out
+    averaged = jdaso.averaging_state(state[1])
+    counts = f"skipped: {averaged.skipped}, left out: {averaged.left_out}"
     finite = all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(state[0]))
-    print(f"rank {rank} ended, finite: {finite}, left out: {left_out}", flush=True)
+    print(f"rank {rank} ended, finite: {finite}, {counts}", flush=True)
     right = scores(state[0], images[:TEST_IMAGES]).argmax(-1) == labels[:TEST_IMAGES]
     print(f"rank {rank} has {100 * float(right.mean()):.2f} % right", flush=True)
     return jdaso.EXIT_TRY_AGAIN if stop else 0
