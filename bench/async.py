@@ -4,9 +4,9 @@
 
 EASGD, EAMSGD and DOWNPOUR with 4 workers, each an MPI process with a clock of its own, at period
 1, 4, 16 and 64, on digits; for each the best of some learning rates, by the last training loss of
-the centre, as the paper does. Node 0 copies the centre once in a while; what these copies are worth
-is found after the run. Runs that are in the folder already are not done again, so that it
-can be called until all are.
+the centre (the paper's is the best by test error). Node 0 copies the centre once in a while; what
+these copies are worth is found after the run. Runs that are in the folder already are not done
+again, so that it can be called until all are.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ WORKERS, BATCH_SIZE = 4, 32
 PERIODS = (1, 4, 16, 64)
 MOMENTUM = 0.9
 RATES = {
-    "easgd": (0.03, 0.1, 0.3),
-    "eamsgd": (0.003, 0.01, 0.03, 0.1),
-    "downpour": (0.001, 0.003, 0.01, 0.03, 0.1),
+    "easgd": (0.03, 0.1, 0.3, 1.0),
+    "eamsgd": (0.003, 0.01, 0.03, 0.1, 0.3),
+    "downpour": (0.001, 0.003, 0.01, 0.03, 0.1, 0.3),
 }
 OPTIMIZERS = {
     "easgd": lambda center, period, rate: optax.chain(

@@ -2,9 +2,9 @@
 
     mpiexec -n 4 python bench/passm.py [--epochs 30] [--seeds 3] [--plot passm.png]
 
-All take the same number of samples, in minibatches of the same size; the learning rate drops to a
-tenth after 50 % and 75 % of them, as in the paper. SGD is one process while the others sleep. Every
-program is compiled before its training is timed; evaluations are not timed.
+All take the same number of samples, in minibatches of the same size but for one row; the learning
+rate drops to a tenth after 50 % and 75 % of them, as in the paper. SGD is one process while the
+others sleep. Every program is compiled before its training is timed; evaluations are not timed.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Center(NamedTuple):
         in_turns: whether nobody comes between two exchanges of one step of a worker.
         serve: ``(rule) -> Exchange``, on which a sum is the server's reply to this worker alone.
         join: ``(params) -> params``, the centre as it is now; that of the first to found it is
-            made of node 0's parameters.
+            made of node 0's parameters. Who joins again starts anew, with ``tx.init``.
         read: ``(params) -> CenterState`` of trees like ``params``, as it is now, NumPy's arrays.
         write: ``(CenterState)``, replaces it, for a training that is resumed.
         report: ``() -> dict``, on node 0: ``workers``, the exchanges of each, and lists of those

@@ -56,7 +56,7 @@ class Heartbeat:
         self._lines = list(lines)
         self._describe, self._end = describe, end
         self._unheard = unheard
-        self._died: Callable[[int], None] | None = None
+        self._died: list[Callable[[int], None]] = []
         self._silent: frozenset[int] = frozenset()
         self._closing = False
         os.register_at_fork(after_in_child=self._forget)
@@ -95,7 +95,7 @@ class Heartbeat:
         Args:
             died: called with the rank of one that has died.
         """
-        self._died = died
+        self._died.append(died)
 
     def close(self) -> None:
         """Says that this process ends as it should."""
@@ -138,7 +138,7 @@ class Heartbeat:
         self._silent = passed_on | quiet
         for line in self._lines:
             lost = line.rank in quiet and now - line.heard > LOST_SECONDS
-            if lost and self._died is None:
+            if lost and not self._died:
                 name = self._describe(line.rank)
                 reason = f"nothing was heard from {name} for {LOST_SECONDS:.0f} s."
                 self._all_end(reason, EXIT_NODE_LOST, but=line)
@@ -160,11 +160,12 @@ class Heartbeat:
         if line.rank == 0:
             self._silent = frozenset()
         if not line.over and not self._closing:
-            if self._died is None:
+            if not self._died:
                 self._all_end(f"{self._describe(line.rank)} has died.", EXIT_NODE_LOST, but=line)
             else:
                 self._unheard |= {line.rank}
-                self._died(line.rank)
+                for died in self._died:
+                    died(line.rank)
         line.connection.close()
 
     def _all_end(self, reason: str, status: int, but: Line) -> None:

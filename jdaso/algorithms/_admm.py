@@ -12,7 +12,7 @@ from jdaso._base import HEADER_SIZE, Leaves, PyTree
 from jdaso._center import Center
 from jdaso._leaves import split, widened
 from jdaso.algorithms._arguments import check_positive
-from jdaso.algorithms._center_rules import summing_rule
+from jdaso.algorithms._center_rules import check_center, summing_rule
 
 
 class AdmmState(NamedTuple):
@@ -49,6 +49,7 @@ def admm(center: Center, learning_rate: float, rho: float) -> optax.GradientTran
     >>> import jdaso
     >>> tx = jdaso.admm(jdaso.simulated_center(3), learning_rate=0.001, rho=2.5)
     """
+    check_center("admm", center)
     check_positive("learning_rate", learning_rate)
     check_positive("rho", rho)
     if not center.in_turns:
@@ -72,8 +73,8 @@ def admm(center: Center, learning_rate: float, rho: float) -> optax.GradientTran
     def update(updates, state, params=None):
         if params is None:
             raise ValueError("admm moves parameters: call update(grads, state, params).")
-        xs, where = split(params)
-        gradients, _ = split(updates)
+        xs, _ = split(params)
+        gradients, where = split(updates)
         old, multipliers_where = split(state.multiplier)
         wide = widened(xs)
         inner, center = met(state.exchange, [jnp.zeros_like(x) for x in wide])

@@ -50,6 +50,11 @@ def is_known(argument: str, value: Any) -> bool:
     return True
 
 
+def plain(argument: str, value: Any) -> Any:
+    """Python's number, where it is known: NumPy's float64 would make float32 arrays wide."""
+    return float(value) if is_known(argument, value) else value
+
+
 def check_share(argument: str, value: float, below_one: bool = False) -> None:
     """Raises ValueError unless a number lies in [0, 1], or in [0, 1)."""
     if is_known(argument, value) and not (0 <= value < 1 or (value == 1 and not below_one)):

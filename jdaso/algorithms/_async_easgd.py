@@ -12,8 +12,8 @@ from jdaso._center import Center
 from jdaso._engine import Averaging, averaging
 from jdaso._leaves import split, widened
 from jdaso._subject import BEFORE
-from jdaso.algorithms._arguments import check_positive, check_share
-from jdaso.algorithms._center_rules import elastic_rule
+from jdaso.algorithms._arguments import check_positive, check_share, plain
+from jdaso.algorithms._center_rules import check_center, elastic_rule
 from jdaso.algorithms._eamsgd import check_nesterov, nesterov
 from jdaso.schedules import constant
 
@@ -42,10 +42,11 @@ def async_easgd(
         x <- x + u - alpha (x - c)                                  (easgd Algorithm 1, a)
         c <- c + alpha (x - c)                                      (easgd Algorithm 1, b)
 
-    with the old x and c on both right sides. In turns, that is Eq. 12 and 13. With a ``delay``
-    the force that was computed from the x that was sent reaches it so many steps later, so that
-    both sides are moved by the same amount, always. The exchange before the very first step is
-    left out: there every x is c.
+    with the old x and c on both right sides: one atomic exchange, where the paper's worker fetches
+    c and then sends the force. In turns, that is Eq. 12 and 13. With a ``delay`` the force that was
+    computed from the x that was sent reaches it so many steps later, so that both sides are moved
+    by the same amount, always. The exchange before a worker's very first step is left out: for one
+    that starts from the centre as it is, it would do nothing.
 
     Args:
         center: where workers meet, :func:`jdaso.mpi_center` or :func:`jdaso.simulated_center`.
@@ -106,12 +107,15 @@ def async_eamsgd(
         is the worker's own x.
 
     Raises:
-        ValueError: as :func:`async_easgd`, and for a momentum outside [0, 1).
+        ValueError: as :func:`async_easgd`, for a momentum outside [0, 1), and for a learning rate
+            that is a number and not positive.
 
     >>> import jdaso
     >>> tx = jdaso.async_eamsgd(jdaso.simulated_center(4), 16, learning_rate=0.1, momentum=0.9)
     """
     check_nesterov("async_eamsgd", learning_rate, momentum)
+    if not callable(learning_rate):
+        check_positive("learning_rate", learning_rate)
     inner = _elastic("async_eamsgd", center, period, alpha, beta, delay, nonfinite)
     return nesterov("async_eamsgd", inner, learning_rate, momentum)
 
@@ -125,12 +129,14 @@ def _elastic(
     delay: int,
     nonfinite: str,
 ) -> Averaging:
+    check_center(name, center)
     schedule = constant(period, delay)
     check_positive("beta", beta)
     if alpha is None:
         alpha = beta / (center.num_workers * period)
     check_positive("alpha", alpha)
     check_share("alpha", alpha, below_one=True)
+    alpha = plain("alpha", alpha)
     exchange = center.serve(elastic_rule(alpha))
     merge = _elastic_merge(alpha, late=delay > 0)
     return averaging(name, exchange, schedule, merge, nonfinite=nonfinite, subject=BEFORE)

@@ -8,7 +8,16 @@ from __future__ import annotations
 import numpy as np
 
 from jdaso._base import Leaves
-from jdaso._center import CenterState, Rule
+from jdaso._center import Center, CenterState, Rule
+
+
+def check_center(name: str, center: Center) -> None:
+    """Raises ValueError for what is no centre."""
+    if not isinstance(center, Center):
+        raise ValueError(
+            f"{name} needs a centre, from jdaso.mpi_center or jdaso.simulated_center, got "
+            f"{type(center).__name__}."
+        )
 
 
 def elastic_rule(alpha: float) -> Rule:

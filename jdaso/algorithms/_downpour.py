@@ -11,7 +11,7 @@ from jdaso._center import Center, Rule
 from jdaso._engine import Averaging, averaging
 from jdaso._leaves import split, widened
 from jdaso.algorithms._arguments import check_positive, check_share
-from jdaso.algorithms._center_rules import averaging_rule, summing_rule
+from jdaso.algorithms._center_rules import averaging_rule, check_center, summing_rule
 from jdaso.schedules import constant
 
 
@@ -28,7 +28,8 @@ def downpour(center: Center, period: int, *, delay: int = 0, nonfinite: str = "s
 
         c <- c + v;  x <- c;  v <- 0                                    (easgd Algorithm 3)
 
-    There it stands before the next gradient, here after the last update: the same moment. With a
+    There it stands before the next gradient, here after the last update: the same moment, but for
+    the pull before a worker's very first step, which :meth:`jdaso.Center.join` is here. With a
     ``delay`` the centre as it was then arrives so many steps later, and ``x <- c + v`` with v
     what the worker has added since: nothing is lost. After the last step the centre lacks what a
     worker has added since its last exchange; a number of steps that ``period`` divides leaves
@@ -65,7 +66,7 @@ def adownpour(center: Center, period: int, *, delay: int = 0, nonfinite: str = "
         z <- (1 - a) z + a c,  a = 1 / (t + 1)                                (easgd Sec. 5)
 
     So z is the mean of all centres up to the last but one. One worker with period 1 is ASGD,
-    whose average of parameters is also ``optax.incremental_update(x, z, 1 / (t + 1))``.
+    whose average is also ``z = optax.incremental_update(x, z, 1 / (t + 1))`` before each step.
 
     Args:
         center, period, delay, nonfinite: as in :func:`downpour`.
@@ -118,6 +119,7 @@ def mvadownpour(
 def _downpour(
     name: str, center: Center, period: int, delay: int, nonfinite: str, rule: Rule
 ) -> Averaging:
+    check_center(name, center)
     schedule = constant(period, delay)
     return averaging(name, center.serve(rule), schedule, _summing_merge(), nonfinite=nonfinite)
 

@@ -9,8 +9,8 @@ from jdaso._center import Center
 from jdaso._engine import Averaging, averaging
 from jdaso._leaves import difference, widened
 from jdaso._subject import Subject
-from jdaso.algorithms._arguments import check_positive, check_share
-from jdaso.algorithms._center_rules import momentum_rule
+from jdaso.algorithms._arguments import check_positive, check_share, plain
+from jdaso.algorithms._center_rules import check_center, momentum_rule
 from jdaso.schedules import constant
 
 # Gradients leave, and parameters come back.
@@ -51,12 +51,14 @@ def mdownpour(
     >>> import jdaso
     >>> tx = jdaso.mdownpour(jdaso.simulated_center(4), learning_rate=0.01, momentum=0.9)
     """
+    check_center("mdownpour", center)
     check_positive("learning_rate", learning_rate)
     check_positive("momentum", momentum)
     check_share("momentum", momentum, below_one=True)
+    rate, delta = plain("learning_rate", learning_rate), plain("momentum", momentum)
     return averaging(
         "mdownpour",
-        center.serve(momentum_rule(learning_rate, momentum)),
+        center.serve(momentum_rule(rate, delta)),
         constant(period=1, delay=0),
         Merge(init=_nothing, merge=_taken, message=_widened),
         nonfinite=nonfinite,

@@ -49,7 +49,9 @@ def mpi_center(
       it. At exit it waits until all have ended, as MPI wants.
     - One that is killed is reported by node 0, and ends nobody, from now on, if the launcher
       lets the others live: ``srun`` without ``-K``, or MPICH's ``mpiexec -disable-auto-cleanup``
-      with a shell between, see README. Node 0 cannot be spared.
+      with a shell between, see README. Node 0 cannot be spared. MPI cannot be finalized without
+      it, so all others end at once when they are done, with status 0, or 1 after an exception:
+      what they give to ``sys.exit`` is lost then.
     - One that starts to train late calls ``join`` then, and starts from the centre.
 
     Collective over all processes, ``join`` and everything after it is not. One centre serves one
@@ -180,12 +182,19 @@ def _arrays(tree: PyTree) -> list[np.ndarray]:
 
 
 def _check_plain(rule: Rule) -> None:
-    """Raises ValueError for a rule whose numbers are JAX's: the server's thread must not use it."""
+    """Raises ValueError for a rule whose numbers are JAX's, or make a centre of another dtype.
+
+    The server's thread must not use JAX, and what it has read must be what can be written.
+    """
     one = [np.ones(1, np.float32)]
-    for leaf in jax.tree.leaves(rule.update(rule.init(one), one)):
-        if not isinstance(leaf, np.ndarray | np.generic):
+    first = rule.init(one)
+    moved, reply = rule.update(first, one)
+    before = jax.tree.leaves((first, first.center))
+    for old, new in zip(before, jax.tree.leaves((moved, reply)), strict=True):
+        if not isinstance(new, np.ndarray | np.generic) or np.asarray(new).dtype != old.dtype:
             raise ValueError(
-                f"over MPI a centre needs plain Python numbers, got those of JAX in '{rule.name}'."
+                f"over MPI a centre needs plain Python numbers, got those of JAX or NumPy in "
+                f"'{rule.name}'."
             )
 
 

@@ -82,6 +82,9 @@ def take_turns(
     Returns:
         The cluster afterwards, and the outputs, with a leading axis of turns.
 
+    Raises:
+        ValueError: for an order that names a worker there is not.
+
     >>> import jax, jax.numpy as jnp, jdaso, optax
     >>> tx = optax.chain(optax.sgd(0.5), jdaso.downpour(jdaso.simulated_center(2), period=1))
     >>> def step(params, opt_state, batch):
@@ -95,6 +98,8 @@ def take_turns(
     ([8.0, 8.0, 4.0, 0.0], -2.0)
     """
 
+    _check_order(order, len(jax.tree.leaves(cluster.params)[0]))
+
     def turn(cluster: Cluster, given):
         worker, batch = given
         every = (cluster.params, cluster.opt_state)
@@ -105,6 +110,18 @@ def take_turns(
         return Cluster(params, states, center_of(opt_state)), output
 
     return lax.scan(turn, cluster, (jnp.asarray(order, jnp.int32), batches))
+
+
+def _check_order(order: jax.Array | np.ndarray, workers: int) -> None:
+    if isinstance(order, jax.core.Tracer):
+        return
+    order = np.asarray(order)
+    whole = np.issubdtype(order.dtype, np.integer)
+    if not whole or (order.size and not 0 <= order.min() <= order.max() < workers):
+        raise ValueError(
+            f"order must hold whole numbers from 0 to {workers - 1}, one worker each, got "
+            f"{order.dtype} from {order.min()} to {order.max()}."
+        )
 
 
 def round_robin(num_workers: int, turns: int) -> np.ndarray:

@@ -18,7 +18,7 @@ def restricted_value_and_grad(loss_fn: Callable, block: Block, has_aux: bool = F
     weights: they are not part of the program. With c processes and F operations of a whole
     backward pass, Appendix D of the paper counts F (c-1) / 2 that c processes save; Sec. 4 has
     another number, F (c-1)(c-2) / c. Both leave out the subgradients of weights above a block:
-    what is saved is more.
+    more is saved than Appendix D counts.
 
     Args:
         loss_fn: ``(params, *args) -> loss`` or, with ``has_aux``, ``(loss, aux)``.

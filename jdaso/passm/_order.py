@@ -44,6 +44,11 @@ def order_of_use(loss_fn: Callable, params: PyTree, *args: PyTree) -> list[int]:
     ]
     met: dict[int, None] = {}  # in order
     _follow(program, origins, met)
+    if count and not met:
+        raise ValueError(
+            "no parameter of loss_fn meets one of its arguments, so the order of the layers cannot "
+            "be seen: give it the data as arguments, not in a closure."
+        )
     return list({**met, **dict.fromkeys(range(count))})
 
 

@@ -93,6 +93,7 @@ def training(
             "before must be a transformation without a state, such as optax.add_decayed_weights or "
             "optax.clip_by_global_norm; the momentum of a step is that of the method."
         )
+    _check_group(memory, options.group)
     memory.compare([f"{name}, block {i}: leaves {block}" for i, block in enumerate(blocks)])
     own = blocks[memory.process]
     everything = tuple(sorted(i for block in blocks for i in block))
@@ -135,6 +136,17 @@ def training(
         return State(state.step + 1, momentum, state.skipped + (not finite)), value
 
     return Training(init, step)
+
+
+def _check_group(memory: Memory, group: Exchange | None) -> None:
+    """Raises ValueError where slaves would compute for nobody, or all add their mean."""
+    members = 1 if group is None else group.num_nodes
+    if members != memory.members:
+        raise ValueError(
+            f"group has {members} members, but of this memory a server has {memory.members}: give "
+            "shared_memory and server_group the same num_servers, and group="
+            "jdaso.mpi_exchange(server_group(...))."
+        )
 
 
 def _compute(loss_fn: Callable, inside: Block, options: Options) -> Callable:

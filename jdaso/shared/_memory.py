@@ -24,6 +24,7 @@ class Memory(NamedTuple):
         process: which of those that update this one is, or whose slave.
         processes: how many update; c in the paper. There are as many locks.
         writes: False for a slave, whose server writes.
+        members: how many a server and its slaves are; 1 without slaves.
         params: shapes, dtypes and structure of what is shared.
         read: ``() -> params``, a copy, of NumPy arrays. It takes no lock: it may mix versions,
             but each number is one that has been there.
@@ -36,6 +37,7 @@ class Memory(NamedTuple):
     process: int
     processes: int
     writes: bool
+    members: int
     params: PyTree
     read: Callable[[], PyTree]
     add: Callable[[int, Mapping[int, Any], bool], None]
@@ -72,6 +74,7 @@ def simulated_memory(params: PyTree, processes: int = 1) -> list[Memory]:
             process,
             processes,
             writes=True,
+            members=1,
             params=shapes(params),
             read=lambda: copied(arrays, params),
             add=lambda number, updates, locked: add_to(arrays, updates),

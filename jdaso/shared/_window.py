@@ -41,9 +41,9 @@ def shared_memory(
     ones update it, and rank r is a slave of server ``r mod num_servers``: see
     :func:`server_group`.
 
-    Nobody waits in silence. ``meet`` names processes that have ended, or that have not come
-    within ``timeout``; the lock of a process that died is free at once, and the next one to take
-    it is told that the block is half written.
+    Nobody waits for a meeting or a lock in silence. ``meet`` names processes that have ended, or
+    that have not come within ``timeout``; the lock of a process that died is free at once, and the
+    next one to take it is told that the block is half written.
 
     Args:
         topology: from :func:`jdaso.discover_topology`.
@@ -75,6 +75,7 @@ def shared_memory(
         topology.rank % servers,
         servers,
         writes=topology.rank < servers,
+        members=len(topology.processes) // servers,
         params=shapes(params),
         read=window.read,
         add=window.add,

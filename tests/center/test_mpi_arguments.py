@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jdaso
@@ -29,3 +30,16 @@ def test_the_server_computes_with_plain_numbers():
     _check_plain(momentum_rule(0.1, 0.9))
     with pytest.raises(ValueError, match="needs plain Python numbers, got those of JAX"):
         _check_plain(elastic_rule(jnp.float32(0.1)))
+    with pytest.raises(ValueError, match="got those of JAX or NumPy"):
+        _check_plain(elastic_rule(np.float64(0.1)))
+
+
+def test_numbers_of_numpy_become_plain_ones():
+    rules = []
+    simulated = jdaso.simulated_center(2)
+    center = simulated._replace(serve=lambda rule: (rules.append(rule), simulated.serve(rule))[1])
+    jdaso.async_easgd(center, np.int64(16))
+    jdaso.async_easgd(center, 4, alpha=np.float64(0.3))
+    jdaso.mdownpour(center, np.float64(0.1), np.float64(0.9))
+    for rule in rules:
+        _check_plain(rule)

@@ -200,6 +200,12 @@ def test_bfloat16_parameters_do_not_pull_the_centre_to_what_they_round_to():
     assert cluster.params.tolist() == [256.0, 256.0]
 
 
+def turns(center, order):
+    """One step for each of the workers that the order names."""
+    cluster = gather(jdaso.downpour(center, 1), jnp.ones(2), 2)
+    return take_turns(lambda p, s, _: (p, s, None), cluster, order, jnp.zeros(len(order)))
+
+
 @pytest.mark.parametrize(
     ("make", "match"),
     [
@@ -218,6 +224,11 @@ def test_bfloat16_parameters_do_not_pull_the_centre_to_what_they_round_to():
         (lambda c: jdaso.simulated_center(0), "num_workers must be a whole number"),
         (lambda c: c.read(None), r"read cluster\.center"),
         (lambda c: gather(optax.sgd(0.1), jnp.ones(2), 2), "holds 0 states"),
+        (lambda c: jdaso.downpour(jdaso.single_exchange(), 2), "needs a centre, .* got Exchange"),
+        (lambda c: jdaso.async_easgd(jdaso.single_exchange(), 2), "needs a centre"),
+        (lambda c: jdaso.async_eamsgd(c, 4, 0.0, 0.9), "learning_rate must be positive, got 0.0"),
+        (lambda c: turns(c, np.array([0, 1, 2])), "from 0 to 1, .* got int64 from 0 to 2"),
+        (lambda c: turns(c, np.array([0.0, 1.0])), "whole numbers"),
         (
             lambda c: gather(jdaso.downpour(c, 2), jnp.ones(2), 3),
             r"num_workers is 3, but the centre of tx is simulated_center\(2\)",

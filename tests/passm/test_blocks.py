@@ -101,6 +101,12 @@ def test_layers_of_nnx_are_modules():
     assert names == [{"stem"}, {"layers.0"}, {"layers.1"}, {"head"}]
 
 
+def test_data_in_a_closure_hide_the_order():
+    data = jnp.ones(3)
+    with pytest.raises(ValueError, match="give it the data as arguments"):
+        order_of_use(lambda params: (params["w"] * data).sum(), {"w": jnp.ones(3)})
+
+
 def test_parameters_mixed_among_themselves_are_used_where_they_meet_data():
     def loss_fn(params, x):
         penalty = sum(jnp.sum(leaf**2) for leaf in params)

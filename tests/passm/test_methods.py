@@ -185,6 +185,16 @@ def test_bad_arguments_are_named(method, arguments, named):
         method(memory, loss_fn=loss_fn, **options)
 
 
+def test_slaves_need_a_group_and_a_group_slaves():
+    params = first_params()
+    memory = simulated_memory(params)[0]
+    with pytest.raises(ValueError, match="group has 1 members, but of this memory a server has 2"):
+        assm(memory._replace(members=2), partition(params, 1), loss_fn, 0.1)
+    group = jdaso.axis_exchange("slave", 2)
+    with pytest.raises(ValueError, match="group has 2 members"):
+        assm(memory, partition(params, 1), loss_fn, 0.1, group=group)
+
+
 def test_a_learning_rate_that_goes_wrong_later_is_named_with_its_step():
     params = first_params()
     training = assm(simulated_memory(params)[0], partition(params, 1), loss_fn, lambda k: 1 - 2 * k)
