@@ -106,7 +106,7 @@ class Bench:
         order = passm.order_of_use(self.loss_fn, params, *self.one)
         blocks = passm.partition(params, self.count, order)
         epoch_steps = len(self.data.labels) // (self.count * self.batch_size)
-        rate, standing = self.rate(epoch_steps), [True]
+        rate = self.rate(epoch_steps)
         options = {}
         if method is passm.passm_plus:
             total = self.epochs * epoch_steps
@@ -115,14 +115,12 @@ class Bench:
             memory,
             blocks,
             self.loss_fn,
-            lambda step: 0.0 if standing[0] else rate(step) / (1 - MOMENTUM),
+            lambda step: rate(step) / (1 - MOMENTUM),
             MOMENTUM,
             before=optax.add_decayed_weights(DECAY),
             **options,
         )
-        for step in (0, *options.get("switches", [])[:1]):  # compiles; a rate of 0 writes zeros
-            training.step(training.init()._replace(step=step), *self.one)
-        standing[0], state, seconds, found = False, training.init(), 0.0, []
+        state, seconds, found = training.init(*self.one), 0.0, []
         for epoch in self.batches(rank, self.count, self.batch_size, seed):
             memory.meet()
             start, losses = time.perf_counter(), []

@@ -24,6 +24,17 @@ class CenterState(NamedTuple):
     clock: Any
 
 
+def mapped(function: Callable[[Any], Any], state: CenterState) -> CenterState:
+    """A state with a function of its leaves, or trees; what a rule does not keep stays ().
+
+    >>> mapped(sum, CenterState([1, 2], (), [3], 7))
+    CenterState(center=3, velocity=(), average=3, clock=7)
+    """
+    fields = {"center": state.center, "velocity": state.velocity, "average": state.average}
+    kept = {name: x for name, x in fields.items() if not (isinstance(x, tuple) and x == ())}
+    return state._replace(**{name: function(x) for name, x in kept.items()})
+
+
 class Rule(NamedTuple):
     """What a server does with a message; the same for NumPy's arrays and JAX's.
 
@@ -41,12 +52,18 @@ class Rule(NamedTuple):
 
 def nothing_gone() -> dict[str, Any]:
     """The report of a centre of which the host sees nothing."""
-    return {"workers": {}, "ended": [], "gone": []}
+    return {"workers": {}, "ended": [], "failed": [], "gone": []}
 
 
-def start_alike(params: PyTree) -> PyTree:
+def start_alike(params: PyTree, saved: CenterState | None = None) -> PyTree:
     """The parameters as they are, where all workers were given the same."""
+    if saved is not None:
+        _not_here()
     return params
+
+
+def nobody() -> None:
+    """Waits for nobody."""
 
 
 def _not_here(*_: Any) -> Any:
@@ -63,20 +80,26 @@ class Center(NamedTuple):
         num_workers: p in the papers.
         in_turns: whether nobody comes between two exchanges of one step of a worker.
         serve: ``(rule) -> Exchange``, on which a sum is the server's reply to this worker alone.
-        join: ``(params) -> params``, the centre as it is now; that of the first to found it is
-            made of node 0's parameters. Who joins again starts anew, with ``tx.init``.
+        join: ``(params, saved=None) -> params``, the centre as it is now, which node 0 founds:
+            from its parameters or, of a training that is resumed, from what ``read`` gave. Others
+            wait for that, and what they give is not looked at. Who joins again starts anew, with
+            ``tx.init``.
         read: ``(params) -> CenterState`` of trees like ``params``, as it is now, NumPy's arrays.
-        write: ``(CenterState)``, replaces it, for a training that is resumed.
+        write: ``(CenterState)``, replaces it while workers train.
+        wait: ``()``, on node 0, until all other workers have ended, failed, or are gone; on others
+            nothing.
         report: ``() -> dict``, on node 0: ``workers``, the exchanges of each, and lists of those
-            that have ``ended`` and that are ``gone``, dead or silent for too long.
+            that have ``ended``, that ``failed``, by an exception, and that are ``gone``, dead or
+            silent for too long.
     """
 
     num_workers: int
     in_turns: bool
     serve: Callable[[Rule], Exchange]
-    join: Callable[[PyTree], PyTree] = start_alike
+    join: Callable[..., PyTree] = start_alike
     read: Callable[[PyTree], CenterState] = _not_here
     write: Callable[[CenterState], None] = _not_here
+    wait: Callable[[], None] = nobody
     report: Callable[[], dict[str, Any]] = nothing_gone
 
 

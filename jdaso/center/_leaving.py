@@ -39,11 +39,12 @@ def stay(gone: Sequence[int]) -> None:
     del gone
 
 
-def ending_alone(topology: Topology) -> Callable[[Sequence[int]], None]:
+def ending_alone(topology: Topology) -> tuple[Callable[[Sequence[int]], None], Callable[[], bool]]:
     """Lets this worker end by an exception without ending the others.
 
     Returns:
-        ``(gone)``, what it does when all have ended, without those that are gone.
+        ``(gone)``, what it does when all have ended, without those that are gone; and whether it
+        has failed.
     """
     status = [0]
 
@@ -55,7 +56,7 @@ def ending_alone(topology: Topology) -> Callable[[Sequence[int]], None]:
         print(f"{text}jdaso: {who} failed; the others go on.", file=sys.stderr, flush=True)
 
     sys.excepthook = hook
-    return lambda gone: _end_without(topology, gone, status[0])
+    return lambda gone: _end_without(topology, gone, status[0]), lambda: status[0] != 0
 
 
 def end_alone(reason: str) -> None:

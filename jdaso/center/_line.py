@@ -29,6 +29,7 @@ class Line:
         beat: seconds between two signs of life.
         end: ``(reason)``, ends this worker at exit, if what it has asked is not answered.
         leave: ``(gone)``, called at the end with the workers that are gone.
+        failed: whether this worker ends by an exception.
     """
 
     def __init__(
@@ -39,12 +40,14 @@ class Line:
         beat: float,
         end: Callable[[str], None],
         leave: Callable[[Sequence[int]], None],
+        failed: Callable[[], bool],
     ):
         self._comm = comm
         self._timeout = timeout
         self._end = end
         self._server = topology.describe(protocol.SERVER)
         self._leave = leave
+        self._failed = failed
         self._questions = 0
         self._ended = threading.Event()
         self._progress = Progress(topology, timeout, self, end)
@@ -92,7 +95,7 @@ class Line:
 
     def _farewell(self) -> list[int] | None:
         """Who is gone, once nobody else is left."""
-        asked = self._asked(protocol.END, (), True, 0)
+        asked = self._asked(protocol.END, (), not self._failed(), 0)
         deadline = time.monotonic() + self._timeout
         while time.monotonic() < deadline:
             try:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdaso._base import Exchange, PyTree
-from jdaso._center import Center, CenterState, Rule, no_broadcast
+from jdaso._center import Center, CenterState, Rule, mapped, no_broadcast
 from jdaso._checks import check_number
 from jdaso._leaves import outline, split, widened
 from jdaso.center import _protocol as protocol
@@ -30,6 +30,7 @@ from jdaso.topology import Topology
 
 # Signs of life within the time after which a silent worker is gone.
 _BEATS = 6
+_PAUSE_SECONDS = 0.05
 
 
 def mpi_center(
@@ -68,7 +69,7 @@ def mpi_center(
 
     Returns:
         A :class:`jdaso.Center`. ``report()`` has this worker's exchanges, bytes sent and seconds,
-        and on node 0 ``workers``, the exchanges of each, ``ended`` and ``gone``.
+        and on node 0 ``workers``, the exchanges of each, ``ended``, ``failed`` and ``gone``.
 
     Raises:
         ValueError: without MPI, for several processes per node, numbers that are not positive, or
@@ -102,10 +103,11 @@ def mpi_center(
         _serve(topology, comm, server, presence)
         leave: Callable[[Sequence[int]], None] = stay
         end: Callable[[str], None] = topology.end_all
+        failed: Callable[[], bool] = bool  # which would end all
     else:
-        leave, end = ending_alone(topology), end_alone
+        (leave, failed), end = ending_alone(topology), end_alone
     outlive()
-    line = Line(topology, comm, timeout, gone_after / _BEATS, end, leave)
+    line = Line(topology, comm, timeout, gone_after / _BEATS, end, leave, failed)
     client = Client(topology, line, end)
     program = Program(client, native, len(topology.devices))
     served: list[Rule] = []
@@ -126,12 +128,13 @@ def mpi_center(
 
         return Exchange(topology.num_nodes, None, init, program.start, program.finish, no_broadcast)
 
-    def join(params: PyTree) -> PyTree:
+    def join(params: PyTree, saved: CenterState | None = None) -> PyTree:
         if not served:
             raise ValueError("make the optimizer, jdaso.async_easgd(center, ...), before you join.")
         xs, where = split(jax.tree.map(jnp.asarray, params))
         leaves = [np.asarray(x) for x in widened(xs)] if serves else None
-        asked = (served[0].name, outline(params), leaves)
+        state = _flat(saved) if serves and saved is not None else None
+        asked = (served[0].name, outline(params), leaves, state)
         arrived = protocol.heard(client.ask(protocol.JOIN, asked))
         return where(
             [
@@ -143,18 +146,26 @@ def mpi_center(
     def read(params: PyTree) -> CenterState:
         state = protocol.heard_state(client.ask(protocol.READ, outline(params)))
         _, where = split(params)
-        return state._replace(**{name: where(leaves) for name, leaves in _filled(state).items()})
+        return mapped(where, state)
 
     def write(state: CenterState) -> None:
-        lists = {name: _arrays(tree) for name, tree in _filled(state).items()}
-        client.ask(protocol.WRITE, state._replace(clock=np.int32(state.clock), **lists))
+        client.ask(protocol.WRITE, _flat(state))
+
+    def wait() -> None:
+        while serves and presence.left() - {protocol.SERVER}:
+            time.sleep(_PAUSE_SECONDS)
 
     def report() -> dict[str, Any]:
         own = client.report()
         if not serves:
             return own
-        ended, gone = sorted(presence.ended), sorted(presence.gone)
-        return {**own, "workers": dict(server.exchanges), "ended": ended, "gone": gone}
+        return {
+            **own,
+            "workers": dict(server.exchanges),
+            "ended": sorted(presence.ended - presence.failed),
+            "failed": sorted(presence.failed),
+            "gone": sorted(presence.gone),
+        }
 
     return Center(
         topology.num_nodes,
@@ -163,18 +174,14 @@ def mpi_center(
         join=join,
         read=read,
         write=write,
+        wait=wait,
         report=report,
     )
 
 
-def _filled(state: CenterState) -> dict[str, Any]:
-    """The fields of a state that hold leaves: a rule without an average has () there."""
-    fields = {"center": state.center, "velocity": state.velocity, "average": state.average}
-    return {name: leaves for name, leaves in fields.items() if not _is_nothing(leaves)}
-
-
-def _is_nothing(leaves: Any) -> bool:
-    return isinstance(leaves, tuple) and leaves == ()
+def _flat(state: CenterState) -> CenterState:
+    """A state whose trees are lists of leaves, as the server keeps it."""
+    return mapped(_arrays, state)._replace(clock=np.int32(state.clock))
 
 
 def _arrays(tree: PyTree) -> list[np.ndarray]:

@@ -27,6 +27,7 @@ class Presence:
 
     def __init__(self, workers: int, describe: Callable[[int], str], gone_after: float, now: float):
         self.ended: set[int] = set()
+        self.failed: set[int] = set()
         self.gone: set[int] = set()
         self._died: set[int] = set()
         self._describe = describe
@@ -37,9 +38,10 @@ class Presence:
         """A worker has sent something."""
         self._last[worker] = now
 
-    def ends(self, worker: int) -> None:
-        """A worker has said that it ends."""
+    def ends(self, worker: int, failed: bool = False) -> None:
+        """A worker has said that it ends, or failed, which is one way to end."""
         self.ended.add(worker)
+        self.failed |= {worker} if failed else set()
         self.gone.discard(worker)
 
     def dies(self, worker: int) -> None:
@@ -63,4 +65,8 @@ class Presence:
     @property
     def over(self) -> bool:
         """Whether nobody is left."""
-        return len(self.ended | self.gone) == len(self._last)
+        return self.left() == frozenset()
+
+    def left(self) -> frozenset[int]:
+        """Who has neither ended nor gone."""
+        return frozenset(self._last) - self.ended - self.gone

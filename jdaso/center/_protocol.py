@@ -156,7 +156,15 @@ def heard_state(content: np.ndarray) -> CenterState:
     Raises:
         ValueError: for anything else.
     """
-    fields = heard(content)
+    return state_of(heard(content))
+
+
+def state_of(fields: Any) -> CenterState:
+    """A state of a list of its fields.
+
+    Raises:
+        ValueError: for anything else.
+    """
     if not isinstance(fields, list) or len(fields) != len(CenterState._fields):
         raise ValueError("it is not like the centre's state")
     center, velocity, average, clock = fields

@@ -99,7 +99,7 @@ class Server:
 
     def _join(self, worker: int, frame: Frame) -> Answers:
         """The centre as it is now, also to those who were earlier than its founder."""
-        rule_name, outline, leaves = protocol.heard(frame.content)
+        rule_name, outline, leaves, saved = protocol.heard(frame.content)
         if self.rule is not None and rule_name != self.rule.name:
             raise ValueError(
                 f"it joins as '{rule_name}', the centre is '{self.rule.name}'. All workers need "
@@ -114,7 +114,10 @@ class Server:
             specs = [Spec(leaf.shape, leaf.dtype) for leaf in leaves]
             self._fingerprint = protocol.fingerprint(rule_name, specs)
             self._staging = Staging(specs)
-            self._state = self.rule.init(leaves)
+            founded = self.rule.init(leaves)
+            self._state = founded if saved is None else _like(protocol.state_of(saved), founded)
+        elif saved is not None:
+            self._state = _like(protocol.state_of(saved), self._state)
         self._check_outline(worker, outline)
         answers = [(worker, _answer(frame, protocol.spoken(self._state.center)))]
         waiting, self._waiting = self._waiting, []

@@ -52,7 +52,7 @@ def serving(comm: Any, server: Server, presence: Presence) -> Waits:
                 _say(f"rank {worker} sent {error}")
                 continue
             if frame.kind == protocol.END:
-                presence.ends(worker)
+                presence.ends(worker, failed=not frame.contributes)
                 post.send(worker, _farewell(frame.question, presence))
                 told |= {worker} if presence.over else set()
             elif frame.kind != protocol.ALIVE:

@@ -12,8 +12,9 @@ import optax
 from jax import lax
 
 from jdaso._base import PyTree
-from jdaso._center import CenterState
+from jdaso._center import CenterState, mapped
 from jdaso._checks import check_whole
+from jdaso._leaves import split
 from jdaso.center._simulation import center_of, with_center, workers_of
 
 
@@ -83,7 +84,7 @@ def take_turns(
         The cluster afterwards, and the outputs, with a leading axis of turns.
 
     Raises:
-        ValueError: for an order that names a worker there is not.
+        ValueError: for an order that names a worker there is not, or batches of another length.
 
     >>> import jax, jax.numpy as jnp, jdaso, optax
     >>> tx = optax.chain(optax.sgd(0.5), jdaso.downpour(jdaso.simulated_center(2), period=1))
@@ -99,6 +100,12 @@ def take_turns(
     """
 
     _check_order(order, len(jax.tree.leaves(cluster.params)[0]))
+    for leaf in jax.tree.leaves(batches):
+        if np.shape(leaf)[:1] != (len(order),):
+            raise ValueError(
+                f"batches must have a leading axis of {len(order)} turns, as long as order, got "
+                f"{type(leaf).__name__} of shape {np.shape(leaf)}."
+            )
 
     def turn(cluster: Cluster, given):
         worker, batch = given
@@ -110,6 +117,18 @@ def take_turns(
         return Cluster(params, states, center_of(opt_state)), output
 
     return lax.scan(turn, cluster, (jnp.asarray(order, jnp.int32), batches))
+
+
+def read(cluster: Cluster) -> CenterState:
+    """The centre as trees like one worker's parameters, as ``read`` of a centre over MPI gives it.
+
+    >>> import jax.numpy as jnp, jdaso
+    >>> tx = jdaso.downpour(jdaso.simulated_center(2), period=1)
+    >>> read(gather(tx, {"w": jnp.ones(3)}, 2)).center["w"].tolist()
+    [1.0, 1.0, 1.0]
+    """
+    _, where = split(jax.tree.map(lambda x: x[0], cluster.params))
+    return mapped(where, cluster.center)
 
 
 def _check_order(order: jax.Array | np.ndarray, workers: int) -> None:

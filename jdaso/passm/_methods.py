@@ -76,7 +76,7 @@ def assm(
     def phase(step: int) -> Phase:
         return Phase(whole=True, factor=1.0)
 
-    return training("assm", memory, blocks, loss_fn, learning_rate, phase, True, options)
+    return training("assm", memory, blocks, loss_fn, learning_rate, phase, [True], True, options)
 
 
 def passm(
@@ -130,7 +130,7 @@ def passm(
     def phase(step: int) -> Phase:
         return Phase(whole=False, factor=1.0)
 
-    return training("passm", memory, blocks, loss_fn, learning_rate, phase, False, options)
+    return training("passm", memory, blocks, loss_fn, learning_rate, phase, [False], False, options)
 
 
 def passm_plus(
@@ -181,4 +181,6 @@ def passm_plus(
     """
     options = Options(momentum, before, group, has_aux, nonfinite)
     phase = phases(switches, memory.processes)
-    return training("passm_plus", memory, blocks, loss_fn, learning_rate, phase, True, options)
+    return training(
+        "passm_plus", memory, blocks, loss_fn, learning_rate, phase, [True, False], True, options
+    )

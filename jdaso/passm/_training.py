@@ -42,12 +42,14 @@ class Training(NamedTuple):
     """A training as one process sees it.
 
     Attributes:
-        init: ``() -> State``.
+        init: ``(*args) -> State``. With a batch, as for ``step``, it compiles the steps for it and
+            waits until all processes have, so that they begin together; without, the first step
+            compiles, and others may be far ahead by then.
         step: ``(state, *args) -> (state, loss)``, or ``(state, (loss, aux))``: reads the shared
             parameters, computes, and writes. ``args`` are those of the loss.
     """
 
-    init: Callable[[], State]
+    init: Callable[..., State]
     step: Callable[..., tuple[State, Any]]
 
 
@@ -68,6 +70,7 @@ def training(
     loss_fn: Callable,
     learning_rate: float | Callable[[int], float],
     phase: Callable[[int], Phase],
+    kinds: Sequence[bool],
     locked: bool,
     options: Options,
 ) -> Training:
@@ -77,6 +80,7 @@ def training(
         name: of the method, for errors.
         memory, blocks, loss_fn, learning_rate: as in :func:`jdaso.passm.assm`.
         phase: ``step -> Phase``.
+        kinds: whether phases are of the whole model, of blocks, or of both.
         locked: whether writes hold the lock of their block.
         options: the rest.
 
@@ -103,13 +107,20 @@ def training(
     }
     # Each begins with its own block, so that they do not queue for the same locks.
     turns = [(memory.process + i) % memory.processes for i in range(memory.processes)]
-    written = everything if phase(0).whole else own
+    written = everything if True in kinds else own
 
-    def init() -> State:
+    def init(*args: PyTree) -> State:
         def zeros(x):
             return jnp.zeros(x.shape, x.dtype)
 
-        return State(0, jax.tree.map(zeros, part(memory.params, list(written))), 0)
+        momentum = jax.tree.map(zeros, part(memory.params, list(written)))
+        if args:
+            places = jax.tree.leaves(momentum, is_leaf=_is_masked)
+            for whole in kinds:
+                before = [places[i] for i in (everything if whole else own)]
+                computes[whole](memory.read(), before, 0.0, *args)
+            memory.meet()
+        return State(0, momentum, 0)
 
     def step(state: State, *args: PyTree) -> tuple[State, Any]:
         now = phase(state.step)

@@ -52,7 +52,7 @@ def exchange(rule, message=MESSAGE, **options):
 
 
 def joining(rule, params=PARAMS, leaves=None):
-    return packed(JOIN, 2, spoken((rule.name, outline(params), leaves)))
+    return packed(JOIN, 2, spoken((rule.name, outline(params), leaves, None)))
 
 
 def founded(rule, **options):

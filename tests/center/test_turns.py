@@ -11,7 +11,7 @@ import pytest
 from cluster import LR, assert_near
 
 import jdaso
-from jdaso.center import gather, random_order, round_robin, take_turns
+from jdaso.center import gather, random_order, read, round_robin, take_turns
 from jdaso.center._simulation import center_of
 
 SIZE, TURNS, WORKERS = 60, 90, 3
@@ -200,10 +200,21 @@ def test_bfloat16_parameters_do_not_pull_the_centre_to_what_they_round_to():
     assert cluster.params.tolist() == [256.0, 256.0]
 
 
-def turns(center, order):
+def test_the_centre_is_read_as_the_parameters_tree():
+    params = {"w": jnp.ones((2, 3), jnp.bfloat16), "n": jnp.int32(7), "b": jnp.zeros(2)}
+    cluster = gather(jdaso.adownpour(jdaso.simulated_center(2), 1), params, 2)
+    seen = read(cluster)
+    for tree in (seen.center, seen.average):
+        assert jax.tree.map(jnp.shape, tree) == jax.tree.map(jnp.shape, params)
+        assert tree["w"].dtype == jnp.float32
+        assert tree["n"] == 7
+    assert seen.velocity == ()
+
+
+def turns(center, order, batches=None):
     """One step for each of the workers that the order names."""
     cluster = gather(jdaso.downpour(center, 1), jnp.ones(2), 2)
-    return take_turns(lambda p, s, _: (p, s, None), cluster, order, jnp.zeros(len(order)))
+    return take_turns(lambda p, s, _: (p, s, None), cluster, order, batches)
 
 
 @pytest.mark.parametrize(
@@ -229,6 +240,9 @@ def turns(center, order):
         (lambda c: jdaso.async_eamsgd(c, 4, 0.0, 0.9), "learning_rate must be positive, got 0.0"),
         (lambda c: turns(c, np.array([0, 1, 2])), "from 0 to 1, .* got int64 from 0 to 2"),
         (lambda c: turns(c, np.array([0.0, 1.0])), "whole numbers"),
+        (lambda c: turns(c, np.array([0, 1]), jnp.zeros(3)), r"axis of 2 turns.* shape \(3,\)"),
+        (lambda c: turns(c, np.array([0, 1]), (x for x in "ab")), "turns, .* got generator"),
+        (lambda c: c.join(None, saved=1), r"read cluster\.center"),
         (
             lambda c: gather(jdaso.downpour(c, 2), jnp.ones(2), 3),
             r"num_workers is 3, but the centre of tx is simulated_center\(2\)",

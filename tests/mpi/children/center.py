@@ -132,27 +132,32 @@ def devices():
 
 
 def resumed():
-    """All go back to a centre that was saved: node 0 writes it, and then they join again."""
-    center = jdaso.mpi_center(topology)
-    tx = METHODS["adownpour"](center, 0)
-    params, _ = train(tx, center.join(first_params()), 6)
+    """All go back to a centre that was saved: in a new one, and in the same one."""
+
+    def go_on(center, tx, clock):
+        assert_close(lists(center.read(first_params())), lists(saved), rtol=0)
+        topology.comm.barrier()
+        train(tx, center.join(first_params()), 6)
+        topology.comm.barrier()
+        assert int(center.read(first_params()).clock) == clock
+        topology.comm.barrier()
+
+    centers = [jdaso.mpi_center(topology) for _ in range(2)]
+    (old, first), (new, second) = [(c, METHODS["adownpour"](c, 0)) for c in centers]
+    train(first, old.join(first_params()), 6)
     topology.comm.barrier()
-    saved = center.read(params)
+    saved = old.read(first_params())
     assert int(saved.clock) == 2 * workers
     topology.comm.barrier()
-    train(tx, params, 6)
-    topology.comm.barrier()
-    if rank == 0:
-        assert int(center.read(params).clock) > int(saved.clock)
-        center.write(saved)
-    topology.comm.barrier()
-    params = center.join(first_params())
+    go_on(old, first, 4 * workers)
+    time.sleep(0.5 if rank == 0 else 0)  # the others wait for the one that has it
+    params = new.join(first_params(), saved=saved if rank == 0 else None)
     assert_close(params, saved.center, rtol=0)
-    assert_close(lists(center.read(params)), lists(saved), rtol=0)
+    go_on(new, second, 4 * workers)
+    if rank == 0:
+        old.join(params, saved=saved)
     topology.comm.barrier()
-    train(tx, params, 6)
-    topology.comm.barrier()
-    assert int(center.read(params).clock) == 4 * workers
+    go_on(old, first, 4 * workers)
 
 
 def replay():
@@ -225,7 +230,8 @@ def stopped():
     time.sleep(3)  # 5 s in all, at least
     os.kill(pids[2], signal.SIGCONT)
     wait_until(lambda: center.report()["workers"][2] == 9)
-    wait_until(lambda: center.report()["ended"] == [1, 2])
+    center.wait()
+    assert center.report()["ended"] == [1, 2]
     assert 2 not in center.report()["gone"]
 
 
@@ -240,8 +246,10 @@ def killed():
 def failed():
     center, _ = at_turn(lambda: 1 / 0)
     if rank == 0:
-        wait_until(lambda: center.report()["ended"] == [1, 2])
-        assert center.report()["workers"] == {0: 9, 1: 9, 2: 3}
+        center.wait()
+        report = center.report()
+        assert (report["ended"], report["failed"], report["gone"]) == ([1], [2], [])
+        assert report["workers"] == {0: 9, 1: 9, 2: 3}
 
 
 def late():

@@ -121,9 +121,9 @@ def learns():
         memory = passm.shared_memory(topology, params)
         blocks = passm.partition(params, size)
         training = method(memory, blocks, loss_fn, 0.1, 0.5, **more)
-        state = training.init()
+        state = training.init(a[:16], b[:16])
         for epoch in range(1000):
-            if epoch % 50 == 0:  # who compiles late would have been waited for by nobody
+            if epoch % 50 == 0:  # on a machine with fewer cores than processes
                 memory.meet()
             for rows in passm.minibatches(64, [16] * size, epoch)[rank]:
                 state, _ = training.step(state, a[rows], b[rows])
