@@ -38,8 +38,8 @@ class Ended(NamedTuple):
         return next((when for when, line in self.lines if re.search(pattern, line)), None)
 
     def numbers(self, pattern: str) -> list[int]:
-        """What the pattern's group was in all lines."""
-        return [int(found[1]) for _, line in self.lines if (found := re.search(pattern, line))]
+        """What the pattern's group was, wherever it is found; mpiexec may join two lines."""
+        return [int(number) for _, line in self.lines for number in re.findall(pattern, line)]
 
 
 def run(

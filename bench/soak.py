@@ -121,7 +121,7 @@ def happened(fault: Fault, job: Ended, first: int) -> bool:
 
 
 def found(job: Ended, pattern: str) -> list[str]:
-    return [match[1] for _, line in job.lines if (match := re.search(pattern, line))]
+    return [text for _, line in job.lines for text in re.findall(pattern, line)]
 
 
 def why(job: Ended) -> str:

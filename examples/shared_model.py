@@ -64,12 +64,13 @@ class SharedModel:
 
     def train_step(self, state: TrainState, rate: Any, images: jax.Array, labels: jax.Array):
         """As the ``train_step`` of steps.py; but the parameters of its state rest."""
+        data = state.stats, images, labels
         if self._training is None:
             self._memory = passm.shared_memory(self._topology, state.params)
             self._training = self._method(self._memory)
+            self._training.init(*data)  # compiles: all begin together
         # Algorithm 1 multiplies by 1 - m: so the option means what it means for SGD.
         self._rate = float(rate) / (1 - self._config.momentum)
-        data = state.stats, images, labels
         own, (loss, stats) = self._training.step(state.opt_state, *data)
         losses = state.losses + jnp.stack([loss, jnp.ones_like(loss)])
         metrics = jdaso.Metrics(own.step, CYCLING, 1, 0, 0, 0, False, own.skipped, 0)
