@@ -96,6 +96,8 @@ def run(arguments: argparse.Namespace) -> None:
     except (ImportError, OSError, ValueError) as error:
         raise SystemExit(f"jdaso verify: {error}") from error
     print(table)
+    if defects and (sound := _sound_before(arguments.checkpoint)):
+        defects.append(f"the newest one before it that has no defect is {sound}")
     if defects:
         raise SystemExit("\n".join(f"jdaso verify: {defect}" for defect in defects))
     print("A training can go on from it.")
@@ -112,6 +114,13 @@ def _chosen(path: Path) -> Found:
     if not inside:
         raise ValueError(f"{path} is no checkpoint, such as 000001_step_9, and holds none.")
     return max(inside, key=lambda one: (bool(one.parts), one.number))
+
+
+def _sound_before(path: Path) -> str | None:
+    """The newest sound checkpoint of a folder, or before a checkpoint."""
+    chosen = _chosen(path)
+    before = [x for x in found(chosen.path.parent) if x.parts and x.number < chosen.number]
+    return next((x.path.name for x in reversed(before) if not verify(x.path)[1]), None)
 
 
 def _summary(node: int, part: Part) -> Summary:

@@ -1,5 +1,6 @@
 """``python -m jdaso verify``: every defect of a checkpoint is named, and nothing else is one."""
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import jdaso
 from jdaso._base import HEADER_SIZE, Posted
 from jdaso._checkpoint_part import orbax, to_write
 from jdaso._host import named
-from jdaso._verify import verify
+from jdaso._verify import run, verify
 
 NODES = 2
 PARAMS = {"w": jnp.linspace(-1, 1, 6).reshape(2, 3), "half": jnp.ones(3, jnp.bfloat16)}
@@ -154,6 +155,16 @@ def test_the_exit_status_tells(tmp_path, sound):
     status, output = command(tmp_path)
     assert (status, "jdaso verify: " in output) == (1, True), output
     assert "is not complete" in output
+
+
+def test_the_one_that_is_sound_is_named(tmp_path, sound, capsys):
+    shutil.copytree(sound, tmp_path / "000001_step_3")
+    for name in ("000002_step_6", "000003_step_9"):
+        shutil.copytree(sound, tmp_path / name)
+        (tmp_path / name / "node_0_of_2" / "manifest.ocdbt").write_bytes(b"nothing")
+    with pytest.raises(SystemExit, match=r"damaged(.|\n)*no defect is 000001_step_3"):
+        run(argparse.Namespace(checkpoint=tmp_path))
+    assert "000003_step_9" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["none", "empty"])
