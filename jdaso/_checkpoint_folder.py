@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from jdaso._meeting import meet
 from jdaso.topology import Topology
 
 _CHECKPOINT = re.compile(r"([0-9]{6,18})_step_([0-9]{1,18})")
@@ -41,6 +42,7 @@ def check_shared(directory: Path, topology: Topology) -> None:
     """Raises ValueError, on every node, if one does not see what the first writes; collective."""
     if topology.comm is None:
         return
+    meet(topology, f"the checkpoints in {directory}")
     name = None
     if topology.rank == 0:
         file, name = tempfile.mkstemp(prefix=".shared_", dir=directory)

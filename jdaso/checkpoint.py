@@ -29,6 +29,7 @@ from jdaso._checks import check_whole
 from jdaso._host import named, put_back
 from jdaso._in_flight import at_step as at_step
 from jdaso._in_flight import grounded, of_exchanges, outlines, without_exchanges
+from jdaso._meeting import meet
 from jdaso.topology import Topology
 
 
@@ -252,6 +253,7 @@ class Checkpoints:
             value = read()
         except Exception as error:
             problem = f"{self._topology.describe(self._topology.rank)}: {error}"
+        self._meet()
         comm = self._topology.comm
         problems = [problem] if comm is None else comm.allgather(problem)
         if any(problems):
@@ -271,8 +273,7 @@ class Checkpoints:
         return value if comm is None else comm.bcast(value)
 
     def _meet(self) -> None:
-        if self._topology.comm is not None:
-            self._topology.comm.Barrier()
+        meet(self._topology, f"the checkpoints in {self._directory}")
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

@@ -106,7 +106,7 @@ class _Window:
         self._comm = topology.comm.Dup()
         self._describe, self._rank = topology.describe, topology.rank
         self._params, self._timeout = shapes(params), timeout
-        self.compare(outline(params))
+        check_alike(self._comm.allgather(outline(params)), self._describe)
         processes, begin = self._comm.Get_size(), size_of(params)
         size = begin + 8 * (servers + processes)
         on_host = self._comm.Split_type(MPI.COMM_TYPE_SHARED, key=self._rank)
@@ -160,6 +160,7 @@ class _Window:
             time.sleep(_PAUSE_SECONDS)
 
     def compare(self, lines: Sequence[str]) -> None:
+        self.meet()
         check_alike(self._comm.allgather(list(lines)), self._describe)
 
     def _missing(self, meeting: int) -> list[int]:
