@@ -6,7 +6,8 @@ EASGD, EAMSGD and DOWNPOUR with 4 workers, each an MPI process with a clock of i
 1, 4, 16 and 64, on digits; for each the best of some learning rates, by the last training loss of
 the centre (the paper's is the best by test error). Node 0 copies the centre once in a while; what
 these copies are worth is found after the run. Runs that are in the folder already are not done
-again, so that it can be called until all are.
+again, so that it can be called until all are. "Rise" is by how much a loss has been larger than an
+earlier one.
 """
 
 from __future__ import annotations
@@ -126,18 +127,19 @@ def show(runs: dict[tuple[str, int], list[dict]], out: Path) -> None:
     import matplotlib.pyplot as plt
 
     print(
-        "| | period | learning rate | loss, half time | last | test error | steps of a worker "
-        "| last loss at each learning rate |\n|---|---|---|---|---|---|---|---|"
+        "| | period | learning rate | loss, half time | last | largest rise | test error "
+        "| steps of a worker | last loss at each learning rate |\n|---|---|---|---|---|---|---|---|---|"
     )
     figure, axes = plt.subplots(1, len(PERIODS), sharey=True, figsize=(14, 4), layout="constrained")
     for (method, period), found in runs.items():
         run = best(found)
         losses = np.array(run["losses"])
         half = losses[len(losses) // 2]
+        rise = (losses / np.minimum.accumulate(losses)).max()
         rates = ", ".join(f"{one['rate']:g}: {one['losses'][-1]:.3g}" for one in found)
         print(
-            f"| {method} | {period} | {run['rate']} | {half:.4f} | {losses[-1]:.4f} "
-            f"| {1 - run['accuracy']:.4f} | {run['steps']} "
+            f"| {method} | {period} | {run['rate']} | {half:.4f} | {losses[-1]:.5f} "
+            f"| {rise:.3g} | {1 - run['accuracy']:.4f} | {run['steps']} "
             f"| {rates} |"
         )
         axis = axes[PERIODS.index(period)]
