@@ -128,7 +128,7 @@ def show(runs: dict[tuple[str, int], list[dict]], out: Path) -> None:
 
     print(
         "| | period | learning rate | loss, half time | last | largest rise | test error "
-        "| steps of a worker | last loss at each learning rate |\n|---|---|---|---|---|---|---|---|---|"
+        "| steps of a worker | last loss at each learning rate |\n" + 9 * "|---" + "|"
     )
     figure, axes = plt.subplots(1, len(PERIODS), sharey=True, figsize=(14, 4), layout="constrained")
     for (method, period), found in runs.items():
