@@ -114,13 +114,15 @@ def side_by_side(operations: Iterable[Waits]) -> Waits:
         if not active:
             return result
         ranks: frozenset[int] = frozenset()
-        moved = False
+        requests: tuple[Any, ...] = ()
+        moved = ask = False
         for number, operation in list(active.items()):
             try:
                 waiting = next(operation)
-                ranks, moved = ranks | waiting.ranks, moved or waiting.moved
+                ranks, requests = ranks | waiting.ranks, requests + waiting.requests
+                moved, ask = moved or waiting.moved, ask or not waiting.requests
             except StopIteration as end:
                 del active[number]
                 result, moved = result + end.value, True
         if active:  # the root of a broadcast waits for nobody that it knows
-            yield Waiting(ranks, moved)
+            yield Waiting(ranks, moved, () if ask else requests)

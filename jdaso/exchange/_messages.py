@@ -11,10 +11,17 @@ from jdaso._wire import BLOCKS, back_factor, pack_sum, sum_dtype, unpack
 
 
 class Waiting(NamedTuple):
-    """For which ranks of a communicator an operation waits, and whether it has come further."""
+    """For whom and for what an operation waits.
+
+    Attributes:
+        ranks: of a communicator.
+        moved: whether it has come further since it said so the last time.
+        requests: MPI's. Where there are any, it can only go on when one of them is complete.
+    """
 
     ranks: frozenset[int]
     moved: bool = False
+    requests: tuple[Any, ...] = ()
 
 
 # An operation says for whom it waits whenever it cannot go on, and returns its result.
@@ -36,7 +43,7 @@ def wait_for(requests: dict[int, Any]) -> Waits:
     pending = {peer: request for peer, request in requests.items() if request is not None}
     before = None
     while pending := {peer: request for peer, request in pending.items() if not request.Test()}:
-        yield Waiting(frozenset(pending), moved=len(pending) != before)
+        yield Waiting(frozenset(pending), len(pending) != before, tuple(pending.values()))
         before = len(pending)
 
 

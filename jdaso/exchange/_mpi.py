@@ -64,7 +64,7 @@ def mpi_exchange(
             cover everything that one node does alone, such as an evaluation or a checkpoint.
             Before that, after 30 seconds or median + 20 deviations, it is a warning.
         native: whether parameters are copied by compiled code; None: where it was built and
-            serves the devices (CPU), with a warning where it was not built.
+            serves the devices (CPU), with a warning, once, where it does not.
         pattern: ``direct``, ``ring`` or ``halving``, as above.
         senders: ``one`` or ``all``, as above.
 

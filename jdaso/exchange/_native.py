@@ -78,7 +78,7 @@ def chosen(native: bool | None, platform: str) -> bool:
     Raises:
         ValueError: if it was asked for and cannot be used.
     """
-    if native is False or (native is None and platform != "cpu"):
+    if native is False:
         return False
     reason = why_not() if platform == "cpu" else f"it serves CPU devices, not {platform}"
     if reason is not None and native:

@@ -120,7 +120,8 @@ def broadcast(comm: Any, arrays: Sequence[np.ndarray], root: int) -> Waits:
     before = None
     while requests := [request for request in requests if not request.Test()]:
         # The root waits for it knows not whom, and says so by an empty set.
-        yield Waiting(frozenset({root} - {comm.Get_rank()}), moved=len(requests) != before)
+        ranks = frozenset({root} - {comm.Get_rank()})
+        yield Waiting(ranks, len(requests) != before, tuple(requests))
         before = len(requests)
 
 

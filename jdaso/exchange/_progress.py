@@ -2,8 +2,8 @@
 
 MPI makes progress only inside its own calls: a plain ``Iallreduce`` hides next to nothing, and a
 thread that sits in a blocking call burns the core it should leave to training. So this thread
-asks every posted operation whether it can go on, and sleeps in between: a millisecond, and while
-nothing moves two, since every look takes time from the core that trains.
+asks every posted operation whether it can go on, and sleeps in between: every look takes time from
+the core that trains, so on a slow network, where seldom something arrives, it looks less often.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from jdaso.exchange._messages import Waiting, Waits
 from jdaso.exchange._pace import Pace
 from jdaso.topology import Topology
 
-# Between two looks at what is in flight. A slow link's buffers last for the longest.
-_POLL_SECONDS, _LONGEST_POLL_SECONDS, _SLOWER = 1e-3, 2e-3, 1.5
+# Between two looks at what is in flight: a part of the time since something last moved, within
+# these limits. A slow link's buffers last for the longest.
+_POLL_SECONDS, _LONGEST_POLL_SECONDS, _LOOKS_A_MOVE = 5e-4, 10e-3, 4
 _ASK_SECONDS = 0.5  # for those that have ended
 # A process that was stopped for longer than that, or a machine that slept, was itself late.
 _PAUSE_SECONDS = 5.0
@@ -52,6 +53,11 @@ class Request:
     def step(self) -> None:
         """Moves the operation on as far as it can go now."""
         try:
+            asked = self.waiting.requests
+            # One question to MPI for all of them; most looks end here.
+            if asked and not asked[0].Testany(asked)[1]:
+                self.waiting = self.waiting._replace(moved=False)
+                return
             self.waiting = next(self._operation)
         except StopIteration as end:
             self.result = end.value
@@ -169,7 +175,7 @@ class Progress:
 
     def _loop(self) -> None:
         pause, gone, ask_again = _POLL_SECONDS, frozenset[int](), 0.0
-        looked = time.monotonic()
+        looked = last_moved = time.monotonic()
         while True:
             with self._changed:
                 while not self._requests:
@@ -177,7 +183,7 @@ class Progress:
                         return
                     self._changed.wait(_UNTAKEN_SECONDS if self._untaken() else None)
                     self._end_untaken()
-                    looked = time.monotonic()
+                    looked = last_moved = time.monotonic()
                 requests = list(self._requests)
             if (stopped := time.monotonic() - looked) > _PAUSE_SECONDS:
                 for request in requests:
@@ -198,8 +204,11 @@ class Progress:
                 with self._changed:
                     self._requests = [r for r in self._requests if not r.done.is_set()]
                 continue
-            moved = any(request.waiting.moved for request in requests)
-            pause = _POLL_SECONDS if moved else min(_SLOWER * pause, _LONGEST_POLL_SECONDS)
+            quiet = min((looked - last_moved) / _LOOKS_A_MOVE, _LONGEST_POLL_SECONDS)
+            if any(request.waiting.moved for request in requests):
+                pause, last_moved = max(quiet, _POLL_SECONDS), looked
+            else:
+                pause = max(quiet, pause)
             with self._changed:
                 self._changed.wait(_POLL_SECONDS_WAITED_FOR if self._waiters else pause)
 

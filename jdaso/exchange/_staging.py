@@ -129,10 +129,11 @@ class Pool:
         self._sort()
         spare = self._spare.get(_sizes(specs), [])
         # Sums of another wire will not be asked for again soon: their memory goes.
-        spare[:] = [staging for staging in spare if staging.specs == tuple(specs)]
-        if not spare:
+        spare[:] = [staging for staging in spare if _dtypes(staging.specs) == _dtypes(specs)]
+        staging = next((staging for staging in spare if staging.specs == tuple(specs)), None)
+        if staging is None:
             return Staging(specs)
-        staging = spare.pop()
+        spare.remove(staging)
         staging.reuse()
         return staging
 
@@ -146,6 +147,10 @@ class Pool:
             if spare and staging.record["taken"] == takers:
                 self._spare.setdefault(_sizes(staging.specs), []).append(staging)
         self._reading = [entry for entry in self._reading if entry[0].record["taken"] < entry[1]]
+
+
+def _dtypes(specs: Sequence[Spec]) -> list[np.dtype]:
+    return [spec.dtype for spec in specs]
 
 
 def _sizes(specs: Sequence[Spec]) -> tuple[int, ...]:

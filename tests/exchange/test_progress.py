@@ -85,3 +85,52 @@ def test_an_error_that_was_taken_ends_nothing_more(progress, ends, monkeypatch):
         progress.wait(request)
     progress.wait(progress.submit(waiting_until(iter([False] * 50 + [True]).__next__), "another"))
     assert ends.empty()
+
+
+class Message:
+    """A message of MPI's, in what both of these ask of it."""
+
+    def __init__(self):
+        self.complete, self.questions = False, 0
+
+    def Test(self):
+        return self.complete
+
+    def Testany(self, messages):
+        self.questions += 1
+        return 0, any(message.complete for message in messages)
+
+
+def test_an_operation_is_asked_again_when_one_of_its_messages_is_complete(progress):
+    first, second = Message(), Message()
+    resumed = []
+
+    def operation():
+        while not first.Test() or not second.Test():
+            resumed.append(first.questions)
+            yield Waiting(frozenset({1}), requests=(first, second))
+        return "done"
+
+    request = progress.submit(operation(), "an exchange")
+    while first.questions < 10:
+        time.sleep(0.001)
+    assert resumed == [0]
+    second.complete = True
+    while first.questions < 20:
+        time.sleep(0.001)
+    assert len(resumed) > 1
+    first.complete = True
+    assert progress.wait(request) == "done"
+
+
+def test_an_error_of_a_message_is_that_of_its_operation(progress):
+    class Broken(Message):
+        def Testany(self, messages):
+            raise RuntimeError("the link is down")
+
+    def operation():
+        yield Waiting(frozenset({1}), requests=(Broken(),))
+
+    request = progress.submit(operation(), "an exchange")
+    with pytest.raises(JdasoError, match="an exchange failed: RuntimeError: the link is down"):
+        progress.wait(request)
