@@ -6,7 +6,8 @@
 An exchange is awaited at once. "rate" is its time from post to arrival, and MPI's blocking
 Allreduce of the same bytes divided by that, in pairs. "start" and "finish" are the calls that copy
 the parameters to the host and the sums back. Host memory is what the process has grown by, from
-before the first exchange to after the last, in units of the parameters' bytes.
+before the first exchange to after the last, in units of the parameters' bytes; in the first row
+only, since what that has freed serves the others.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def main() -> None:
         f"{'leaves':>7} {'start':>10} {'flight':>10} {'finish':>10} {'Allreduce':>10} {'rate':>6} "
         f"{'host memory':>12}"
     )
-    for leaves in options.leaves:
+    for row, leaves in enumerate(options.leaves):
         parameters = [jnp.full((total // leaves,), float(i)) for i in range(leaves)]
         jax.block_until_ready(parameters)
         before = resident_bytes()
@@ -94,7 +95,7 @@ def main() -> None:
             times += [(*once(), base)] if pair >= 0 else []
             if pair < 0:
                 once()
-        grown = (resident_bytes() - before) / (4 * total)
+        grown = f"{(resident_bytes() - before) / (4 * total):.2f}" if row == 0 else "-"
         start, flight, finish, base = (slowest(list(t)) for t in zip(*times, strict=True))
         rates = [
             max(pair[3] for pair in pairs) / max(pair[1] for pair in pairs)
@@ -102,7 +103,7 @@ def main() -> None:
         ]
         say(
             f"{leaves:7} {1e3 * start:7.1f} ms {1e3 * flight:7.1f} ms {1e3 * finish:7.1f} ms "
-            f"{1e3 * base:7.1f} ms {statistics.median(rates):6.2f} {grown:12.2f}",
+            f"{1e3 * base:7.1f} ms {statistics.median(rates):6.2f} {grown:>12}",
             flush=True,
         )
 

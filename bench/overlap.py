@@ -6,7 +6,8 @@ Every process takes steps of a model whose parameters have the given size. A ste
 about the given time, on one core of its own, and updates all parameters by SGD. "alone" does
 nothing else; the others add exchanges. EASGD gives the same numbers whether its sum flies for a
 whole period or training waits for it. Each pair runs the same number of steps alone and with
-exchanges, one after the other; printed is the median of the pairs' ratios, with its range. What
+exchanges, one after the other; printed is the median of the pairs' ratios, with its range, and how
+long an exchange blocks training on average, on the node where that is longest. What
 is in flight at the end of a run has landed before the next one alone begins, and a run with
 exchanges begins with one in flight.
 """
@@ -102,7 +103,7 @@ def main():
         seen = Seen(exchange)
         pairs = [pair(run, exchange, seen) for _ in range(arguments.pairs)]
         ratios = [with_exchange / base for base, with_exchange in pairs]
-        blocked = 1e3 * seen.per_exchange("seconds_blocked")
+        blocked = 1e3 * max(comm.allgather(seen.per_exchange("seconds_blocked")))
         say(
             f"{name:28} {statistics.median(p[0] for p in pairs):7.3f}s "
             f"{statistics.median(p[1] for p in pairs):7.3f}s {statistics.median(ratios):7.3f}  "

@@ -69,7 +69,10 @@ def main() -> None:
     say(f"{nodes} nodes of {options.processes_per_node} processes; {count} parameters")
     say("| pattern, senders | wire | fewest, MB | counted / fewest | eth0 / fewest | seconds |")
     patterns = ["direct", "ring"] + ["halving"] * (nodes & (nodes - 1) == 0)
-    for pattern, senders in [(p, "one") for p in patterns] + [("direct", "all")]:
+    ways = [(pattern, "one") for pattern in patterns]
+    if topology.num_local_devices > 1:  # with one device they are the same
+        ways.append(("direct", "all"))
+    for pattern, senders in ways:
         for wire in ("float32", "bfloat16", "float16", "int8"):
             if wire == "int8" and pattern != "direct":
                 continue

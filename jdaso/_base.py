@@ -97,7 +97,8 @@ class Flown(NamedTuple):
         fill: copying the parameters to the host, and casting them.
         flight: with the thread that exchanges.
         wait: training was blocked.
-        take: copying the sums to the device; zeros while that goes on.
+        take: copying the sums to the device; zeros while that goes on. With host callbacks JAX
+            copies as well, before ``fill`` and after ``take``, which is not in here.
     """
 
     number: int
@@ -160,7 +161,9 @@ class Exchange(NamedTuple):
         broadcast: ``(leaves, root) -> leaves``, those of node ``root``, bit for bit.
         report: ``() -> dict`` of what the host saw: exchanges, bytes sent, seconds that
             exchanges were on their way, and seconds of them that training was blocked.
-        history: ``() -> list`` of the last thousand exchanges that have ended, what took how long.
+        history: ``() -> list`` of the last thousand exchanges that have ended, what took how long:
+            ``number``, ``step``, ``bytes_sent``, and ``fill``, ``flight``, ``wait`` and ``take``,
+            from and until, in seconds of the monotonic clock.
         posted: ``() -> dict`` by number, of what flies with the host and not in the state; a
             checkpoint needs both. Complete when the program that has posted has ended.
         post_again: the inverse, on all nodes together: what was posted flies once more, and what

@@ -46,7 +46,8 @@ class Feedback(NamedTuple):
     """What a node remembers of the exchanges of a fragment, where any of them is in int8.
 
     On another number of nodes, each goes on with the mean of the residuals, by which the mean of
-    the nodes is owed as much as before.
+    the nodes is owed as much as before, but for what is in flight: that is dropped, and once with
+    it what it had of the residual.
 
     Attributes:
         residual: r, like the exchanged leaves, in the dtype in which they are added up.

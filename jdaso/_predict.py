@@ -31,39 +31,51 @@ def add_command(commands: Any) -> None:
     add = parser.add_argument
     add("--step-time", type=float, required=True, help="seconds of a step on one node")
     add("--bandwidth", type=float, required=True, help="Gbit/s between nodes; see tune")
-    add("--latency", type=float, default=0.0, help="seconds, between nodes; see tune")
-    add("--gpus-per-node", type=int, default=1)
+    add("--latency", type=float, default=0.0, help="seconds, between nodes; see tune (default: 0)")
+    add("--gpus-per-node", type=int, default=1, help="goes with --local-bandwidth (default: 1)")
     add(
         "--local-bandwidth",
         type=float,
         default=math.inf,
-        help="Gbit/s within a node; default: the step time has all that happens there",
+        help="Gbit/s between GPUs of a node (default: the step time has all that happens there)",
     )
-    add("--max-nodes", type=int, default=4096)
-    add("--wire", choices=perf.BYTES, help="default: each algorithm's own")
-    add("--pattern", choices=perf.PATTERNS, default="direct", help="of the all-reduce")
-    add("--period", type=int, help="default: what is recommended for the most nodes")
-    add("--delay", type=int, help="of dasgd and daso; default: period - 1, a quarter of it")
+    add("--max-nodes", type=nodes, default=4096, help="the most (default: 4096)")
+    add("--wire", choices=perf.BYTES, help="(default: each algorithm's own)")
+    add(
+        "--pattern",
+        choices=perf.PATTERNS,
+        default="direct",
+        help="of the all-reduce (default: direct); tree and butterfly are those of DaSGD's paper",
+    )
+    add("--period", type=int, help="(default: what is recommended for the most nodes)")
+    add("--delay", type=int, help="(default: period - 1 for dasgd, a quarter of it for daso)")
     add("--overhead", type=float, default=0.0, help="seconds per exchange that nothing hides")
     add("--slowdown", type=float, default=0.0, help="seconds of computing per exchange in flight")
-    add("--blocking-share", type=float, default=1 / 9, help="of daso's steps; 10 of 90 epochs")
-    add("--out", type=Path, default=Path("predict.png"), help="picture to write")
+    add(
+        "--blocking-share",
+        type=float,
+        default=1 / 9,
+        help="of daso's steps, those of warm-up and cool-down, 0 to 1 (default: 10 of 90 epochs)",
+    )
+    add("--out", type=Path, help="picture to write, with matplotlib (default: predict.png)")
     parser.set_defaults(run=run)
 
 
 def add_model(parser: argparse.ArgumentParser, required: bool) -> None:
     """Adds the two ways to say how large a model is."""
     size = parser.add_mutually_exclusive_group(required=required)
-    size.add_argument("--parameters", type=count, help="of the model, such as 25.6e6")
+    size.add_argument("--parameters", type=number, help="of the model, such as 25.6e6")
     size.add_argument(
         "--megabytes",
         dest="parameters",
+        metavar="MB",
         type=megabytes,
         help="the same as the size of its float32 parameters",
     )
 
 
-def count(text: str) -> int:
+# argparse names what is wrong by these functions' names: "invalid number value".
+def number(text: str) -> int:
     """A whole number, which may be written as 25.6e6."""
     return round(float(text))
 
@@ -71,6 +83,13 @@ def count(text: str) -> int:
 def megabytes(text: str) -> int:
     """The float32 parameters in so many megabytes."""
     return round(float(text) * 250_000)
+
+
+def nodes(text: str) -> int:
+    """A number of nodes."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -102,10 +121,14 @@ def run(args: argparse.Namespace) -> None:
     if args.pattern == "direct":
         print(OF_DIRECT)
     try:
-        print(f"\n{draw(predictions, node_counts(args.max_nodes), args.out)}")
+        out = draw(predictions, node_counts(args.max_nodes), args.out or Path("predict.png"))
+        print(f"\npicture: {out}")
     except ImportError:
-        print("\nNo picture without matplotlib: pip install matplotlib")
-    except OSError as error:
+        lacking = "no picture without matplotlib: pip install matplotlib"
+        if args.out:
+            raise SystemExit(f"jdaso predict: {lacking}") from None
+        print(f"\n{lacking}")
+    except (OSError, ValueError) as error:  # ValueError: a suffix that matplotlib does not know
         raise SystemExit(f"jdaso predict: {error}") from error
 
 

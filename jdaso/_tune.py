@@ -15,8 +15,8 @@ from jdaso.topology import Topology, discover_topology
 
 HELP = "measure the network between nodes; say which period and delay to choose"
 WIRES = ("float32", "bfloat16", "float16", "int8")
-# The longest delays in the papers' studies of accuracy.
-TRIED = {"DASO, Table 2": 4, "DaSGD, Fig. 6(e)": 7}
+# Up to these delays the papers saw little loss of accuracy.
+HARMLESS = {"DASO, Table 2": 4, "DaSGD, Fig. 6(e)": 7}
 # Below this share of a step, waiting for an exchange is not worth hiding.
 WORTHWHILE = 0.01
 # Above this share of the time, what no delay hides is worth a word.
@@ -27,25 +27,41 @@ DISTURBED = 0.5
 
 def add_command(commands: Any) -> None:
     """Adds the subcommand to a parser."""
-    parser = commands.add_parser("tune", help=HELP)
+    parser = commands.add_parser(
+        "tune",
+        help=HELP,
+        description="Measures exchanges between the nodes, a minute or two, and prints latency, "
+        "bandwidth, what an exchange costs, and which period and delay to choose. Start one "
+        "process on each node, as for training.",
+    )
     add_model(parser, required=True)
     add = parser.add_argument
     add("--step-time", type=float, help="seconds of a training step on one node")
-    add("--wire", choices=WIRES, default="float32")
-    add("--pattern", choices=PATTERNS, default="direct", help="of jdaso.mpi_exchange")
-    add("--senders", choices=SENDERS, default="one", help="of jdaso.mpi_exchange")
-    add("--repeats", type=int, default=5, help="exchanges of each size")
-    add("--seconds", type=float, default=60.0, help="larger exchanges are then not measured")
+    add("--wire", choices=WIRES, default="float32", help="(default: float32)")
+    add(
+        "--pattern",
+        choices=PATTERNS,
+        default="direct",
+        help="of jdaso.mpi_exchange (default: direct)",
+    )
+    add("--senders", choices=SENDERS, default="one", help="the same (default: one)")
+    add("--repeats", type=int, default=5, help="exchanges of each size (default: 5)")
+    add(
+        "--seconds",
+        type=float,
+        default=60.0,
+        help="to measure for; sizes that would take longer are left out (default: 60)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     """Measures, and prints on rank 0; ends with an error if there is only one node."""
-    right = args.parameters >= 1 and args.repeats >= 1
+    right = args.parameters >= 1 and args.repeats >= 1 and args.seconds > 0
     if not (right and (args.step_time is None or args.step_time > 0)):
         raise SystemExit(
-            "jdaso tune: --parameters and --repeats must be at least 1, and --step-time above 0; "
-            f"got {args.parameters}, {args.repeats} and {args.step_time}."
+            "jdaso tune: --parameters and --repeats must be at least 1, --seconds and --step-time "
+            f"above 0; got {args.parameters}, {args.repeats}, {args.seconds} and {args.step_time}."
         )
     topology = discover_topology()
     if topology.num_nodes == 1:
@@ -92,20 +108,20 @@ def lines(args: argparse.Namespace, topology: Topology, measured: Measured) -> l
             f"{args.step_time or 'SECONDS'} --bandwidth {8e-9 * network.bandwidth:.3g} "
             f"--latency {network.latency:.3g} --overhead {overhead:.3g} --slowdown {slowdown:.3g}"
         )
-    known = "" if share == 1 else f" (measured up to {measured.largest / 1e6:.4g} MB)"
+    known = "" if share == 1 else f", extrapolated from {measured.largest / 1e6:.4g} MB"
     said.append(f"exchange   {exchange_time:.4g} s{known}")
     said.append(f"copies     {overhead:.3g} s per exchange, which no delay hides")
     said.append(f"slowdown   {slowdown:.3g} s of computing beside an exchange in flight\n")
-    if args.step_time is None:
-        delays = [f"{d} for steps above {exchange_time / d:.3g} s" for d in (1, 2, 4)]
-        said.append(f"Give --step-time to be told what to choose; delay {', '.join(delays)}.")
-    else:
-        said += advice(args.step_time, exchange_time, overhead, slowdown, args.wire)
     if max(times) - min(times) > DISTURBED * median:
         said.append(
             f"Not to be trusted: the same exchange took {min(times):.3g} to {max(times):.3g} s. "
             "Hosts or network are busy with something else; measure again without it."
         )
+    if args.step_time is None:
+        delays = [f"{d} for steps above {exchange_time / d:.3g} s" for d in (1, 2, 4)]
+        said.append(f"Give --step-time to be told what to choose; delay {', '.join(delays)}.")
+    else:
+        said += advice(args.step_time, exchange_time, overhead, slowdown, args.wire)
     hosts = len({process.host for process in topology.processes})
     if hosts < nodes:
         said.append(
@@ -145,22 +161,23 @@ def advice(
             f"It will not help: an exchange takes {exchange_time / step_time:.2%} of a step. Wait "
             "for one at every step (period 1, delay 0): then nothing is stale."
         )
-    beyond = [f"{paper}: up to {longest}" for paper, longest in TRIED.items() if delay > longest]
+    narrower = "" if wire == "int8" else "a narrower wire or "
+    beyond = [f"{paper}: up to {most}" for paper, most in HARMLESS.items() if delay > most]
     if beyond:
         said.append(
-            f"It may cost accuracy: delay {delay} is longer than what was tried "
-            f"({'; '.join(beyond)}). Take a narrower wire or a larger batch per node, or diloco, "
+            f"It may cost accuracy: delay {delay} is longer than those that cost little in the "
+            f"papers ({'; '.join(beyond)}). Take {narrower}a larger batch per node, or diloco, "
             "which is made for long periods."
         )
     if overhead > COSTLY * step_time * period:
         said.append(
-            f"Copies to and from the host cost {overhead / (step_time * period):.1%} of the time, "
-            "which no delay hides. A longer period makes them fewer, and may cost accuracy."
+            "Copies to and from the host lengthen steps by "
+            f"{overhead / (step_time * period):.1%} on average, which no delay hides. A longer "
+            "period makes them fewer, and may cost accuracy."
         )
     if slowdown > COSTLY * step_time * period:
         said.append(
-            f"Moving messages takes {slowdown / (step_time * period):.1%} of the time away from "
-            "computing, on the same cores. Leave a core to it (srun --cpus-per-task), or take a "
-            "narrower wire."
+            f"Moving messages lengthens steps by {slowdown / (step_time * period):.1%} on average, "
+            f"on the same cores. Take {narrower}one core more (srun --cpus-per-task)."
         )
     return said

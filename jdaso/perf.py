@@ -188,8 +188,8 @@ def predict(
         slowdown: seconds that computing takes longer for a whole exchange in flight beside it,
             where the cores that train also move messages; see ``python -m jdaso tune``.
         blocking_share: share of the steps that are in DASO's warm-up and cool-down, which block at
-            every step, in bfloat16. Its plateaus, after which period and delay are halved, cannot
-            be predicted and are not counted.
+            every step, in bfloat16; ``python -m jdaso predict`` takes 1/9. Its plateaus, after
+            which period and delay are halved, cannot be predicted and are not counted.
 
     Returns:
         A :class:`Prediction`.

@@ -232,6 +232,20 @@ def test_daso_phases_are_weighted_by_their_steps():
     assert both.step_time == pytest.approx(0.75 * cycling.step_time + 0.25 * blocking.step_time)
 
 
+@pytest.mark.parametrize("costs", [{"overhead": 0.02}, {"slowdown": 0.02}])
+def test_what_exchanges_cost_is_weighted_by_daso_phases(costs):
+    """Copies at every step of a blocking phase; no computing beside what is waited for."""
+    cycling, cycling_free = (predicted("daso", period=8, delay=2, **of) for of in (costs, {}))
+    paid, free = (
+        predicted("daso", period=8, delay=2, blocking_share=0.25, **of) for of in (costs, {})
+    )
+    every_step = costs.get("overhead", 0)
+    assert cycling.step_time > cycling_free.step_time
+    assert paid.step_time - free.step_time == pytest.approx(
+        0.75 * (cycling.step_time - cycling_free.step_time) + 0.25 * every_step
+    )
+
+
 def test_overhead_is_paid_once_an_exchange():
     for algorithm, period in {"allreduce_gradients": None, "local_sgd": 4, "dasgd": 4}.items():
         free, paid = (predicted(algorithm, period=period, overhead=x) for x in (0, 0.02))
@@ -255,6 +269,27 @@ def test_all_reduce_of_two(pattern):
     """Over two members all patterns but one are the same: each sends everything it has once."""
     seconds = perf.allreduce_time(1e6, 2, network=NETWORK, pattern=pattern)
     expected = {"butterfly": 1e-4 + 1e-3, "tree": 2e-4 + 2e-3}.get(pattern, 2e-4 + 1e-3)
+    assert seconds == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "nodes", "latencies", "share"),
+    [
+        ("direct", 4, 2, 1.5),
+        ("direct", 8, 2, 1.75),
+        ("ring", 4, 6, 1.5),
+        ("ring", 8, 14, 1.75),
+        ("halving", 4, 4, 1.5),
+        ("halving", 8, 6, 1.75),
+    ],
+)
+def test_all_reduce_of_several(pattern, nodes, latencies, share):
+    """2 (P-1)/P of the bytes leave a member with all of ours; what differs is how often it waits.
+
+    With latency a and bytes n: direct 2 a, ring 2 (P-1) a, halving 2 log2(P) a.
+    """
+    seconds = perf.allreduce_time(1e6, nodes, network=NETWORK, pattern=pattern)
+    expected = latencies * NETWORK.latency + share * 1e6 / NETWORK.bandwidth
     assert seconds == pytest.approx(expected)
 
 

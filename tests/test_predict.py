@@ -13,9 +13,8 @@ MODEL = ("--parameters", "25.5e6", "--step-time", "0.5", "--bandwidth", "20")
 def command(monkeypatch, capsys, tmp_path):
     """Runs ``python -m jdaso predict`` and returns what it printed, and the picture's path."""
 
-    def run(*arguments):
-        out = tmp_path / "folder" / "scaling.png"
-        line = ["jdaso", "predict", *arguments, "--out", str(out)]
+    def run(*arguments, out=tmp_path / "folder" / "scaling.png"):
+        line = ["jdaso", "predict", *arguments, *(["--out", str(out)] if out else [])]
         monkeypatch.setattr("sys.argv", [*map(str, line)])
         __main__.main()
         return capsys.readouterr().out, out
@@ -33,7 +32,7 @@ def test_table_and_picture(command):
     assert rows[0][1:] == ["0.5", "s", "100%"] * len(_predict.DRAWN)
     assert "over 4096 nodes takes 0.9792 s with dasgd, which is 2 steps" in notes
     assert "The period is 3, of diloco 500" in notes
-    assert path == str(out)
+    assert path == f"picture: {out}"
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
@@ -54,14 +53,13 @@ def test_numbers_are_those_of_perf(command, monkeypatch):
 
 
 def test_megabytes_are_those_of_float32_parameters():
-    assert _predict.megabytes("102") == _predict.count("25.5e6")
+    assert _predict.megabytes("102") == _predict.number("25.5e6")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((*MODEL[:-1], 0), "network.bandwidth must be .* got 0.0"),
-        ((*MODEL, "--max-nodes", 0), "nodes must be a whole number of at least 1, got 0"),
         ((*MODEL, "--gpus-per-node", 4), "--local-bandwidth belong together"),
         ((*MODEL, "--local-bandwidth", 4), "--local-bandwidth belong together"),
         ((*MODEL, "--period", 2, "--delay", 3), "delay must not exceed period"),
@@ -72,10 +70,35 @@ def test_errors_are_one_line(command, arguments, message):
         command(*arguments)
 
 
-def test_parameters_must_be_a_number(command, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--parameters", "many", *MODEL[2:]), "--parameters: invalid number value: 'many'"),
+        ((*MODEL, "--max-nodes", 0), "--max-nodes: must be at least 1, got 0"),
+        ((*MODEL, "--max-nodes", 1.5), "--max-nodes: invalid nodes value: '1.5'"),
+    ],
+)
+def test_numbers_are_checked_by_option(command, capsys, arguments, message):
     with pytest.raises(SystemExit):
-        command("--parameters", "many", *MODEL[2:])
-    assert "argument --parameters: invalid count value: 'many'" in capsys.readouterr().err
+        command(*arguments)
+    assert f"argument {message}" in capsys.readouterr().err
+
+
+def test_a_picture_of_no_known_kind_is_an_error(command):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit, match=r"jdaso predict: .*'xyz' is not supported"):
+        command(*MODEL, "--max-nodes", 2, out="figure.xyz")
+
+
+def test_a_picture_that_was_asked_for_needs_matplotlib(command, monkeypatch):
+    def draw(*_):
+        raise ImportError("matplotlib")
+
+    monkeypatch.setattr(_predict, "draw", draw)
+    text, _ = command(*MODEL, "--max-nodes", 2, out=None)
+    assert "no picture without matplotlib" in text
+    with pytest.raises(SystemExit, match="jdaso predict: no picture without matplotlib"):
+        command(*MODEL, "--max-nodes", 2)
 
 
 def advised(step_time, exchange_time, overhead=0.0, slowdown=0.0):
@@ -106,10 +129,10 @@ def test_expected_is_slower_only_while_an_exchange_flies():
     ("times", "warning"),
     [
         ((1.0, 0.009), "It will not help: an exchange takes 0.90% of a step"),
-        ((0.1, 0.45), "delay 5 is longer than what was tried (DASO, Table 2: up to 4)"),
+        ((0.1, 0.45), "longer than those that cost little in the papers (DASO, Table 2: up to 4)"),
         ((0.1, 0.75), "DASO, Table 2: up to 4; DaSGD, Fig. 6(e): up to 7"),
-        ((0.1, 0.05, 0.04), "Copies to and from the host cost 20.0% of the time"),
-        ((0.1, 0.05, 0.0, 0.03), "Moving messages takes 15.0% of the time away from computing"),
+        ((0.1, 0.05, 0.04), "Copies to and from the host lengthen steps by 20.0% on average"),
+        ((0.1, 0.05, 0.0, 0.03), "Moving messages lengthens steps by 15.0% on average"),
     ],
 )
 def test_advice_says_when_it_will_not_help(times, warning):
@@ -145,7 +168,7 @@ def test_tune_names_another_pattern():
 
 def test_tune_extrapolates_what_it_had_no_time_for():
     text = lines([(500, 0.002), (1000, 0.003)])
-    assert "exchange   0.009 s (measured up to 0.001 MB)" in text
+    assert "exchange   0.009 s, extrapolated from 0.001 MB" in text
     assert "copies     0.004 s" in text
     assert "slowdown   0.008 s" in text
     assert "1 for steps above 0.009 s, 2 for steps above 0.0045 s" in text

@@ -144,10 +144,18 @@ class Cluster:
             sent.append(int(counters.split()[8]))
         return sent
 
+    def busy(self) -> bool:
+        """Whether anything runs on a node."""
+        return bool(set(self._inside()) - {self.switch, *self.nodes})
+
+    def _inside(self) -> list[int]:
+        """The processes in the cluster's namespaces, those that hold them included."""
+        ours = {_network(holder) for holder in [self.switch, *self.nodes]} - {None}
+        return [pid for pid in _processes() if _network(pid) in ours]
+
     def down(self) -> None:
         """Kills the processes in the cluster's namespaces, those that hold them included."""
-        ours = {_network(holder) for holder in [self.switch, *self.nodes]} - {None}
-        while found := [pid for pid in _processes() if _network(pid) in ours]:
+        while found := self._inside():
             for pid in found:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

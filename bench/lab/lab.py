@@ -11,7 +11,8 @@
 
 The rate is that of a node's link, each way; the delay is from node to node, one way; 0 is none.
 ``check`` makes a cluster of its own and compares what it measures with what the links allow. A
-benchmark makes its own too, which ends with it, and may use as many side by side as it likes:
+benchmark makes its own too, which ends with it, and may use as many side by side as it likes;
+``up`` takes the place of the cluster that was up, unless a job runs on it:
 
     with lab.up(nodes=2, rate="200mbit", delay="1ms") as cluster:
         print(cluster.run([sys.executable, "prog.py"], pin=True, timeout=60).stdout)
@@ -190,6 +191,8 @@ def act(options: argparse.Namespace) -> int:
         status()
     elif options.action in ("up", "down"):
         if (old := load()) is not None:
+            if options.action == "up" and old.busy():
+                raise LabError("a job runs on the cluster that is up: lab.py down ends both")
             old.down()
         STATE.unlink(missing_ok=True)
         if options.action == "up":

@@ -186,8 +186,8 @@ def measure(variant: str, options, topology) -> dict:
         "ratio": spread([with_exchanges / base for base, with_exchanges in slowest]),
         "images_per_second": topology.num_nodes * options.batch / statistics.median(seconds),
         "bytes_sent_per_step": round(seen["bytes_sent"] / (options.rounds * options.period)),
-        "seconds_in_flight": seen.per_exchange("seconds_in_flight"),
-        "seconds_blocked": seen.per_exchange("seconds_blocked"),
+        "seconds_in_flight": max(comm.allgather(seen.per_exchange("seconds_in_flight"))),
+        "seconds_blocked": max(comm.allgather(seen.per_exchange("seconds_blocked"))),
         "steps": options.rounds * options.period,
     }
 

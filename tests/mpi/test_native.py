@@ -41,7 +41,9 @@ def test_without_a_compiled_library_callbacks_serve_and_it_is_said_once(monkeypa
 
 
 def test_compiled_code_is_not_for_other_devices_than_cpu():
-    assert not _native.chosen(None, "gpu")
+    _native._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="host callbacks .* it serves CPU devices, not gpu"):
+        assert not _native.chosen(None, "gpu")
     with pytest.raises(ValueError, match="it serves CPU devices, not gpu"):
         _native.chosen(True, "gpu")
 
