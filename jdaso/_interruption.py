@@ -23,7 +23,9 @@ class Interruption:
     Args:
         signals: what to listen to; inside the ``with`` block they do nothing else. After one
             was heeded that stays so: a launcher may send SIGTERM to a node that is still about
-            to end because another one has ended, and would take that for its exit status.
+            to end because another one has ended, and would take that for its exit status. SIGUSR1,
+            which by default kills, does nothing afterwards in any case: a warning that comes after
+            the last step shall not end what is left to do.
 
     >>> import jdaso
     >>> with Interruption() as interruption:
@@ -44,7 +46,8 @@ class Interruption:
         if self._wanted:
             return
         for number, handler in zip(self._signals, self._before, strict=True):
-            signal.signal(number, handler)
+            kills = number == signal.SIGUSR1 and handler is signal.SIG_DFL
+            signal.signal(number, signal.SIG_IGN if kills else handler)
 
     def wanted(self, exchange: Exchange) -> bool:
         """Whether to save and stop now; all nodes must call it at the same steps.

@@ -202,6 +202,14 @@ def test_handlers_are_put_back(handler):
     assert signal.getsignal(signal.SIGUSR1) is handler
 
 
+def test_a_warning_after_the_last_step_kills_nobody(handler):
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    with jdaso.Interruption() as interruption:
+        assert not interruption.wanted(EXCHANGE)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 def test_signal_is_heard_and_then_does_nothing_more(handler):
     with jdaso.Interruption([signal.SIGUSR1]) as interruption:
         os.kill(os.getpid(), signal.SIGUSR1)
