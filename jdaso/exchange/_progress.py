@@ -21,8 +21,9 @@ from jdaso.exchange._pace import Pace
 from jdaso.topology import Topology
 
 # Between two looks at what is in flight: a part of the time since something last moved, within
-# these limits. A slow link's buffers last for the longest.
+# these limits. A slow link's buffers last for the longest; who serves others looks more often.
 _POLL_SECONDS, _LONGEST_POLL_SECONDS, _LOOKS_A_MOVE = 5e-4, 10e-3, 4
+_LONGEST_SERVING_SECONDS = 2e-3
 _ASK_SECONDS = 0.5  # for those that have ended
 # A process that was stopped for longer than that, or a machine that slept, was itself late.
 _PAUSE_SECONDS = 5.0
@@ -204,11 +205,14 @@ class Progress:
                 with self._changed:
                     self._requests = [r for r in self._requests if not r.done.is_set()]
                 continue
-            quiet = min((looked - last_moved) / _LOOKS_A_MOVE, _LONGEST_POLL_SECONDS)
+            quiet = (looked - last_moved) / _LOOKS_A_MOVE
             if any(request.waiting.moved for request in requests):
                 pause, last_moved = max(quiet, _POLL_SECONDS), looked
             else:
                 pause = max(quiet, pause)
+            # Without messages of its own an operation waits for somebody's question.
+            expecting = all(request.waiting.requests for request in requests)
+            pause = min(pause, _LONGEST_POLL_SECONDS if expecting else _LONGEST_SERVING_SECONDS)
             with self._changed:
                 self._changed.wait(_POLL_SECONDS_WAITED_FOR if self._waiters else pause)
 
