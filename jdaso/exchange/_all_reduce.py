@@ -123,6 +123,7 @@ def side_by_side(operations: Iterable[Waits]) -> Waits:
                 moved, ask = moved or waiting.moved, ask or not waiting.requests
             except StopIteration as end:
                 del active[number]
-                result, moved = result + end.value, True
+                # The next one can start at once, whatever the others wait for.
+                result, moved, ask = result + end.value, True, True
         if active:  # the root of a broadcast waits for nobody that it knows
             yield Waiting(ranks, moved, () if ask else requests)
