@@ -237,7 +237,8 @@ def test_training_whose_task_is_killed(cluster, straight, tmp_path):
     assert restarts == 1
     # Killed when the third save, of step 15, is there; a busy machine may do a few more steps.
     resumed = re.search(rf"resumed at step (\d+) of {TOTAL}, bit for bit", log)
-    assert resumed and 10 <= int(resumed[1]) < TOTAL, log
+    assert resumed, log
+    assert 10 <= int(resumed[1]) < TOTAL
     assert_same_run(tmp_path / "run", undisturbed, TOTAL)
 
 
