@@ -47,7 +47,7 @@ def main():
     comm = topology.comm.Dup()
     say = print if topology.rank == 0 else lambda *_: None
     size = int(arguments.megabytes * 250_000 / arguments.leaves)
-    params = [jnp.full((size,), float(i + topology.rank)) for i in range(arguments.leaves)]
+    params = [jnp.full((size,), float(i)) for i in range(arguments.leaves)]
     matrix = jnp.full((384, 384), 1 / 384)
     matmuls = max(comm.allgather(matmuls_for(arguments.seconds)))
 
