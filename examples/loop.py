@@ -118,7 +118,7 @@ def end_epoch(setup: Setup, state: TrainState, last: bool) -> tuple[TrainState, 
     # Batch statistics are each node's own in training, and so may parameters be: what is
     # evaluated is their mean.
     own = (optimizer.evaluated(state.params, state.opt_state), state.stats)
-    scores = evaluate(setup, *jdaso.consensus(optimizer.exchange, own))
+    scores = evaluate(setup, *jdaso.consensus(optimizer.exchange, own, state.opt_state))
     return state._replace(losses=no_losses(setup)), {"loss": float(loss), **scores}
 
 

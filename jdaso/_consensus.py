@@ -5,11 +5,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jdaso._base import HEADER_SIZE, UNCOUNTED, Exchange, PyTree
+from jdaso._agreement import agreed
+from jdaso._base import AGREED, HEADER_SIZE, UNCOUNTED, Exchange, PyTree
 from jdaso._leaves import all_finite, divide, float_leaves, is_float
+from jdaso._state import AveragingState, all_states
 
 
-def consensus(exchange: Exchange, tree: PyTree) -> PyTree:
+def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyTree:
     """The mean of a tree over all nodes, the same bits on every node; blocks.
 
     For batch statistics before evaluation, for parameters before they are saved. All nodes must
@@ -21,9 +23,15 @@ def consensus(exchange: Exchange, tree: PyTree) -> PyTree:
         tree: arrays, of the same shapes and dtypes on all nodes; floating-point leaves travel in
             their own dtype, are summed in float32 (float64 for float64), and are averaged.
             Leaves of integers and booleans are returned as they are.
+        opt_state: the optimizer's state. If it is given, processes also compare their steps, plans
+            and schedules, and those that are not equal are an error.
 
     Returns:
         A tree of the same shapes, dtypes and placement.
+
+    Raises:
+        JdasoError: over MPI, on all nodes, if what must be equal is not, naming two ranks: names,
+            shapes and dtypes of the leaves; with ``opt_state`` also where training is.
 
     >>> import jax.numpy as jnp, jdaso
     >>> jdaso.consensus(jdaso.single_exchange(), {"mean": jnp.ones(2)})["mean"].tolist()
@@ -33,10 +41,18 @@ def consensus(exchange: Exchange, tree: PyTree) -> PyTree:
     leaves = [_on_one_device(x) for x in float_leaves(tree)]
     if not leaves:
         return tree
+    header = jnp.zeros((HEADER_SIZE,), jnp.float32)
+    header = header.at[0].set(all_finite(leaves).astype(jnp.float32))
     number = UNCOUNTED
-    finite = all_finite(leaves).astype(jnp.float32)
-    header = jnp.zeros((HEADER_SIZE,), jnp.float32).at[0].set(finite)
-    state, _ = exchange.start(exchange.init(tree), number, number, leaves, header, None)
+    step: jax.Array | int = UNCOUNTED
+    states = all_states(AveragingState, opt_state)
+    if exchange.compares and states:
+        plan, schedules = jax.tree.map(
+            _on_one_device, (states[0].plan, [(s.step, s.exchanges, s.schedule) for s in states])
+        )
+        step = _on_one_device(states[0].step)
+        header = header.at[-len(AGREED) :].set(agreed(plan, schedules, ()))
+    state, _ = exchange.start(exchange.init(tree), number, step, leaves, header, None)
     total, header, _ = exchange.finish(state, number, leaves)
     # Always the mean; but in a program for several devices what the host returned lies on one of
     # them, until it meets a leaf that lies on all.

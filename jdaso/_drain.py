@@ -7,7 +7,7 @@ import jax
 from jdaso._base import PyTree
 from jdaso._engine import Averaging
 from jdaso._memory import MemoryState
-from jdaso._state import AveragingState, the_state
+from jdaso._state import AveragingState, all_states, the_state
 
 
 def drain(transformation: Averaging, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
@@ -39,7 +39,7 @@ def drain(transformation: Averaging, opt_state: PyTree, params: PyTree) -> tuple
             "drain needs what jdaso.daso(...) or a relative, or jdaso.chain(...), returned, not "
             "an optax.chain around it: give it a name before you chain it."
         )
-    if transformation.state_type is AveragingState and _states_of_chains(opt_state):
+    if transformation.state_type is AveragingState and all_states(MemoryState, opt_state):
         raise ValueError("opt_state is that of a jdaso.chain: drain the chain, not its member.")
     params, state = transformation.finish(params, the_state(transformation.state_type, opt_state))
 
@@ -49,10 +49,3 @@ def drain(transformation: Averaging, opt_state: PyTree, params: PyTree) -> tuple
     return params, jax.tree.map(
         lambda node: state if is_state(node) else node, opt_state, is_leaf=is_state
     )
-
-
-def _states_of_chains(opt_state: PyTree) -> list[MemoryState]:
-    def is_one(node):
-        return isinstance(node, MemoryState)
-
-    return [node for node in jax.tree.leaves(opt_state, is_leaf=is_one) if is_one(node)]

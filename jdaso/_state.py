@@ -87,14 +87,19 @@ def the_state(kind: type, opt_state: PyTree) -> Any:
     Raises:
         ValueError: if there is none, or more than one.
     """
-
-    def is_one(node):
-        return isinstance(node, kind)
-
-    found = [node for node in jax.tree.leaves(opt_state, is_leaf=is_one) if is_one(node)]
+    found = all_states(kind, opt_state)
     if len(found) != 1:
         raise ValueError(
             f"opt_state holds {len(found)} states of the type {kind.__name__}, exactly one is "
             "needed."
         )
     return found[0]
+
+
+def all_states(kind: type, opt_state: PyTree) -> list[Any]:
+    """The states of a type inside an optimizer's state, but for those inside one another."""
+
+    def is_one(node):
+        return isinstance(node, kind)
+
+    return [node for node in jax.tree.leaves(opt_state, is_leaf=is_one) if is_one(node)]

@@ -62,7 +62,7 @@ ROWS = {
     "_engine": FOUNDATION | {"_communicate", "_feedback", "_fragments", "_state", "_subject"},
     "_drain": FOUNDATION | {"_engine", "_memory", "_state"},
     "_memory": FOUNDATION | {"_engine", "_state"},
-    "_consensus": FOUNDATION,
+    "_consensus": FOUNDATION | {"_state"},
     "_metrics": FOUNDATION | {"_consensus", "_state"},
     "_runs": set(),
     **dict.fromkeys(LEAVES, FOUNDATION | {"_checks", "_network"}),

@@ -232,4 +232,4 @@ class Courier:
 
 
 def _called(number: int) -> str:
-    return "an uncounted exchange" if number == UNCOUNTED else f"exchange {number}"
+    return "a consensus" if number == UNCOUNTED else f"exchange {number}"

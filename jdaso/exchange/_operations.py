@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdaso._base import AGREED, HEADER_SIZE, JdasoError
+from jdaso._base import AGREED, HEADER_SIZE, UNCOUNTED, JdasoError
 from jdaso.exchange._all_reduce import all_reduce, part, shards
 from jdaso.exchange._messages import Waiting, Waits, wait_for
 from jdaso.exchange._staging import Staging
@@ -57,17 +57,17 @@ def greet(
     greeting = np.zeros(1, _GREETING)
     greeting[0] = (number, step, fingerprint, header)
     greetings = yield from _gather(comm, greeting, _GREETING_TAG)
-    own = comm.Get_rank()
+    own, at = comm.Get_rank(), "a consensus" if number == UNCOUNTED else f"exchange {number}"
     for rank, other in enumerate(greetings):
         for what, name in _COMPARED.items():
             if other[what][0] != greeting[what][0]:
                 raise JdasoError(
-                    f"nodes are out of step at exchange {number}: {name} is "
+                    f"nodes are out of step at {at}: {name} is "
                     f"{greeting[what][0]} in {describe(own)} but {other[what][0]} in "
                     f"{describe(rank)}. All nodes must use the same schedule and start from the "
                     "same step."
                 )
-        _check_agreed(number, header, other["header"][0], [describe(r) for r in (own, rank)])
+        _check_agreed(at, header, other["header"][0], [describe(r) for r in (own, rank)])
     # Added in the same order by every member, so that all get the same bits.
     total = header.copy()
     total[: -len(AGREED)] = 0
@@ -76,14 +76,14 @@ def greet(
     return total
 
 
-def _check_agreed(number: int, mine: np.ndarray, theirs: np.ndarray, who: Sequence[str]) -> None:
+def _check_agreed(at: str, mine: np.ndarray, theirs: np.ndarray, who: Sequence[str]) -> None:
     """Raises, naming what, if what must be equal on all nodes is not."""
     for what, a, b in zip(AGREED, mine[-len(AGREED) :], theirs[-len(AGREED) :], strict=True):
         if a != b:
             value = "the fingerprint of " if what.startswith("the ") else ""
             advice = _SAME_START if what == AGREED[-1] else _SAME_SCHEDULE
             raise JdasoError(
-                f"nodes disagree at exchange {number}: {value}{what} is {int(a)} in {who[0]} but "
+                f"nodes disagree at {at}: {value}{what} is {int(a)} in {who[0]} but "
                 f"{int(b)} in {who[1]}. {advice}"
             )
 

@@ -67,6 +67,16 @@ elif case in ("other centre", "other anchor", "other parameters"):
     state, update = averaging.init(params), jax.jit(averaging.update)
     for _ in range(6):
         _, state = jax.block_until_ready(update(jnp.ones(3), state, params))
+elif case.startswith("other step at a consensus"):
+    params, state, _ = train(3 + rank, jdaso.constant(100))
+    jdaso.consensus(exchange, params)  # without where it is nobody compares
+    jdaso.consensus(exchange, params, state)
+elif case.startswith("other schedule at a consensus"):
+    averaging = jdaso.daso(exchange, jdaso.cycling(2, warmup=0, cooldown=0, total=100, epoch=10))
+    state = averaging.init(jnp.ones(3))
+    jdaso.consensus(exchange, jnp.ones(3), state)
+    seen = state.schedule._replace(best=jnp.float32(1 + rank))
+    jdaso.consensus(exchange, jnp.ones(3), state._replace(schedule=seen))
 elif case == "other plateau":
     schedule = jdaso.cycling(period=2, warmup=0, cooldown=0, total=100, epoch=10)
     averaging = jdaso.daso(exchange, schedule)
