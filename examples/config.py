@@ -48,7 +48,7 @@ DECAY = {
     "constant": {},
 }
 #: Keys that change nothing of what is computed; the images may have been copied elsewhere.
-MAY_CHANGE = {"data", "workers", "out", "keep", "save_every", "resume", "tensorboard"}
+MAY_CHANGE = {"data", "workers", "out", "keep", "save_every", "resume", "on_failure", "tensorboard"}
 
 
 def key(default: Any, text: str, valid: str | tuple[str, ...] = "") -> Any:
@@ -99,6 +99,7 @@ class Config:
     keep: int = key(3, "checkpoints", "[1, inf)")
     save_every: int = key(0, "steps between checkpoints; 0: one at the end of an epoch", "[0, inf)")
     resume: bool = key(False, "go on from the last checkpoint in the folder")
+    on_failure: str = key("stop", "of a process; shrink: the others go on", ("stop", "shrink"))
     tensorboard: bool = key(False, "write what TensorBoard reads, too")
 
 

@@ -88,7 +88,7 @@ def train(
                 "learning_rate": float(rate),
                 "drift": drift,
                 "images_per_second": (done - epoch_begin) * images / seconds,
-                "nodes": topology.num_nodes,
+                "nodes": (setup.world.topology() or topology).num_nodes,
                 **numbers(plan, metrics),
             }
             watch.epoch(line)

@@ -59,7 +59,7 @@ class Setup(NamedTuple):
 
 def set_up(config: Config, topology: jdaso.Topology, task: Task) -> tuple[Setup, TrainState]:
     """The parts of a training, and the state it starts from, the same on all nodes."""
-    world = jdaso.mpi_exchange(topology)
+    world = jdaso.mpi_exchange(topology, on_failure=config.on_failure)
     num_processes, num_devices = len(topology.processes), topology.mesh.size
     batch_size = config.batch_size * num_devices
     epoch_steps = batches.steps_per_epoch(task.dataset.train.size, num_processes, batch_size)

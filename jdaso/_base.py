@@ -110,6 +110,10 @@ class Flown(NamedTuple):
     take: tuple[float, float]
 
 
+def _unchanged() -> None:
+    """Processes that stay as they are."""
+
+
 def nothing_flown() -> list[Flown]:
     """The history of an exchange of which the host sees nothing."""
     return []
@@ -172,6 +176,8 @@ class Exchange(NamedTuple):
             answer on all; on the host, outside jit, and called by all nodes at the same steps.
         compares: whether nodes are processes that could differ, and it compares the last numbers
             of their headers, ``AGREED``; otherwise these are not computed.
+        topology: ``() -> Topology``, the processes that there are now; None where it cannot
+            change.
     """
 
     num_nodes: int
@@ -186,6 +192,7 @@ class Exchange(NamedTuple):
     post_again: Callable[[dict[int, Posted]], None] = _nothing_to_post
     anyone: Callable[[bool], bool] = _alone
     compares: bool = False
+    topology: Callable[[], Any] = _unchanged
 
 
 class Arrival(NamedTuple):

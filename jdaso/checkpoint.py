@@ -79,7 +79,7 @@ class Checkpoints:
         check_whole("keep", keep, 1)
         self._writer = orbax()
         self._directory = Path(directory).absolute()
-        self._topology = topology
+        self._begun_with = topology
         self._exchange = exchange
         self._keep = keep
         self._next: int | None = None
@@ -88,6 +88,11 @@ class Checkpoints:
         check_shared(self._directory, topology)
         # A node that looked later could see what another one has begun to write.
         self._taken = self._told(bool(found(self._directory)))
+
+    @property
+    def _topology(self) -> Topology:
+        """The processes that there are now."""
+        return self._exchange.topology() or self._begun_with
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first, without what restore has passed over."""

@@ -77,6 +77,17 @@ class Topology:
         """This process's devices as a one-dimensional mesh with the axis ``"local"``."""
         return Mesh(np.array(self.devices), (LOCAL_AXIS,), axis_types=(AxisType.Auto,))
 
+    def within(self, comm: Any) -> Topology:
+        """What is left in a communicator of some of the processes, one per node; collective."""
+        left = comm.allgather(self.rank)
+        return dataclasses.replace(
+            self,
+            rank=left.index(self.rank),
+            processes=tuple(self.processes[rank] for rank in left),
+            places=tuple(Place(node, 0) for node in range(len(left))),
+            comm=comm,
+        )
+
     def describe(self, rank: int) -> str:
         """A rank with its host, for error messages."""
         process = self.processes[rank]

@@ -14,7 +14,7 @@ from jdaso._center import REPLY_HEADER
 from jdaso.center import _protocol as protocol
 from jdaso.center._line import Line
 from jdaso.exchange._carrier import ending_all_devices
-from jdaso.exchange._progress import Request
+from jdaso.exchange._request import Request
 from jdaso.exchange._staging import Pool, Spec, Staging
 from jdaso.topology import Topology
 

@@ -13,7 +13,8 @@ from jdaso._base import JdasoError
 from jdaso.center import _protocol as protocol
 from jdaso.center._serving import SERVER_TAG, answer_tag
 from jdaso.exchange._messages import Waiting, Waits
-from jdaso.exchange._progress import Progress, Request
+from jdaso.exchange._progress import Progress
+from jdaso.exchange._request import Request
 from jdaso.topology import Topology
 
 _ASK_AGAIN_SECONDS = 0.1

@@ -11,7 +11,7 @@ from jdaso.exchange import _operations as operations
 from jdaso.exchange._all_reduce import part, shards, side_by_side
 from jdaso.exchange._messages import Waiting, Waits
 from jdaso.exchange._operations import Strategy as Strategy
-from jdaso.exchange._progress import Request
+from jdaso.exchange._request import Request
 from jdaso.exchange._staging import Staging
 from jdaso.topology import Topology
 
@@ -85,6 +85,16 @@ class Channels:
             for index, channel in enumerate(channels)
         )
         return total, sent
+
+    def meeting(self, number: int) -> Any:
+        """The communicator over which all agree that an exchange has ended."""
+        return self._carrying(number)[0].group
+
+    def communicators(self) -> list[Any]:
+        """All of them."""
+        channels = self._channels + self._aside
+        joined = [comm for channel in channels for comm in (channel.group, channel.node)]
+        return [self._greetings, *filter(None, joined)]
 
     def _carrying(self, number: int) -> list[Channel]:
         """The channels over which an exchange goes, a part over each."""

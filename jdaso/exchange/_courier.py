@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -18,8 +19,11 @@ from jdaso.exchange import _operations as operations
 from jdaso.exchange._carrier import ending_all_devices
 from jdaso.exchange._channels import Channels, Strategy
 from jdaso.exchange._farewell import Farewell
-from jdaso.exchange._progress import Progress, Request
+from jdaso.exchange._fault_tolerance import is_loss
+from jdaso.exchange._progress import Progress
+from jdaso.exchange._request import Request
 from jdaso.exchange._staging import Pool, Spec, Staging
+from jdaso.exchange._survivors import Agreements, regroup
 from jdaso.topology import Topology
 
 # Calls of ``anyone`` until its answer: as many steps may one node be ahead of another.
@@ -44,18 +48,20 @@ class Courier:
         topology: who the others are.
         strategy: how exchanges cross.
         timeout: seconds after which an exchange that has not ended is an error.
+        shrinks: whether those that are left go on when a process has died.
     """
 
-    def __init__(self, topology: Topology, strategy: Strategy, timeout: float):
-        self._topology = topology
+    def __init__(
+        self, topology: Topology, strategy: Strategy, timeout: float, shrinks: bool = False
+    ):
+        self._strategy, self._timeout = strategy, timeout
+        self._agreements = Agreements() if shrinks else None
         self._name = topology.describe(topology.rank)
-        self._channels = Channels(topology, strategy)
-        # For broadcast and comparison, which must not meet what is in flight.
-        self._world = topology.comm.Dup()
-        self._questions = topology.comm.Dup()
+        self._connect(topology)
         self._asked: deque[Request] = deque()
-        farewell = Farewell(topology.comm.Dup(), topology.states)
-        self._progress = Progress(topology, timeout, farewell, topology.end_all)
+        self._farewell = Farewell(topology.comm.Dup(), topology.states)
+        recovery = self if shrinks else None
+        self._progress = Progress(topology, timeout, self._farewell, topology.end_all, recovery)
         self._lock = threading.Condition()
         self._flights: dict[int, Flight] = {}
         self._highest = UNCOUNTED
@@ -66,6 +72,35 @@ class Courier:
         self._left_out = 0
         self._report = nothing_to_report()
         self._history: deque[tuple[Flown, np.ndarray]] = deque(maxlen=1000)
+
+    def _connect(self, topology: Topology) -> None:
+        self._topology = topology
+        self._channels = Channels(topology, self._strategy)
+        # For broadcast and comparison, which must not meet what is in flight.
+        self._world = topology.comm.Dup()
+        self._questions = topology.comm.Dup()
+
+    def topology(self) -> Topology:
+        """The processes that there are now."""
+        return self._topology
+
+    def survives(self, error: BaseException) -> bool:
+        """Whether an error of MPI's says that one has died, and the others go on."""
+        return self._agreements is not None and is_loss(error)
+
+    def regroup(self) -> Topology:
+        """Brings together those that are left, over new communicators."""
+        before, agreements = self._topology, self._agreements
+        assert agreements is not None
+
+        def connect(topology: Topology) -> None:
+            self._connect(topology)
+            self._farewell.join(topology.comm.Dup(), topology.states)
+            agreements.share(topology.comm)
+
+        used = [*self._channels.communicators(), self._world, self._questions, self._farewell.comm]
+        regroup(before, used, connect, self._timeout)
+        return self._topology
 
     def ending_all_devices(self) -> AbstractContextManager[None]:
         """Ends the job on an error where a node has several devices."""
@@ -110,15 +145,22 @@ class Courier:
         if header[0] == 0:
             self._say_left_out(number)
         with self._lock:
-            staging = self._reserved.pop(number)
-            line = self._channels.line(number)
+            staging, header = self._reserved.pop(number), np.array(header)
+            line, attempts = self._channels.line(number), itertools.count()
+            before = self._last.get(line)
+
+            def exchange() -> operations.Waits:
+                if next(attempts):
+                    staging.move()
+                return self._channels.exchange(number, step, header, staging, before)
+
             request = self._progress.submit(
-                self._channels.exchange(number, step, header, staging, self._last.get(line)),
+                self._lasting(exchange, lambda: self._channels.meeting(number), f"line {line}"),
                 f"{_called(number)}, posted by {self._name} after step {step},",
                 regular=number != UNCOUNTED,
             )
             self._last[line] = request
-            self._flights[number] = Flight(request, staging, step, np.array(header))
+            self._flights[number] = Flight(request, staging, step, header)
             self._lock.notify_all()
 
     def _say_left_out(self, number: int) -> None:
@@ -206,29 +248,46 @@ class Courier:
 
     def anyone(self, flag: bool) -> bool:
         """Whether any process said True some calls ago; seldom waits, so long it has had."""
-        asked = operations.anyone(self._questions, flag)
+        asked = self._lasting(
+            lambda: operations.anyone(self._questions, flag), lambda: self._questions, "questions"
+        )
         request = self._progress.submit(asked, f"a question to all, asked by {self._name},")
         self._asked.append(request)
         return len(self._asked) > _ANSWER_AFTER and self._progress.wait(self._asked.popleft())
 
     def broadcast(self, leaves: Sequence[np.ndarray], root: int) -> list[np.ndarray]:
         """The leaves of node ``root``."""
-        copies = [np.array(leaf, order="C") for leaf in leaves]
-        first = next(r for r, place in enumerate(self._topology.places) if place.node == root)
-        self._run(operations.broadcast(self._world, copies, first), "a broadcast")
+
+        def from_root() -> operations.Waits:
+            copies = [np.array(leaf, order="C") for leaf in leaves]
+            first = [r for r, place in enumerate(self._topology.places) if place.node == root][:1]
+            if not first:
+                raise JdasoError(f"node {root}, the root of a broadcast, has died.")
+            yield from operations.broadcast(self._world, copies, *first)
+            return copies
+
+        copies: list[np.ndarray] = self._run(from_root, "a broadcast")
         return copies
 
     def compare(self, outline: Sequence[str]) -> None:
         """Raises, on every node, if the nodes' trees are not alike; numbers may start anew."""
         self._highest = UNCOUNTED
         digest = hashlib.sha256("\n".join(outline).encode()).digest()
-        describe = self._topology.describe
-        operation = operations.compare(self._world, outline, digest, describe)
-        self._run(operation, "the comparison of parameters")
+        self._run(
+            lambda: operations.compare(self._world, outline, digest, self._topology.describe),
+            "the comparison of parameters",
+        )
 
-    def _run(self, operation: operations.Waits, what: str) -> Any:
+    def _run(self, make: Callable[[], operations.Waits], what: str) -> Any:
+        operation = self._lasting(make, lambda: self._world, "all")
         request = self._progress.submit(operation, f"{what}, called by {self._name},")
         return self._progress.wait(request)
+
+    def _lasting(
+        self, make: Callable[[], operations.Waits], comm: Callable[[], Any], line: str
+    ) -> operations.Waits:
+        """An operation, which a death ends, or not; see ``Agreements``."""
+        return make() if self._agreements is None else self._agreements.lasting(make, comm, line)
 
 
 def _called(number: int) -> str:

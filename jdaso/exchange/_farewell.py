@@ -24,7 +24,11 @@ class Farewell:
     """
 
     def __init__(self, comm: Any, states: Callable[[frozenset[int]], str]):
-        self._comm = comm
+        self.join(comm, states)
+
+    def join(self, comm: Any, states: Callable[[frozenset[int]], str]) -> None:
+        """From now on these are the others; arguments as above."""
+        self.comm = comm
         self._states = states
         peers = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
         self._bytes = {rank: np.zeros(1, np.uint8) for rank in peers}
@@ -48,7 +52,7 @@ class Farewell:
         of them die instead, the heartbeat ends this process.
         """
         own = np.zeros(1, np.uint8)
-        sends = [self._comm.Isend(own, dest=rank, tag=_TAG) for rank in self._bytes]
+        sends = [self.comm.Isend(own, dest=rank, tag=_TAG) for rank in self._bytes]
         reminder = time.monotonic() + _REMINDER_SECONDS
         while self._expected or not all(send.Test() for send in sends):
             self.gone()

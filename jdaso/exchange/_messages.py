@@ -17,11 +17,17 @@ class Waiting(NamedTuple):
         ranks: of a communicator.
         moved: whether it has come further since it said so the last time.
         requests: MPI's. Where there are any, it can only go on when one of them is complete.
+        lost: whether it cannot go on before those that have died are left out.
     """
 
     ranks: frozenset[int]
     moved: bool = False
     requests: tuple[Any, ...] = ()
+    lost: bool = False
+
+
+class Regrouped(Exception):
+    """Raised in operations under way once those that are left have come together."""
 
 
 # An operation says for whom it waits whenever it cannot go on, and returns its result.

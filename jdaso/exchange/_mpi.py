@@ -15,6 +15,7 @@ from jdaso.exchange._all_reduce import PATTERNS
 from jdaso.exchange._axis import single_exchange
 from jdaso.exchange._channels import Strategy
 from jdaso.exchange._courier import Courier
+from jdaso.exchange._fault_tolerance import ON_FAILURE, check_can_shrink, leave_in_time
 from jdaso.exchange._native import chosen
 from jdaso.exchange._program import Program
 from jdaso.topology import Topology
@@ -30,6 +31,7 @@ def mpi_exchange(
     native: bool | None = None,
     pattern: str = "direct",
     senders: str = "one",
+    on_failure: str = "stop",
 ) -> Exchange:
     """Nodes are MPI processes; what is posted is carried by a thread of its own.
 
@@ -67,6 +69,11 @@ def mpi_exchange(
             serves the devices (CPU), with a warning, once, where it does not.
         pattern: ``direct``, ``ring`` or ``halving``, as above.
         senders: ``one`` or ``all``, as above.
+        on_failure: what to do when a process has died: ``stop`` ends all; with ``shrink`` those
+            that are left go on, where the MPI library can (Open MPI 5, ``mpirun --with-ft ulfm``),
+            with one process per node. What was in flight is summed again among them, sums and
+            their weights are those of who is left, and ``topology()`` of the exchange says who
+            that is. An exception, a disagreement, or one that is silent ends all the same.
 
     Returns:
         A :class:`jdaso.Exchange`. Its state is one int32; what is in flight is with the host,
@@ -95,6 +102,7 @@ def mpi_exchange(
     check_number("timeout", timeout, above=True)
     check_choice("pattern", pattern, PATTERNS)
     check_choice("senders", senders, SENDERS)
+    check_choice("on_failure", on_failure, ON_FAILURE)
     nodes = topology.num_nodes
     if pattern == "halving" and nodes & (nodes - 1):
         raise ValueError(
@@ -110,7 +118,13 @@ def mpi_exchange(
         node = topology.comm.Dup()
         return alone._replace(anyone=lambda flag: any(node.allgather(flag)))
     native = chosen(native, topology.devices[0].platform)
-    courier = Courier(topology, Strategy(pattern, senders, chunk_bytes), timeout)
+    shrinks = on_failure == "shrink"
+    if shrinks:
+        check_can_shrink(topology)
+        leave_in_time()
+        if topology.heartbeat is not None:
+            topology.heartbeat.outlive(lambda rank: None)  # MPI says so, too
+    courier = Courier(topology, Strategy(pattern, senders, chunk_bytes), timeout, shrinks)
     program = Program(courier, native, len(topology.devices))
 
     def init(params: PyTree) -> jax.Array:
@@ -147,6 +161,7 @@ def mpi_exchange(
         post_again=courier.post_again,
         anyone=courier.anyone,
         compares=True,
+        topology=courier.topology,
     )
 
 

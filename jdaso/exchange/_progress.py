@@ -16,8 +16,9 @@ from typing import Any, Protocol
 
 from jdaso._at_exit import at_exit
 from jdaso._base import JdasoError
-from jdaso.exchange._messages import Waiting, Waits
+from jdaso.exchange._messages import Waits
 from jdaso.exchange._pace import Pace
+from jdaso.exchange._request import Request
 from jdaso.topology import Topology
 
 # Between two looks at what is in flight: a part of the time since something last moved, within
@@ -33,54 +34,14 @@ _UNTAKEN_SECONDS = 60.0
 _POLL_SECONDS_WAITED_FOR = 5e-5
 
 
-class Request:
-    """An operation under way; done when it has returned or failed, after so many seconds."""
+class Recovery(Protocol):
+    """What becomes of operations when a process has died; see ``_survivors.py``."""
 
-    def __init__(self, operation: Waits, what: str, regular: bool, pace: Pace):
-        self.what = what
-        self.regular = regular
-        self.waiting = Waiting(frozenset())
-        self.done = threading.Event()
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.since = time.monotonic()
-        self.seconds = 0.0
-        self.warn_at = self.since + pace.warning()
-        self.deadline = self.since + pace.deadline()
-        self.failed_at = 0.0
-        self.taken = False
-        self._operation = operation
+    def survives(self, error: BaseException) -> bool:
+        """Whether an error of MPI's says that one has died, and the others go on."""
 
-    def step(self) -> None:
-        """Moves the operation on as far as it can go now."""
-        try:
-            asked = self.waiting.requests
-            # One question to MPI for all of them; most looks end here.
-            if asked and not asked[0].Testany(asked)[1]:
-                self.waiting = self.waiting._replace(moved=False)
-                return
-            self.waiting = next(self._operation)
-        except StopIteration as end:
-            self.result = end.value
-            self.seconds = time.monotonic() - self.since
-            self.done.set()
-        except JdasoError as error:
-            self.fail(error)
-        except BaseException as error:  # MPI's own, which say neither who nor what
-            told = JdasoError(f"{self.what} failed: {type(error).__name__}: {error}")
-            told.__cause__ = error
-            self.fail(told)
-
-    def forgive(self, seconds: float) -> None:
-        """So long nobody could have moved it."""
-        self.since += seconds
-        self.warn_at += seconds
-        self.deadline += seconds
-
-    def fail(self, error: BaseException) -> None:
-        """Ends the operation with an error."""
-        self.error, self.failed_at = error, time.monotonic()
-        self.done.set()
+    def regroup(self) -> Topology:
+        """Brings together those that are left; called by the thread, before all begins anew."""
 
 
 class Ending(Protocol):
@@ -101,12 +62,19 @@ class Progress:
         timeout: seconds that an operation is given at least; then it is an error.
         farewell: tells who has ended, and is said at exit.
         end: ``(reason)``, called if something cannot end, at exit or where nobody waits for it.
+        recovery: what becomes of operations when a process has died; None if they fail.
     """
 
     def __init__(
-        self, topology: Topology, timeout: float, farewell: Ending, end: Callable[[str], None]
+        self,
+        topology: Topology,
+        timeout: float,
+        farewell: Ending,
+        end: Callable[[str], None],
+        recovery: Recovery | None = None,
     ):
         self._topology = topology
+        self._recovery = recovery
         self._end = end
         self._farewell = farewell
         self._pace = Pace(timeout)
@@ -162,7 +130,11 @@ class Progress:
                 f"{self._topology.describe(self._topology.rank)} failed: exit with an exchange in "
                 f"flight that cannot end: {'; '.join(errors)}"
             )
-        self._farewell.say()
+        try:
+            self._farewell.say()
+        except Exception as error:
+            if not self._survives(error):
+                raise  # otherwise somebody has died at the end, and has nothing to say
 
     def _run(self) -> None:
         try:
@@ -191,11 +163,23 @@ class Progress:
                     request.forgive(stopped)
             looked = time.monotonic()
             self._end_untaken()
+            lost = False
             if time.monotonic() > ask_again:
-                gone, ask_again = self._farewell.gone(), time.monotonic() + _ASK_SECONDS
+                ask_again = time.monotonic() + _ASK_SECONDS
+                try:
+                    gone = self._farewell.gone()
+                except Exception as error:
+                    if not self._survives(error):
+                        raise
+                    lost = True
             for request in requests:
                 request.step()
                 self._check(request, gone, looked)
+            if self._recovery and (lost or any(request.waiting.lost for request in requests)):
+                self._topology, gone = self._recovery.regroup(), frozenset()
+                for request in requests:
+                    if not request.done.is_set():
+                        request.begin_anew()
             self._failed += [request for request in requests if request.error is not None]
             ended = [request for request in requests if request.done.is_set()]
             for request in ended:
@@ -215,6 +199,9 @@ class Progress:
             pause = min(pause, _LONGEST_POLL_SECONDS if expecting else _LONGEST_SERVING_SECONDS)
             with self._changed:
                 self._changed.wait(_POLL_SECONDS_WAITED_FOR if self._waiters else pause)
+
+    def _survives(self, error: BaseException) -> bool:
+        return self._recovery is not None and self._recovery.survives(error)
 
     def _untaken(self) -> list[Request]:
         return [] if self._closing else [r for r in self._failed if not r.taken]
