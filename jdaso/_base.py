@@ -176,6 +176,7 @@ class Exchange(NamedTuple):
             answer on all; on the host, outside jit, and called by all nodes at the same steps.
         compares: whether nodes are processes that could differ, and it compares the last numbers
             of their headers, ``AGREED``; otherwise these are not computed.
+        same_bits: whether the last of them, what nodes share, is among these.
         topology: ``() -> Topology``, the processes that there are now; None where it cannot
             change.
     """
@@ -192,6 +193,7 @@ class Exchange(NamedTuple):
     post_again: Callable[[dict[int, Posted]], None] = _nothing_to_post
     anyone: Callable[[bool], bool] = _alone
     compares: bool = False
+    same_bits: bool = True
     topology: Callable[[], Any] = _unchanged
 
 

@@ -84,6 +84,7 @@ def communication(
         alike = jnp.zeros((len(AGREED),), jnp.float32)
         if exchange.compares:
             shared = (moment.replicated, flight.merge if merge.shared else ())
+            shared = shared if exchange.same_bits else ()
             alike = agreed(moment.plan, moment.schedule, shared)
 
         def over(wire: str | None, state: PyTree, feedback: PyTree):

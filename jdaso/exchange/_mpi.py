@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +34,7 @@ def mpi_exchange(
     pattern: str = "direct",
     senders: str = "one",
     on_failure: str = "stop",
+    same_bits: bool = True,
 ) -> Exchange:
     """Nodes are MPI processes; what is posted is carried by a thread of its own.
 
@@ -73,7 +76,11 @@ def mpi_exchange(
             that are left go on, where the MPI library can (Open MPI 5, ``mpirun --with-ft ulfm``),
             with one process per node. What was in flight is summed again among them, sums and
             their weights are those of who is left, and ``topology()`` of the exchange says who
-            that is. An exception, a disagreement, or one that is silent ends all the same.
+            that is. An exception, a disagreement, or one that is silent ends all the same. Not
+            with ``halving``.
+        same_bits: whether a centre, an anchor, or parameters of synchronous training that are not
+            the same on all nodes, bit for bit, are an error. False for nodes whose hardware
+            rounds differently; then their schedules and steps are compared, but not these.
 
     Returns:
         A :class:`jdaso.Exchange`. Its state is one int32; what is in flight is with the host,
@@ -84,8 +91,9 @@ def mpi_exchange(
     Raises:
         ValueError: for an unknown wire, pattern or sender, numbers that are not positive,
             ``native=True`` where compiled copies cannot be used, ``halving`` on a number of nodes
-            that is no power of two, or int8, also of an algorithm, with a pattern that is not
-            ``direct``: error feedback needs to know all that is rounded.
+            that is no power of two, or may become one that is not, ``shrink`` where MPI cannot,
+            or int8, also of an algorithm, with a pattern that is not ``direct``: error feedback
+            needs to know all that is rounded.
         JdasoError: in ``init``, if the nodes' parameters differ in structure, shape or dtype;
             in ``update``, if nodes are at different steps, if what must be equal is not (period
             and delay, the schedule's state, centre or anchor), or one is missing at the deadline.
@@ -104,6 +112,12 @@ def mpi_exchange(
     check_choice("senders", senders, SENDERS)
     check_choice("on_failure", on_failure, ON_FAILURE)
     nodes = topology.num_nodes
+    shrinks = on_failure == "shrink"
+    if pattern == "halving" and shrinks:
+        raise ValueError(
+            "pattern='halving' needs 2, 4, 8, ... nodes, and on_failure='shrink' makes them fewer; "
+            "use 'direct' or 'ring'."
+        )
     if pattern == "halving" and nodes & (nodes - 1):
         raise ValueError(
             f"pattern='halving' needs 2, 4, 8, ... nodes, and there are {nodes}; use 'ring', which "
@@ -118,9 +132,10 @@ def mpi_exchange(
         node = topology.comm.Dup()
         return alone._replace(anyone=lambda flag: any(node.allgather(flag)))
     native = chosen(native, topology.devices[0].platform)
-    shrinks = on_failure == "shrink"
     if shrinks:
         check_can_shrink(topology)
+        # Each exchange finds out by itself who is left.
+        topology = dataclasses.replace(topology, comm=topology.comm.Dup())
         leave_in_time()
         if topology.heartbeat is not None:
             topology.heartbeat.outlive(lambda rank: None)  # MPI says so, too
@@ -161,6 +176,7 @@ def mpi_exchange(
         post_again=courier.post_again,
         anyone=courier.anyone,
         compares=True,
+        same_bits=same_bits,
         topology=courier.topology,
     )
 

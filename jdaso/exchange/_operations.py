@@ -22,7 +22,8 @@ _SAME_SCHEDULE = "All nodes must use the same schedule and continue the same che
 _SAME_START = (
     "That is EASGD's centre, DiLoCo's anchor with its outer optimizer, or the parameters of "
     "synchronous training: start from jdaso.broadcast(exchange, params), with the same "
-    "hyperparameters on all nodes, and let nothing else change them."
+    "hyperparameters on all nodes, and let nothing else change them. If nodes are of different "
+    "hardware, whose last bits differ, pass same_bits=False to mpi_exchange."
 )
 _GREETING = np.dtype(
     [("number", "<i8"), ("step", "<i8"), ("specs", "<i8"), ("header", "<f4", (HEADER_SIZE,))]

@@ -145,8 +145,8 @@ def regroup(
     left = {process.rank for process in topology.processes}
     lost = [rank for rank, process in enumerate(before.processes) if process.rank not in left]
     print(
-        f"jdaso: {', '.join(map(before.describe, lost)) or 'nobody'} has died; {here} goes on as "
-        f"one of {topology.num_nodes} nodes.",
+        f"jdaso: {', '.join(map(before.describe, lost)) or 'nobody'} has died; {here} goes on, "
+        f"nodes left: {topology.num_nodes}.",
         file=sys.stderr,
         flush=True,
     )

@@ -58,6 +58,8 @@ def test_complex_parameters_are_refused():
         ({"timeout": float("nan")}, "timeout must be a finite number above 0"),
         ({"wire": "int4"}, "wire must be one of"),
         ({"pattern": "tree"}, "pattern must be one of direct, ring, halving, got 'tree'"),
+        ({"on_failure": "go on"}, "on_failure must be one of stop, shrink, got 'go on'"),
+        ({"on_failure": "shrink", "pattern": "halving"}, "on_failure='shrink' makes them fewer"),
         ({"senders": "two"}, "senders must be one of one, all, got 'two'"),
         ({"pattern": "ring", "wire": "int8"}, "the wire int8 needs pattern='direct'"),
     ],

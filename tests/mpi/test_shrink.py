@@ -57,7 +57,7 @@ def open_mpi(tmp_path_factory):
 
 def lost(ended):
     """Who has died, as all that are left say."""
-    told = re.findall(r"jdaso: (.*) has died; (.*) goes on as one of 2 nodes", ended.output)
+    told = re.findall(r"jdaso: (.*) has died; (.*) goes on, nodes left: 2", ended.output)
     assert len({who for _, who in told}) == 2, ended.output
     (dead,) = {dead for dead, _ in told}
     return dead

@@ -1,0 +1,102 @@
+"""What it costs to be able to go on without a process, and how long it takes to do so.
+
+    mpirun --with-ft ulfm -n 3 python bench/shrink.py [--megabytes 40] [--pairs 9]
+    mpirun --with-ft ulfm -n 6 python bench/shrink.py --deaths
+
+For Open MPI 5, see "Going on without a node" in README. The first: the mean over all nodes,
+awaited, by an exchange that ends all processes when one dies and by one that does not, in pairs.
+The second: the last process dies, at once or while it takes part in a mean; printed are the seconds
+until the others have theirs, without it. Then the next one, until two are left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import statistics
+import sys
+import threading
+import time
+
+from machine import machine, own_core
+
+os.environ.setdefault("NPROC", "16")
+own_core()
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+
+import jdaso  # noqa: E402
+
+LATER_SECONDS = 0.02
+
+
+def mean_of(exchange, tree, begin=lambda: None):
+    """Seconds until all that are left have the mean, and its first number."""
+    topology = exchange.topology()
+    topology.comm.Barrier()
+    start = time.monotonic()
+    begin()
+    mean = jax.block_until_ready(jdaso.consensus(exchange, tree))
+    took = time.monotonic() - start
+    return max(exchange.topology().comm.allgather(took)), float(mean[0])
+
+
+def cost(topology, tree, pairs, say):
+    """A table of means with and without an agreement at the end."""
+    exchanges = [jdaso.mpi_exchange(topology, on_failure=name) for name in ("stop", "shrink")]
+    say("| mean of | stop | shrink | ratio (median, range of pairs) |\n|---|---|---|---|")
+    for name, given in (("one number", tree[:1]), (f"{tree.nbytes / 1e6:g} MB", tree)):
+        both = [[mean_of(exchange, given)[0] for exchange in exchanges] for _ in range(pairs + 1)]
+        ratios = [shrink / stop for stop, shrink in both[1:]]
+        stop, shrink = (1e3 * statistics.median(times) for times in zip(*both[1:], strict=True))
+        say(
+            f"| {name} | {stop:.2f} ms | {shrink:.2f} ms | {statistics.median(ratios):.2f} "
+            f"({min(ratios):.2f}..{max(ratios):.2f}) |"
+        )
+
+
+def deaths(topology, tree, say):
+    """A table of deaths, in each of which the last process that there is dies."""
+    exchange = jdaso.mpi_exchange(topology, on_failure="shrink")
+    usual = statistics.median(mean_of(exchange, tree)[0] for _ in range(5))
+    say(f"without a death: {usual:.3f} s")
+    say("| dies | left | seconds until they have their mean |\n|---|---|---|")
+    for last in range(topology.num_nodes - 1, 1, -1):
+        takes_part = last % 2 == 0
+
+        def kill(last=last, takes_part=takes_part):
+            if topology.rank == last:
+                seconds = LATER_SECONDS if takes_part else 0
+                threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+                if not takes_part:
+                    time.sleep(60)
+
+        took, mean = mean_of(exchange, tree, kill)
+        # Node r has only the number r + 1.
+        assert mean == (last + 1) / 2, f"{mean} is not the mean of {last} nodes"
+        when = "taking part" if takes_part else "at once"
+        say(f"| rank {last}, {when} | {last} | {took:.3f} |")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes", type=float, default=40)
+    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--deaths", action="store_true", help="let one after the other die")
+    options = parser.parse_args()
+    topology = jdaso.discover_topology(processes_per_node=1)
+    if topology.num_nodes < 3:
+        sys.exit("bench/shrink.py needs at least 3 processes: one dies, and two go on.")
+    tree = jnp.full(int(options.megabytes * 250_000), 1.0 + topology.rank)
+    say = print if topology.rank == 0 else lambda *_: None
+    say(f"{machine()}; {topology.num_nodes} processes")
+    if options.deaths:
+        deaths(topology, tree, say)
+    else:
+        cost(topology, tree, options.pairs, say)
+
+
+if __name__ == "__main__":
+    main()
