@@ -32,15 +32,16 @@ import jdaso  # noqa: E402
 LATER_SECONDS = 0.02
 
 
-def mean_of(exchange, tree, begin=lambda: None):
-    """Seconds until all that are left have the mean, and its first number."""
-    topology = exchange.topology()
-    topology.comm.Barrier()
+def mean_of(exchange, comm, tree, begin=lambda: None):
+    """Seconds until all that are left have the mean, its first number, and their communicator."""
+    comm.Barrier()
     start = time.monotonic()
     begin()
     mean = jax.block_until_ready(jdaso.consensus(exchange, tree))
     took = time.monotonic() - start
-    return max(exchange.topology().comm.allgather(took)), float(mean[0])
+    now = exchange.topology()
+    comm = comm if now is None else now.comm
+    return max(comm.allgather(took)), float(mean[0]), comm
 
 
 def cost(topology, tree, pairs, say):
@@ -48,7 +49,10 @@ def cost(topology, tree, pairs, say):
     exchanges = [jdaso.mpi_exchange(topology, on_failure=name) for name in ("stop", "shrink")]
     say("| mean of | stop | shrink | ratio (median, range of pairs) |\n|---|---|---|---|")
     for name, given in (("one number", tree[:1]), (f"{tree.nbytes / 1e6:g} MB", tree)):
-        both = [[mean_of(exchange, given)[0] for exchange in exchanges] for _ in range(pairs + 1)]
+        both = [
+            [mean_of(exchange, topology.comm, given)[0] for exchange in exchanges]
+            for _ in range(pairs + 1)
+        ]
         ratios = [shrink / stop for stop, shrink in both[1:]]
         stop, shrink = (1e3 * statistics.median(times) for times in zip(*both[1:], strict=True))
         say(
@@ -60,7 +64,8 @@ def cost(topology, tree, pairs, say):
 def deaths(topology, tree, say):
     """A table of deaths, in each of which the last process that there is dies."""
     exchange = jdaso.mpi_exchange(topology, on_failure="shrink")
-    usual = statistics.median(mean_of(exchange, tree)[0] for _ in range(5))
+    comm = topology.comm
+    usual = statistics.median(mean_of(exchange, comm, tree)[0] for _ in range(5))
     say(f"without a death: {usual:.3f} s")
     say("| dies | left | seconds until they have their mean |\n|---|---|---|")
     for last in range(topology.num_nodes - 1, 1, -1):
@@ -73,7 +78,7 @@ def deaths(topology, tree, say):
                 if not takes_part:
                     time.sleep(60)
 
-        took, mean = mean_of(exchange, tree, kill)
+        took, mean, comm = mean_of(exchange, comm, tree, kill)
         # Node r has only the number r + 1.
         assert mean == (last + 1) / 2, f"{mean} is not the mean of {last} nodes"
         when = "taking part" if takes_part else "at once"

@@ -177,8 +177,9 @@ class Exchange(NamedTuple):
         compares: whether nodes are processes that could differ, and it compares the last numbers
             of their headers, ``AGREED``; otherwise these are not computed.
         same_bits: whether the last of them, what nodes share, is among these.
-        topology: ``() -> Topology``, the processes that there are now; None where it cannot
-            change.
+        topology: ``() -> Topology``, the processes that there are now, the same answer on all;
+            None where they cannot change. Called by all nodes, on the host. ``num_nodes``, and
+            the root of a broadcast, go on counting those that there were at first.
     """
 
     num_nodes: int

@@ -83,8 +83,9 @@ def communication(
         posted = [*message, *leaves[own:]]
         alike = jnp.zeros((len(AGREED),), jnp.float32)
         if exchange.compares:
-            shared = (moment.replicated, flight.merge if merge.shared else ())
-            shared = shared if exchange.same_bits else ()
+            shared: PyTree = ()
+            if exchange.same_bits:
+                shared = (moment.replicated, flight.merge if merge.shared else ())
             alike = agreed(moment.plan, moment.schedule, shared)
 
         def over(wire: str | None, state: PyTree, feedback: PyTree):

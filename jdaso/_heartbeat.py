@@ -57,6 +57,7 @@ class Heartbeat:
         self._describe, self._end = describe, end
         self._unheard = unheard
         self._died: list[Callable[[int], None]] = []
+        self._outlives_silence = False
         self._silent: frozenset[int] = frozenset()
         self._closing = False
         os.register_at_fork(after_in_child=self._forget)
@@ -89,13 +90,15 @@ class Heartbeat:
         for line in list(self._lines):
             line.send("end", reason[-LONGEST_BYTES // 16 :], status)
 
-    def outlive(self, died: Callable[[int], None]) -> None:
-        """From now on, in the first process: one that dies, or is silent for long, ends no other.
+    def outlive(self, died: Callable[[int], None], silence: bool) -> None:
+        """From now on one that dies ends no other; in the first process, of all its lines.
 
         Args:
             died: called with the rank of one that has died.
+            silence: whether one that is silent for long ends no other, either.
         """
         self._died.append(died)
+        self._outlives_silence |= silence
 
     def close(self) -> None:
         """Says that this process ends as it should."""
@@ -138,7 +141,7 @@ class Heartbeat:
         self._silent = passed_on | quiet
         for line in self._lines:
             lost = line.rank in quiet and now - line.heard > LOST_SECONDS
-            if lost and not self._died:
+            if lost and not self._outlives_silence:
                 name = self._describe(line.rank)
                 reason = f"nothing was heard from {name} for {LOST_SECONDS:.0f} s."
                 self._all_end(reason, EXIT_NODE_LOST, but=line)
@@ -157,8 +160,8 @@ class Heartbeat:
 
     def _lost(self, line: Line) -> None:
         self._lines.remove(line)
-        if line.rank == 0:
-            self._silent = frozenset()
+        if line.rank == 0:  # if that is outlived, nothing will be known of anybody
+            self._silent = frozenset({0} if self._died else ())
         if not line.over and not self._closing:
             if not self._died:
                 self._all_end(f"{self._describe(line.rank)} has died.", EXIT_NODE_LOST, but=line)

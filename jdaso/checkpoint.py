@@ -79,7 +79,7 @@ class Checkpoints:
         check_whole("keep", keep, 1)
         self._writer = orbax()
         self._directory = Path(directory).absolute()
-        self._begun_with = topology
+        self._topology = topology
         self._exchange = exchange
         self._keep = keep
         self._next: int | None = None
@@ -88,11 +88,6 @@ class Checkpoints:
         check_shared(self._directory, topology)
         # A node that looked later could see what another one has begun to write.
         self._taken = self._told(bool(found(self._directory)))
-
-    @property
-    def _topology(self) -> Topology:
-        """The processes that there are now."""
-        return self._exchange.topology() or self._begun_with
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first, without what restore has passed over."""
@@ -113,6 +108,7 @@ class Checkpoints:
             ValueError: if another training has left checkpoints in the folder.
         """
         self.wait()
+        self._look_around()
         if self._topology.local_rank > 0:
             return  # a node of several processes: they all hold the same
         if self._next is None and self._taken:
@@ -145,6 +141,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits until all nodes have written everything, and ends the writer's threads."""
+        self._look_around()
         self.wait()
         self._meet()
         self.wait()
@@ -172,6 +169,7 @@ class Checkpoints:
             ValueError: if the checkpoint's leaves are not those of ``like``.
             JdasoError: on all nodes, if there are checkpoints, but none that can be gone on from.
         """
+        self._look_around()
         self.wait()
         self._meet()
         there = self._told(found(self._directory))
@@ -190,6 +188,10 @@ class Checkpoints:
         if problems:
             raise JdasoError("; ".join(problems))
         return None
+
+    def _look_around(self) -> None:
+        """Some may have died, where that does not end all."""
+        self._topology = self._exchange.topology() or self._topology
 
     def _restored(self, checkpoint: Found, like: PyTree) -> Restored:
         """A complete checkpoint; JdasoError on all nodes if it is not what they can go on from."""

@@ -85,7 +85,7 @@ def test_death_of_the_first_is_seen_by_all():
 
 def test_who_is_outlived_ends_nobody_but_the_first_cannot_be():
     star, died = Star(4), queue.Queue()
-    star.beats[0].outlive(died.put)
+    star.beats[0].outlive(died.put, silence=False)
     star.dies(2)
     assert died.get(timeout=PATIENCE) == 2
     assert "it has no heartbeat" in star.beats[0].states(frozenset({2}))
@@ -99,11 +99,28 @@ def test_long_silence_of_who_is_outlived_ends_nobody(fast, monkeypatch):
     monkeypatch.setattr(_heartbeat, "LOST_SECONDS", 0.6)
     (ours, _theirs), ends, died = socket.socketpair(), queue.Queue(), queue.Queue()
     first = Heartbeat(0, [Line(ours, 1)], "rank {}".format, lambda *end: ends.put(end))
-    first.outlive(died.put)
+    first.outlive(died.put, silence=True)
     eventually(lambda: first.silent() == {1})
     time.sleep(0.5)
     assert ends.empty()
     assert died.empty()
+
+
+def test_long_silence_is_not_outlived_where_only_deaths_are(fast, monkeypatch):
+    monkeypatch.setattr(_heartbeat, "LOST_SECONDS", 0.6)
+    (ours, _theirs), ends = socket.socketpair(), queue.Queue()
+    first = Heartbeat(0, [Line(ours, 1)], "rank {}".format, lambda *end: ends.put(end))
+    first.outlive(lambda rank: None, silence=False)
+    assert ends.get(timeout=PATIENCE)[1] == EXIT_NODE_LOST
+
+
+def test_when_the_first_is_outlived_nothing_is_known_of_others():
+    star, died = Star(3), queue.Queue()
+    star.beats[1].outlive(died.put, silence=False)
+    star.dies(0)
+    assert died.get(timeout=PATIENCE) == 0
+    assert star.beats[1].silent() == {0}
+    assert "rank 2 (unknown" in star.beats[1].states(frozenset({2}))
 
 
 def test_end_is_told_to_all_with_its_status():

@@ -99,7 +99,7 @@ def mpi_center(
         server = Server(topology.num_nodes, topology.describe, record)
         presence = Presence(topology.num_nodes, topology.describe, gone_after, time.monotonic())
         if topology.heartbeat is not None:
-            topology.heartbeat.outlive(presence.dies)
+            topology.heartbeat.outlive(presence.dies, silence=True)
         _serve(topology, comm, server, presence)
         leave: Callable[[Sequence[int]], None] = stay
         end: Callable[[str], None] = topology.end_all

@@ -9,9 +9,9 @@ import numpy as np
 from jdaso._base import UNCOUNTED
 from jdaso.exchange import _operations as operations
 from jdaso.exchange._all_reduce import part, shards, side_by_side
-from jdaso.exchange._messages import Waiting, Waits
+from jdaso.exchange._messages import Waits
 from jdaso.exchange._operations import Strategy as Strategy
-from jdaso.exchange._request import Request
+from jdaso.exchange._request import Request, after
 from jdaso.exchange._staging import Staging
 from jdaso.topology import Topology
 
@@ -75,11 +75,8 @@ class Channels:
             self._topology.describe,
         )
         # One after the other on a communicator: exchanges of several fragments may be in flight,
-        # and their messages look alike.
-        while before is not None and not before.done.is_set():
-            yield Waiting(before.waiting.ranks)
-        if before is not None and before.error is not None:
-            raise before.error  # its messages may still arrive, and would be taken for these
+        # and their messages look alike; those of one that has failed may still arrive.
+        yield from after(before)
         sent = yield from side_by_side(
             self._carry(channel, staging, index, len(channels))
             for index, channel in enumerate(channels)

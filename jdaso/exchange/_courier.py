@@ -21,7 +21,7 @@ from jdaso.exchange._channels import Channels, Strategy
 from jdaso.exchange._farewell import Farewell
 from jdaso.exchange._fault_tolerance import is_loss
 from jdaso.exchange._progress import Progress
-from jdaso.exchange._request import Request
+from jdaso.exchange._request import Request, after
 from jdaso.exchange._staging import Pool, Spec, Staging
 from jdaso.exchange._survivors import Agreements, regroup
 from jdaso.topology import Topology
@@ -57,6 +57,7 @@ class Courier:
         self._strategy, self._timeout = strategy, timeout
         self._agreements = Agreements() if shrinks else None
         self._name = topology.describe(topology.rank)
+        self._begun_with = topology
         self._connect(topology)
         self._asked: deque[Request] = deque()
         self._farewell = Farewell(topology.comm.Dup(), topology.states)
@@ -80,9 +81,14 @@ class Courier:
         self._world = topology.comm.Dup()
         self._questions = topology.comm.Dup()
 
-    def topology(self) -> Topology:
-        """The processes that there are now."""
-        return self._topology
+    def topology(self) -> Topology | None:
+        """The processes that there are now, the same for all; None where they cannot change."""
+
+        def here() -> operations.Waits:
+            yield from ()
+            return self._topology
+
+        return self._run(here, "a question who is left") if self._agreements else None
 
     def survives(self, error: BaseException) -> bool:
         """Whether an error of MPI's says that one has died, and the others go on."""
@@ -248,9 +254,13 @@ class Courier:
 
     def anyone(self, flag: bool) -> bool:
         """Whether any process said True some calls ago; seldom waits, so long it has had."""
-        asked = self._lasting(
-            lambda: operations.anyone(self._questions, flag), lambda: self._questions, "questions"
-        )
+        before = self._asked[-1] if self._asked and self._agreements else None
+
+        def ask() -> operations.Waits:
+            yield from after(before)  # as they agree one after the other
+            return (yield from operations.anyone(self._questions, flag))
+
+        asked = self._lasting(ask, lambda: self._questions, "questions")
         request = self._progress.submit(asked, f"a question to all, asked by {self._name},")
         self._asked.append(request)
         return len(self._asked) > _ANSWER_AFTER and self._progress.wait(self._asked.popleft())
@@ -260,10 +270,13 @@ class Courier:
 
         def from_root() -> operations.Waits:
             copies = [np.array(leaf, order="C") for leaf in leaves]
-            first = [r for r, place in enumerate(self._topology.places) if place.node == root][:1]
-            if not first:
-                raise JdasoError(f"node {root}, the root of a broadcast, has died.")
-            yield from operations.broadcast(self._world, copies, *first)
+            ranks = {process.rank: r for r, process in enumerate(self._topology.processes)}
+            begun_with = self._begun_with
+            who = next(r for r, place in enumerate(begun_with.places) if place.node == root)
+            first = ranks.get(begun_with.processes[who].rank)
+            if first is None:
+                raise JdasoError(f"broadcast: its root, {begun_with.describe(who)}, has died.")
+            yield from operations.broadcast(self._world, copies, first)
             return copies
 
         copies: list[np.ndarray] = self._run(from_root, "a broadcast")

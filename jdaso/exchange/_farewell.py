@@ -24,6 +24,8 @@ class Farewell:
     """
 
     def __init__(self, comm: Any, states: Callable[[frozenset[int]], str]):
+        # What others have not said yet may still arrive where it was expected.
+        self._kept: list[dict[int, np.ndarray]] = []
         self.join(comm, states)
 
     def join(self, comm: Any, states: Callable[[frozenset[int]], str]) -> None:
@@ -32,6 +34,7 @@ class Farewell:
         self._states = states
         peers = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
         self._bytes = {rank: np.zeros(1, np.uint8) for rank in peers}
+        self._kept.append(self._bytes)
         self._expected = {
             rank: comm.Irecv(buffer, source=rank, tag=_TAG) for rank, buffer in self._bytes.items()
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import threading
 
@@ -32,6 +31,7 @@ def check_can_shrink(topology: Topology) -> None:
         able = False
     else:  # Open MPI has it always, but may have been started to end all when one dies
         able = os.environ.get(_OPEN_MPI) == "1"
+    probe.Free()
     if not able:
         raise ValueError(
             f"on_failure='shrink' needs an MPI with fault tolerance, and {library(MPI)} was not "
@@ -41,13 +41,14 @@ def check_can_shrink(topology: Topology) -> None:
         )
 
 
-@functools.cache
 def leave_in_time() -> None:
-    """At exit, waits only so long for MPI to end; to be called before anything that it must follow.
+    """At exit, from now on, waits only so long for MPI to end.
 
     Open MPI 5.0 waits in MPI_Finalize, now and then, for one that has died. By then it answers
     that it has been finalized, so nothing else waits for it.
     """
+    if _leaving:
+        return
     from mpi4py import MPI
 
     ending = threading.Event()
@@ -61,12 +62,18 @@ def leave_in_time() -> None:
     # At exit no thread can be started any more.
     thread = threading.Thread(target=finalize, name="jdaso-finalize", daemon=True)
     thread.start()
+    _leaving.append((ending, thread))
 
-    def leave() -> None:
+
+def _leave() -> None:
+    for ending, thread in _leaving:
         ending.set()
         thread.join(_FINALIZE_SECONDS)
 
-    at_exit(leave)
+
+# Before anything that uses MPI asks for its own end: what is asked for first is done last.
+_leaving: list[tuple[threading.Event, threading.Thread]] = []
+at_exit(_leave)
 
 
 def is_loss(error: BaseException) -> bool:

@@ -138,7 +138,7 @@ def mpi_exchange(
         topology = dataclasses.replace(topology, comm=topology.comm.Dup())
         leave_in_time()
         if topology.heartbeat is not None:
-            topology.heartbeat.outlive(lambda rank: None)  # MPI says so, too
+            topology.heartbeat.outlive(lambda rank: None, silence=False)  # MPI tells deaths, too
     courier = Courier(topology, Strategy(pattern, senders, chunk_bytes), timeout, shrinks)
     program = Program(courier, native, len(topology.devices))
 

@@ -130,11 +130,17 @@ class Progress:
                 f"{self._topology.describe(self._topology.rank)} failed: exit with an exchange in "
                 f"flight that cannot end: {'; '.join(errors)}"
             )
-        try:
-            self._farewell.say()
-        except Exception as error:
-            if not self._survives(error):
-                raise  # otherwise somebody has died at the end, and has nothing to say
+        self._say_farewell()
+
+    def _say_farewell(self) -> None:
+        """Anew when one dies meanwhile: others that are not so far may need this process."""
+        while True:
+            try:
+                return self._farewell.say()
+            except Exception as error:
+                if self._recovery is None or not self._recovery.survives(error):
+                    raise
+                self._topology = self._recovery.regroup()
 
     def _run(self) -> None:
         try:
@@ -169,7 +175,7 @@ class Progress:
                 try:
                     gone = self._farewell.gone()
                 except Exception as error:
-                    if not self._survives(error):
+                    if self._recovery is None or not self._recovery.survives(error):
                         raise
                     lost = True
             for request in requests:
@@ -177,6 +183,7 @@ class Progress:
                 self._check(request, gone, looked)
             if self._recovery and (lost or any(request.waiting.lost for request in requests)):
                 self._topology, gone = self._recovery.regroup(), frozenset()
+                looked = time.monotonic()
                 for request in requests:
                     if not request.done.is_set():
                         request.begin_anew()
@@ -199,9 +206,6 @@ class Progress:
             pause = min(pause, _LONGEST_POLL_SECONDS if expecting else _LONGEST_SERVING_SECONDS)
             with self._changed:
                 self._changed.wait(_POLL_SECONDS_WAITED_FOR if self._waiters else pause)
-
-    def _survives(self, error: BaseException) -> bool:
-        return self._recovery is not None and self._recovery.survives(error)
 
     def _untaken(self) -> list[Request]:
         return [] if self._closing else [r for r in self._failed if not r.taken]

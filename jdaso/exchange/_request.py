@@ -12,6 +12,14 @@ from jdaso.exchange._messages import Regrouped, Waiting, Waits
 from jdaso.exchange._pace import Pace
 
 
+def after(before: Request | None) -> Waits:
+    """Waits until another operation has ended; raises its error, if it has failed."""
+    while before is not None and not before.done.is_set():
+        yield Waiting(before.waiting.ranks)
+    if before is not None and before.error is not None:
+        raise before.error
+
+
 class Request:
     """An operation under way; done when it has returned or failed, after so many seconds."""
 

@@ -103,6 +103,7 @@ class Staging:
             np.copyto(place, leaf)
         self.pairs, self.leaves, self.sums = moved.pairs, moved.leaves, moved.sums
         self.__dict__.pop("addresses", None)
+        _ = self.addresses  # here, as threads that ask later would each find their own
 
     def reuse(self) -> None:
         """Readies the memory for another exchange."""

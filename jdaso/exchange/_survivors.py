@@ -103,6 +103,27 @@ def _all_are(comm: Any, connected: bool) -> bool:
         return False
 
 
+def _together(
+    before: Topology, revoked: list[Any], connect: Callable[[Topology], None]
+) -> Topology:
+    whole = before.comm
+    while True:
+        for comm in revoked:
+            comm.Revoke()
+        whole = whole.Shrink()
+        revoked, connected = [whole], False
+        try:
+            topology = before.within(whole)
+            connect(topology)
+            connected = True
+        except Exception as error:  # one more has died
+            if not is_loss(error):
+                raise
+            whole.Revoke()  # or others would wait for this one
+        if _all_are(whole, connected):
+            return topology
+
+
 def regroup(
     before: Topology,
     communicators: Iterable[Any],
@@ -117,8 +138,7 @@ def regroup(
         connect: makes new ones among those that are left; collective.
         timeout: seconds after which all end, as one does not come.
     """
-    here, whole = before.describe(before.rank), before.comm
-    revoked = [*communicators, whole]
+    here = before.describe(before.rank)
     late = threading.Timer(
         timeout,
         before.end_all,
@@ -126,22 +146,10 @@ def regroup(
     )
     late.daemon = True
     late.start()
-    connected = False
-    while not connected:
-        for comm in revoked:
-            comm.Revoke()
-        whole = whole.Shrink()
-        revoked = [whole]
-        try:
-            topology = before.within(whole)
-            connect(topology)
-            connected = True
-        except Exception as error:  # one more has died
-            if not is_loss(error):
-                raise
-            whole.Revoke()  # or others would wait for this one
-        connected = _all_are(whole, connected)
-    late.cancel()
+    try:
+        topology = _together(before, [*communicators, before.comm], connect)
+    finally:
+        late.cancel()
     left = {process.rank for process in topology.processes}
     lost = [rank for rank, process in enumerate(before.processes) if process.rank not in left]
     print(

@@ -195,5 +195,6 @@ def test_moved_memory_holds_the_same_leaves_and_leaves_the_old_to_who_writes_to_
     assert staging.leaves[0].tolist() == before.tolist() == [0, 1, 2]
     assert staging.leaves[0] is not before
     assert late.tolist() == [7, 7, 7]
-    assert staging.addresses.of_sums[0] != addresses.of_sums[0]
+    assert staging.addresses.of_sums[0] == staging.sums[0].ctypes.data != addresses.of_sums[0]
+    assert staging.addresses.of_sums[-1] == staging.record.ctypes.data
     assert staging.pairs[0][1][0] == 8

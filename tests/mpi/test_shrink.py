@@ -15,10 +15,12 @@ ROOT = Path(__file__).parents[2]
 # method -> who dies, and before which step
 DEATHS = {
     "daso": (0, 9),
-    "daso blocking": (1, 9),
+    "daso blocking": (2, 9),
     "dasgd": (2, 9),
     "easgd": (0, 10),
-    "sync": (1, 0),
+    "sync": (0, 3),
+    "int8": (1, 8),
+    "ring": (1, 0),
 }
 
 
@@ -70,6 +72,12 @@ def test_those_that_are_left_go_on(open_mpi, method):
     passes(ended)
     assert lost(ended).startswith(f"rank {rank} (")
     assert ended.output.count(" ended with ") == 2
+
+
+def test_one_that_dies_when_all_is_done_disturbs_nobody(open_mpi):
+    ended = open_mpi("shrinking.py", 1, 24, "daso")
+    passes(ended)
+    assert ended.output.count(" ended with ") == 3
 
 
 def test_training_goes_on_and_saves_what_is_left(open_mpi, tmp_path):

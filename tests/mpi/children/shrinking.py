@@ -13,12 +13,16 @@ import jdaso
 
 rank_to_die, step_to_die, method, steps = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], 24
 topology = jdaso.discover_topology()
-exchange = jdaso.mpi_exchange(topology, on_failure="shrink", timeout=30)
+pattern = "ring" if method == "ring" else "direct"
+exchange = jdaso.mpi_exchange(topology, on_failure="shrink", timeout=30, pattern=pattern)
+evaluation = jdaso.mpi_exchange(topology, on_failure="shrink", timeout=30)
 averaging = {
     "daso": lambda: jdaso.daso(exchange, jdaso.constant(4, 2)),
     "daso blocking": lambda: jdaso.daso(exchange, jdaso.constant(1, 0), wire="float32"),
     "dasgd": lambda: jdaso.dasgd(exchange, 3, 2),
     "easgd": lambda: jdaso.easgd(exchange, 2, alpha=0.2),
+    "int8": lambda: jdaso.daso(exchange, jdaso.constant(4, 2), wire="int8", fragments=2),
+    "ring": lambda: jdaso.daso(exchange, jdaso.constant(2, 1), wire="float16", fragments=2),
     "error": lambda: jdaso.dasgd(exchange, 3, 2),
     "sync": lambda: jdaso.allreduce_gradients(exchange, wire="float32"),
 }[method]()
@@ -39,19 +43,25 @@ def step(params, state):
     return optax.apply_updates(params, updates), state
 
 
+def perhaps_die(number):
+    if topology.rank == rank_to_die and number == step_to_die:
+        if method == "error":
+            raise ZeroDivisionError
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 with jdaso.Interruption() as interruption:
     for number in range(steps):
-        if topology.rank == rank_to_die and number == step_to_die:
-            if method == "error":
-                raise ZeroDivisionError
-            os.kill(os.getpid(), signal.SIGKILL)
+        perhaps_die(number)
         params, state = jax.block_until_ready(step(params, state))
         interruption.wanted(exchange)
-mean = jdaso.consensus(exchange, params)
-now = exchange.topology()
+mean = jdaso.consensus(evaluation, params, state)
+now = evaluation.topology()
 targets = [1.0 + r for r in range(len(topology.processes))]
-left = [t for t in targets if t != 1.0 + rank_to_die]
+left = [t for t in targets if t != 1.0 + rank_to_die or step_to_die >= steps]
 assert now.num_nodes == len(left), now
+for goal in left:  # nodes are called as they were at first
+    assert jdaso.broadcast(exchange, jnp.float32(target), root=int(goal) - 1) == goal
 together = now.comm.allgather(np.asarray(mean["w"]))
 assert all(np.array_equal(together[0], other) for other in together)
 # A step goes a fifth of the way to the mean of the targets: of all at first, later of those left.
@@ -62,3 +72,4 @@ for goal, taken in ((np.mean(targets), step_to_die), (np.mean(left), steps - ste
 tolerance = 1e-5 if method in ("daso blocking", "sync") else 0.2
 np.testing.assert_allclose(together[0], expected, atol=tolerance)
 print(f"rank {topology.rank} ended with {together[0][0]:.4f}")
+perhaps_die(steps)
