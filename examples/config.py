@@ -260,6 +260,8 @@ def _check_together(config: Config) -> None:
         raise SystemExit(f"--decay-epochs must rise within [{warmup}, {epochs}), got {steps}.")
     if config.moments == "reset" and (config.fragments or 1) > 1:
         raise SystemExit("--moments reset needs --fragments 1: each would reset all moments.")
+    if config.on_failure == "shrink" and config.sync in SHARED:
+        raise SystemExit(f"--on-failure shrink has no effect with --sync {config.sync}.")
     if config.nesterov and config.sync == "eamsgd":
         raise SystemExit("--nesterov has no effect with --sync eamsgd, which is Nesterov's anyway.")
     if config.nesterov and config.sync in SHARED:

@@ -106,7 +106,12 @@ def main() -> None:
     _tune.add_command(commands)
     _sbatch.add_command(commands)
     _verify.add_command(commands)
-    arguments = parser.parse_args()
+    arguments, unknown = parser.parse_known_args()
+    if unknown:
+        hint = "; put -- before the program" if arguments.command == "sbatch" else ""
+        commands.choices[arguments.command].error(
+            f"unrecognized arguments: {' '.join(unknown)}{hint}"
+        )
     if arguments.command in ("predict", "sbatch", "tune", "verify"):
         arguments.run(arguments)
         return

@@ -6,6 +6,7 @@ import os
 import re
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,21 @@ def found(directory: Path) -> list[Found]:
     """All checkpoints of a folder, oldest first, also those that are not complete."""
     matches = [(_CHECKPOINT.fullmatch(path.name), path) for path in directory.iterdir()]
     return sorted(Found(int(m[1]), int(m[2]), path, _parts(path)) for m, path in matches if m)
+
+
+def what_is_there(checkpoint: Path) -> str:
+    """Name of a checkpoint that is not complete, and of its parts."""
+    names = sorted(part.name for part in checkpoint.iterdir()) if checkpoint.is_dir() else []
+    return f"{checkpoint.name} (it has: {', '.join(names[:8]) or 'nothing'})"
+
+
+def none_complete(checkpoints: Sequence[Found]) -> str:
+    """That none of these is complete, and what becomes of them."""
+    names = ", ".join(what_is_there(checkpoint.path) for checkpoint in checkpoints)
+    return (
+        f"no checkpoint in {checkpoints[0].path.parent} is complete: {names}. Training begins at "
+        "its first step. They are kept until it is started once more: put aside what you need."
+    )
 
 
 def part_path(directory: Path, number: int, step: int, node: int, num_nodes: int) -> Path:

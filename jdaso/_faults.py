@@ -26,7 +26,7 @@ class Kind(enum.Enum):
     NAN = "computes gradients that are not finite"
     WRONG_SHAPE = "posts one number too many"
     KILL_IN_CHECKPOINT = "killed while it writes a checkpoint"
-    DISK_FULL = "has a full disk from a checkpoint on"
+    DISK_FULL = "has a full disk, for files above 10 kB, from a checkpoint on"
     SIGTERM = "gets SIGTERM before it posts"
 
 

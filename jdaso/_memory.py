@@ -57,8 +57,9 @@ def chain(
     """
     if not isinstance(averaging, Averaging) or averaging.state_type is not AveragingState:
         raise ValueError(
-            "averaging must be what jdaso.daso(...) or a relative returned, and no chain; eamsgd "
-            f"is a whole optimizer, which needs none before it. Got {averaging!r}."
+            "jdaso.chain takes an optimizer, which may be an optax.chain of several, and an "
+            "averaging: averaging must be what jdaso.daso(...) or a relative returned, and no "
+            f"chain; eamsgd is a whole optimizer, which needs none before it. Got {averaging!r}."
         )
     if moments not in MOMENTS:
         raise ValueError(f"moments must be one of {', '.join(MOMENTS)}, got {moments!r}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import shlex
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ HELP = "write a job script for Slurm"
 _MAX_SIGNAL = 65535  # Slurm's own
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,+-]*")
 _TIME = re.compile(r"(?P<days>[0-9]{1,9}-)?[0-9]{1,9}(:[0-9]{1,9}){0,2}")
+_LIBRARIES = {"mpich": "pmi2", "openmpi": "pmix", "ompi": "pmix"}
 _LAUNCHERS = ("mpiexec", "mpirun", "sbatch", "srun")
 
 _HEAD = """\
@@ -88,6 +90,7 @@ def add_command(commands: Any) -> None:
         "What is given to sbatch after the script is added to its arguments.",
         usage="%(prog)s --nodes N --time LIMIT [options] -- program [arguments] > job.sh",
         argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
     )
     default, add = Job._field_defaults, parser.add_argument
     add("--nodes", type=int, required=True)
@@ -141,6 +144,11 @@ def check(job: Job) -> None:
             raise ValueError(
                 f"{_option(name)} must be of letters, digits and _ . , + -, got {value!r}."
             )
+    if job.mpi in _LIBRARIES:
+        raise ValueError(
+            f"--mpi must be a plugin of srun, {_LIBRARIES[job.mpi]} for this library, got "
+            f"{job.mpi!r}."
+        )
     if job.mpi == "none":
         raise ValueError(
             "--mpi must not be none: every process would train alone. MPICH and its relatives "
@@ -154,11 +162,20 @@ def check(job: Job) -> None:
     limit = seconds(job.time)
     if not job.signal < min(limit, _MAX_SIGNAL + 1):
         raise ValueError(
-            f"--signal must be less than the time limit of {limit} s, and at most {_MAX_SIGNAL}, "
-            f"got {job.signal}."
+            f"--signal, {Job._field_defaults['signal']} if it is not given, must be less than the "
+            f"time limit of {limit} s, and at most {_MAX_SIGNAL}, got {job.signal}."
+        )
+    if not job.requeue and job.retries != Job._field_defaults["retries"]:
+        raise ValueError(f"--retries has no effect with --no-requeue, got {job.retries}.")
+    words = [part for word in job.command for part in word.split("=")]
+    if ("--on-failure", "shrink") in itertools.pairwise(words):
+        raise ValueError(
+            "--on-failure shrink needs mpirun --with-ft ulfm, and the script starts the program "
+            "with srun, which ends all when one dies: use --min-nodes, with which the job starts "
+            "again on the nodes that are left."
         )
     first = Path(job.command[0]).name if job.command else "-"
-    if first in _LAUNCHERS or first.startswith("-"):
+    if not first or first in _LAUNCHERS or first.startswith("-"):
         raise ValueError(
             "what comes after -- must be the program that each process runs, such as python "
             f"train.py, got {shlex.join(job.command)!r}; the script starts it with srun."

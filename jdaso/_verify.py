@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jdaso._base import JdasoError
-from jdaso._checkpoint_folder import Found, found
+from jdaso._checkpoint_folder import Found, found, what_is_there
 from jdaso._checkpoint_part import Part, is_finite, orbax, raw, read_part
 from jdaso._in_flight import outlines
 
@@ -49,7 +49,7 @@ class Summary(NamedTuple):
 
 
 def verify(path: Path) -> tuple[str, list[str]]:
-    """Looks at a checkpoint, or at the newest complete one of a folder.
+    """Looks at a checkpoint, or at the newest complete one of a folder, if there is one.
 
     Args:
         path: a checkpoint such as ``000007_step_1200``, or the folder that holds them.
@@ -62,8 +62,7 @@ def verify(path: Path) -> tuple[str, list[str]]:
     """
     checkpoint = _chosen(path)
     if not checkpoint.parts:
-        names = ", ".join(sorted(part.name for part in checkpoint.path.iterdir())[:8])
-        return "", [f"{checkpoint.path} is not complete; it has: {names or 'nothing'}"]
+        return "", [f"{where} is not complete" for where in _incomplete(checkpoint, path)]
     reader, summaries, defects = orbax(), [], []
     for node, place in enumerate(checkpoint.parts):
         try:
@@ -77,14 +76,18 @@ def verify(path: Path) -> tuple[str, list[str]]:
     rows = [_HEAD, *(summary.row for summary in summaries)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "\n".join([f"{checkpoint.path}, step {checkpoint.step}", *lines]), defects
+    head = [f"{checkpoint.path}, step {checkpoint.step}"]
+    lines += [f"newer, {where} is not complete" for where in _incomplete(checkpoint, path)]
+    return "\n".join(head + lines), defects
 
 
 def add_command(commands: Any) -> None:
     """Adds ``verify`` to a parser's commands."""
     parser = commands.add_parser("verify", help="check whether a training can go on from there")
     parser.add_argument(
-        "checkpoint", type=Path, help="a checkpoint, or a folder of them, of which the newest"
+        "checkpoint",
+        type=Path,
+        help="a checkpoint, or a folder of them, of which the newest complete one",
     )
     parser.set_defaults(run=run)
 
@@ -114,6 +117,15 @@ def _chosen(path: Path) -> Found:
     if not inside:
         raise ValueError(f"{path} is no checkpoint, such as 000001_step_9, and holds none.")
     return max(inside, key=lambda one: (bool(one.parts), one.number))
+
+
+def _incomplete(chosen: Found, asked: Path) -> list[str]:
+    """Of a folder, those from it on of which parts are missing."""
+    folder = chosen.path.parent
+    if asked.absolute() != folder:
+        return [] if chosen.parts else [what_is_there(chosen.path)]
+    least = chosen.number if chosen.parts else 0
+    return [what_is_there(x.path) for x in found(folder) if not x.parts and x.number >= least]
 
 
 def _sound_before(path: Path) -> str | None:

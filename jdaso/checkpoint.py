@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from jdaso._base import Exchange, JdasoError, PyTree
-from jdaso._checkpoint_folder import Found, check_shared, found, part_path
+from jdaso._checkpoint_folder import Found, check_shared, found, none_complete, part_path
 from jdaso._checkpoint_part import Part, is_finite, orbax, read_part, to_write
 from jdaso._checks import check_whole
 from jdaso._host import named, put_back
@@ -84,6 +84,7 @@ class Checkpoints:
         self._keep = keep
         self._next: int | None = None
         self._unusable: set[int] = set()
+        self._spared = 0  # the last one of which parts are missing, and that is not deleted
         self._directory.mkdir(parents=True, exist_ok=True)
         check_shared(self._directory, topology)
         # A node that looked later could see what another one has begun to write.
@@ -136,7 +137,7 @@ class Checkpoints:
         if self._topology.rank == 0:
             kept = self._complete()[-self._keep :]
             for other in found(self._directory):
-                if kept and other.number < kept[0].number:
+                if kept and self._spared < other.number < kept[0].number:
                     shutil.rmtree(other.path, ignore_errors=True)
 
     def close(self) -> None:
@@ -154,7 +155,8 @@ class Checkpoints:
         are those of the first, and what was in flight is dropped: the mean of the parameters is
         newer. (With EASGD and DiLoCo the centre, or anchor, misses this last move.)
 
-        One from which training cannot go on, because a part of it is damaged, or nodes that had
+        If none is complete, a line says so, and this process deletes nothing of what is there. One
+        from which training cannot go on, because a part of it is damaged, or nodes that had
         fallen out of step wrote it, is passed over with a line that says so: a job that starts
         again by itself must not fail at the same place for ever.
 
@@ -187,6 +189,9 @@ class Checkpoints:
                     print(text, file=sys.stderr, flush=True)
         if problems:
             raise JdasoError("; ".join(problems))
+        self._spared = self._next
+        if there and self._topology.rank == 0:
+            print(f"jdaso: {none_complete(there)}", file=sys.stderr, flush=True)
         return None
 
     def _look_around(self) -> None:

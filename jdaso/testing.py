@@ -32,6 +32,14 @@ from jdaso._faults import Fault as Fault
 from jdaso._faults import Kind as Kind
 from jdaso.checkpoint import Checkpoints
 
+__all__ = [
+    "Fault",
+    "FaultyCheckpoints",
+    "Kind",
+    "faulty",
+    "faulty_gradients",
+]
+
 _BEFORE_POST = LINK | {
     *(Kind.FAIL_BEFORE_POST, Kind.STUCK, Kind.SLOW_POST, Kind.WRONG_SHAPE, Kind.SIGTERM)
 }
@@ -126,6 +134,9 @@ class FaultyGradientsState(NamedTuple):
 
 def faulty_gradients(faults: Iterable[Fault], rank: int) -> optax.GradientTransformation:
     """The first of a chain: gradients that are not finite at the steps of the faults NAN.
+
+    Outside of :func:`jdaso.chain`, which brings back the optimizer's state when it skips a step,
+    and with it the number of the step: ``optax.chain(faulty_gradients(...), jdaso.chain(...))``.
 
     >>> tx = faulty_gradients([Fault(Kind.NAN, rank=0, step=1)], rank=0)
     >>> state = tx.init(jnp.ones(2))

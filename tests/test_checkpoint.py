@@ -73,6 +73,23 @@ def test_an_empty_folder_restores_nothing(tmp_path):
     assert Checkpoints(tmp_path / "new", TOPOLOGY, EXCHANGE).restore(state()) is None
 
 
+def test_if_parts_of_all_are_lost_it_says_so_and_deletes_nothing(tmp_path, capsys):
+    filled(tmp_path, 1, 2, 3).close()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert len(before) > 1
+    for part in tmp_path.glob("*/node_0_of_1"):
+        part.rename(part.parent / "node_0_of_2")  # so node 1's is lost
+    checkpoints = Checkpoints(tmp_path, TOPOLOGY, EXCHANGE, keep=1)
+    assert checkpoints.restore(state()) is None
+    said = capsys.readouterr().err
+    assert "000003_step_3 (it has: node_0_of_2). Training begins at its first step." in said
+    for step in (1, 2):
+        checkpoints.save(step, state())
+    checkpoints.close()
+    # And of the new ones the last stays.
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*before, "000005_step_2"]
+
+
 def test_half_written_ones_are_never_taken(tmp_path):
     """A part under its temporary name, and a checkpoint that lacks the part of one node."""
     checkpoints = filled(tmp_path, 3)

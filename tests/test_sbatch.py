@@ -148,7 +148,10 @@ def test_every_argument_arrives_as_it_was(tmp_path_factory, words):
         ({"time": "-5"}, "got '-5'"),
         ({"time": "0"}, "--time must be at least a minute"),
         ({"time": "1:2:3:4"}, "--time must be"),
-        ({"time": "1", "signal": 60}, "--signal must be less than the time limit of 60 s"),
+        ({"time": "1", "signal": 60}, "must be less than the time limit of 60 s"),
+        ({"time": "2"}, "--signal, 180 if it is not given, must be less than the time"),
+        ({"requeue": False, "retries": 5}, "--retries has no effect with --no-requeue, got 5"),
+        ({"mpi": "openmpi"}, "--mpi must be a plugin of srun, pmix for this library"),
         ({"time": "9-0", "signal": 70000}, "at most 65535"),
         ({"mpi": "none"}, "--mpi must not be none"),
         ({"mpi": "pmi2 --overlap"}, "--mpi must be of letters"),
@@ -158,11 +161,25 @@ def test_every_argument_arrives_as_it_was(tmp_path_factory, words):
         ({"command": ["/usr/bin/srun", "python"]}, "the script starts it with srun"),
         ({"command": ["--resume"]}, "must be the program that each process runs"),
         ({"command": []}, "must be the program that each process runs"),
+        ({"command": [""]}, "must be the program that each process runs"),
+        ({"command": ["a", "--on-failure", "shrink"]}, "use --min-nodes"),
+        ({"command": ["a", "--on-failure=shrink"]}, "use --min-nodes"),
     ],
 )
 def test_bad_options_are_named(options, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         script(JOB._replace(**options))
+
+
+@pytest.mark.parametrize("wrong", [["python", "x.py", "--resume"], ["--node", "3", "--", "x"]])
+def test_what_it_does_not_know_is_an_error_that_says_where_the_program_begins(
+    command, capsys, wrong
+):
+    with pytest.raises(SystemExit, match="2"):
+        command("--nodes", "2", "--time", "60", *wrong)
+    said = capsys.readouterr().err
+    assert f"unrecognized arguments: {' '.join(w for w in wrong if w[0] == '-')[:6]}" in said
+    assert "put -- before the program" in said
 
 
 def test_command_line_says_it_without_a_traceback(command):

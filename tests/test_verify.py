@@ -123,10 +123,14 @@ def test_a_part_that_lacks_is_named_and_the_one_before_is_chosen(tmp_path, sound
     newer = tmp_path / "000004_step_12"
     shutil.copytree(sound / "node_1_of_2", newer / "node_1_of_2")
     _, (defect,) = verify(newer)
-    assert "000004_step_12 is not complete; it has: node_1_of_2" in defect
+    assert "000004_step_12 (it has: node_1_of_2) is not complete" in defect
     table, defects = verify(tmp_path)
     assert sound.name in table
+    assert "newer, 000004_step_12 (it has: node_1_of_2) is not complete" in table
     assert not defects
+    shutil.rmtree(tmp_path / sound.name)
+    _, (defect,) = verify(tmp_path)
+    assert "000004_step_12 (it has: node_1_of_2) is not complete" in defect
 
 
 def test_a_damaged_part_is_named_and_the_others_are_looked_at(tmp_path, sound):
