@@ -77,7 +77,7 @@ def verify(path: Path) -> tuple[str, list[str]]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     head = [f"{checkpoint.path}, step {checkpoint.step}"]
-    lines += [f"newer, {where} is not complete" for where in _incomplete(checkpoint, path)]
+    head += [f"newer, {where} is not complete" for where in _incomplete(checkpoint, path)]
     return "\n".join(head + lines), defects
 
 
