@@ -54,6 +54,7 @@ PropagateResourceLimits=NONE
 ReturnToService=2
 MailProg=/bin/true
 KillWait=3
+MinJobAge=3600
 SlurmdTimeout=20
 SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0
 PreemptType=preempt/partition_prio
