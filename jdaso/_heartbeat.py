@@ -191,7 +191,8 @@ def start_heartbeat(
         else:
             hosts, port, secret = addresses(), listener.getsockname()[1], new_secret()
             comm.bcast((hosts, port, secret))
-            found = admit(listener, secret, others, _CONNECT_SECONDS)
+            # Some MPI libraries send nothing more, what was begun included, unless they are called.
+            found = admit(listener, secret, others, _CONNECT_SECONDS, meanwhile=comm.Iprobe)
     elif (offer := comm.bcast(None)) is not None:
         hosts, port, secret = offer
         connection = join(hosts, port, secret, rank, _CONNECT_SECONDS)

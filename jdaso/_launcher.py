@@ -58,6 +58,31 @@ def launched(environ: Mapping[str, str]) -> Launch:
     return Launch(1, "nobody")
 
 
+def lacking(environ: Mapping[str, str], mpich: str | None) -> dict[str, str]:
+    """Variables that the environment lacks, and without which MPI may not start.
+
+    MPICH 5.0 with UCX tells Slurm's pmi2 a node's address with all that lies behind it in memory,
+    4096 bytes in lines that are the longer the fewer of them are zero. Slurm reads 1024
+    characters of a line, and where there are more, MPI_Init waits for ever. Addresses of OFI, the
+    other network of pip's MPICH, are short; of OFI's providers it would choose sockets, which
+    nobody keeps any more, before tcp.
+
+    Args:
+        environ: the environment variables of the process.
+        mpich: version of MPICH that pip has installed; None if it has not.
+
+    >>> srun = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}
+    >>> lacking({**srun, "PMI_FD": "10"}, mpich="5.0.2")
+    {'MPIR_CVAR_CH4_NETMOD': 'ofi', 'FI_PROVIDER': '^sockets'}
+    """
+    _, launcher, plugin = launched(environ)
+    concerned = launcher == "srun" and plugin == "pmi2" and int((mpich or "0").split(".")[0]) > 4
+    if not concerned or "MPIR_CVAR_CH4_NETMOD" in environ:
+        return {}
+    wanted = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "^sockets"}
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
 def why_alone(launch: Launch, library: str, host: str) -> str:
     """What is wrong where several processes were started, but MPI sees only one.
 
@@ -74,14 +99,14 @@ def why_alone(launch: Launch, library: str, host: str) -> str:
     if launch.launcher != "srun":
         whose = f" is that of {launch.plugin} and" if launch.plugin else ""
         return f"{said}The mpiexec that was used{whose} does not fit: use {mine}."
-    needed = "pmix" if "Open MPI" in library else "pmi2"
-    if launch.plugin.split("_")[0] == needed:
+    plugin = "pmix" if "Open MPI" in library else "pmi2"
+    if launch.plugin.split("_")[0] == plugin:
         return (
             f"{said}srun --mpi={launch.plugin} fits, but {library} was built without it, or with "
             f"another version: install an MPI that was built for this Slurm, or use {mine}."
         )
     return (
-        f"{said}srun spoke to MPI with --mpi={launch.plugin}: use srun --mpi={needed}, which "
+        f"{said}srun spoke to MPI with --mpi={launch.plugin}: use srun --mpi={plugin}, which "
         f"{library} needs, or {mine}. (srun --mpi=list prints what Slurm has: MPICH and its "
         "relatives need pmi2, Open MPI needs pmix.)"
     )

@@ -8,7 +8,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 _SECRET_BYTES = 16
@@ -29,11 +29,16 @@ def new_secret() -> Secret:
 
 
 def admit(
-    listener: socket.socket, secret: Secret, ranks: Collection[int], seconds: float
+    listener: socket.socket,
+    secret: Secret,
+    ranks: Collection[int],
+    seconds: float,
+    meanwhile: Callable[[], object] = bool,
 ) -> dict[int, socket.socket]:
     """Connections from these ranks, those that come in time; closes the listener.
 
-    Who does not know the secret is sent away, and who says nothing delays nobody.
+    Who does not know the secret is sent away, and who says nothing delays nobody. ``meanwhile``
+    is called again and again until all are there.
     """
     admitted: dict[int, socket.socket] = {}
     until = time.monotonic() + seconds
@@ -41,7 +46,8 @@ def admit(
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ, b"")
         while len(admitted) < len(ranks) and (left := until - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
+            meanwhile()
+            for key, _ in selector.select(min(left, _PAUSE_SECONDS)):
                 connection = key.fileobj
                 assert isinstance(connection, socket.socket)
                 if connection is listener:

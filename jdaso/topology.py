@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import importlib.metadata
 import os
 import socket
 import warnings
@@ -17,7 +19,7 @@ from jdaso._at_exit import at_exit
 from jdaso._base import JdasoError
 from jdaso._ending import end, end_on_exception
 from jdaso._heartbeat import EXIT_NODE_LOST, Heartbeat, start_heartbeat
-from jdaso._launcher import forgotten, launched, why_alone
+from jdaso._launcher import forgotten, lacking, launched, why_alone
 from jdaso._layout import Place, Process, arrange
 from jdaso.local import LOCAL_AXIS, use_enough_threads
 
@@ -207,6 +209,7 @@ def _end_all(comm: Any, heartbeat: Heartbeat, reason: str) -> None:
 def _world() -> Any:
     """A duplicate of MPI's world, or None where there is no MPI and none is needed."""
     launch = launched(os.environ)
+    os.environ.update(lacking(os.environ, _installed("mpich")))  # the import starts MPI
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -226,6 +229,13 @@ def _world() -> Any:
             "and let nothing initialise MPI before mpi4py does."
         )
     return MPI.COMM_WORLD.Dup()
+
+
+def _installed(package: str) -> str | None:
+    """The version of a package; None if there is none."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
 
 
 def library(mpi: Any) -> str:

@@ -214,10 +214,13 @@ def test_line_that_nobody_reads_does_not_block():
 
 
 class Comm:
-    """The three methods of a communicator that are needed, for threads of one process."""
+    """The methods of a communicator that are needed, for threads of one process.
 
-    def __init__(self, rank, barrier, given):
-        self.rank, self.barrier, self.given = rank, barrier, given
+    What the first has broadcast arrives only when it calls MPI again, as with OFI's sockets.
+    """
+
+    def __init__(self, rank, barrier, given, called):
+        self.rank, self.barrier, self.given, self.called = rank, barrier, given, called
 
     def Get_rank(self):
         return self.rank
@@ -233,17 +236,22 @@ class Comm:
         return values
 
     def bcast(self, value):
-        return self.allgather(value)[0]
+        received = self.allgather(value)[0]
+        assert self.rank == 0 or self.called.wait(PATIENCE)
+        return received
+
+    def Iprobe(self):
+        self.called.set()
 
 
 def started(size):
     """Heartbeats by rank, and what each was told to end for."""
-    barrier, given, heartbeats = threading.Barrier(size), {}, {}
+    barrier, given, heartbeats, called = threading.Barrier(size), {}, {}, threading.Event()
     ends = {rank: queue.Queue() for rank in range(size)}
 
     def start(rank):
         heartbeats[rank] = start_heartbeat(
-            Comm(rank, barrier, given), "rank {}".format, lambda *end: ends[rank].put(end)
+            Comm(rank, barrier, given, called), "rank {}".format, lambda *end: ends[rank].put(end)
         )
 
     threads = [threading.Thread(target=start, args=(rank,)) for rank in range(size)]

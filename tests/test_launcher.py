@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdaso import JdasoError
-from jdaso._launcher import Launch, forgotten, launched, why_alone
+from jdaso._launcher import Launch, forgotten, lacking, launched, why_alone
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}
 BATCH_SHELL = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
@@ -67,6 +67,31 @@ def test_program_that_srun_was_to_start():
     assert forgotten({}) is None
     assert forgotten(STEP) is None
     assert forgotten(BATCH_SHELL | HYDRA) is None
+
+
+PMI2 = STEP | {"PMI_FD": "10", "PMI_SIZE": "4"}
+
+
+OFI = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "^sockets"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "mpich", "expected"),
+    [
+        (PMI2, "5.0.2", OFI),
+        (PMI2, "5.1.0", OFI),
+        (PMI2, "4.3.2", {}),
+        (PMI2, None, {}),
+        (STEP, "5.0.2", {}),
+        (PMI2 | HYDRA, "5.0.2", {}),
+        (PMI2 | MPIRUN, "5.0.2", {}),
+        (BATCH_SHELL, "5.0.2", {}),
+        (PMI2 | {"MPIR_CVAR_CH4_NETMOD": "ucx"}, "5.0.2", {}),
+        (PMI2 | {"FI_PROVIDER": "tcp"}, "5.0.2", {"MPIR_CVAR_CH4_NETMOD": "ofi"}),
+    ],
+)
+def test_network_is_chosen_where_slurm_would_cut_addresses(environ, mpich, expected):
+    assert lacking(environ, mpich) == expected
 
 
 @pytest.mark.parametrize("text", ["abc", "", "-1", "0", "4.0", " 4", "4\n", "1_0", "٣", "9" * 5000])
