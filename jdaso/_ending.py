@@ -7,6 +7,7 @@ import ctypes
 import faulthandler
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -18,10 +19,14 @@ from jdaso._last_resort import watch
 _TELLING_SECONDS = 1.0
 _ABORT_SECONDS = 5.0
 _STDERR = 2
+# Of the threads of a process one ends it: two in MPI_Abort write to the launcher at once.
+_ends = threading.Lock()
 
 
 def end(comm: Any, reason: str, status: int) -> None:
     """Says why on stderr, and ends this process and, through MPI, all others."""
+    if not _ends.acquire(blocking=False):
+        threading.Event().wait()  # another thread does, or what it has set below
     # Should the rest not come to its end, this does: it needs neither MPI nor the interpreter.
     faulthandler.dump_traceback_later(_TELLING_SECONDS + _ABORT_SECONDS, exit=True, file=_STDERR)
     with contextlib.suppress(Exception):  # a terminal that is gone, a stream that is closed
