@@ -85,7 +85,9 @@ def communication(
         if exchange.compares:
             shared: PyTree = ()
             if exchange.same_bits:
-                shared = (moment.replicated, flight.merge if merge.shared else ())
+                # On an int8 wire differences to anchors cross, so nothing would mend an anchor.
+                anchor = flight.feedback.anchor if flight.feedback else ()
+                shared = (moment.replicated, flight.merge if merge.shared else (), anchor)
             alike = agreed(moment.plan, moment.schedule, shared)
 
         def over(wire: str | None, state: PyTree, feedback: PyTree):

@@ -47,7 +47,8 @@ def wire_bytes(num_parameters: int, wire: str) -> float:
     """Bytes of so many parameters in a wire dtype.
 
     Args:
-        num_parameters: at least 1.
+        num_parameters: at least 1. int8 fills up every array to a multiple of 64, which is not
+            counted: it matters for a model of many small ones.
         wire: ``float64``, ``float32``, ``bfloat16``, ``float16``, or ``int8`` with a scale
             of one byte for each ``INT8_BLOCK`` parameters.
 

@@ -40,7 +40,8 @@ def add_command(commands: Any) -> None:
         help="Gbit/s between GPUs of a node (default: the step time has all that happens there)",
     )
     add("--max-nodes", type=nodes, default=4096, help="the most (default: 4096)")
-    add("--wire", choices=perf.BYTES, help="(default: each algorithm's own)")
+    wires = [wire for wire in perf.BYTES if wire != "float64"]  # no leaf crosses wider than it is
+    add("--wire", choices=wires, help="(default: each algorithm's own)")
     add(
         "--pattern",
         choices=perf.PATTERNS,
@@ -77,12 +78,14 @@ def add_model(parser: argparse.ArgumentParser, required: bool) -> None:
 # argparse names what is wrong by these functions' names: "invalid number value".
 def number(text: str) -> int:
     """A whole number, which may be written as 25.6e6."""
+    if not math.isfinite(float(text)):
+        raise ValueError(text)
     return round(float(text))
 
 
 def megabytes(text: str) -> int:
     """The float32 parameters in so many megabytes."""
-    return round(float(text) * 250_000)
+    return number(str(float(text) * 250_000))
 
 
 def nodes(text: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from typing import Any
 
@@ -15,9 +16,9 @@ from jdaso.topology import Topology, discover_topology
 
 HELP = "measure the network between nodes; say which period and delay to choose"
 WIRES = ("float32", "bfloat16", "float16", "int8")
-# Up to these delays the papers saw little loss of accuracy.
+# Up to these delays the papers saw little loss of accuracy beside the same period without delay.
 HARMLESS = {"DASO, Table 2": 4, "DaSGD, Fig. 6(e)": 7}
-# Below this share of a step, waiting for an exchange is not worth hiding.
+# Below this share of a step, what is gained by hiding exchanges is not worth it.
 WORTHWHILE = 0.01
 # Above this share of the time, what no delay hides is worth a word.
 COSTLY = 0.05
@@ -58,10 +59,11 @@ def add_command(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Measures, and prints on rank 0; ends with an error if there is only one node."""
     right = args.parameters >= 1 and args.repeats >= 1 and args.seconds > 0
-    if not (right and (args.step_time is None or args.step_time > 0)):
+    if not (right and (args.step_time is None or 0 < args.step_time < math.inf)):
         raise SystemExit(
             "jdaso tune: --parameters and --repeats must be at least 1, --seconds and --step-time "
-            f"above 0; got {args.parameters}, {args.repeats}, {args.seconds} and {args.step_time}."
+            f"above 0, and the last finite; got {args.parameters}, {args.repeats}, {args.seconds} "
+            f"and {args.step_time}."
         )
     topology = discover_topology()
     if topology.num_nodes == 1:
@@ -141,33 +143,44 @@ def advice(
     """
     period, delay = perf.recommend(step_time, exchange_time)
 
-    def expected(period: int, delay: int) -> str:
+    def expected(period: int, delay: int) -> float:
         hidden = min(1.0, delay * step_time / exchange_time)
         step = perf.mean_step_time(step_time, exchange_time, period, delay)
-        step += (overhead + hidden * slowdown) / period
-        return f"{step:.4g} s ({step / step_time - 1:+.1%})"
+        return step + (overhead + hidden * slowdown) / period
 
-    said = [
-        f"Choose period {period}, delay {delay}, as in jdaso.dasgd(exchange, period={period}, "
+    def told(seconds: float) -> str:
+        return f"{seconds:.4g} s ({seconds / step_time - 1:+.1%})"
+
+    hiding, waiting, at_once = expected(period, delay), expected(period, 0), expected(1, 0)
+    said, choose = [], "Choose"
+    if at_once <= (1 + WORTHWHILE) * hiding:
+        choose = "To hide them all the same, choose"
+        said.append(
+            f"It will not help: a step takes {told(at_once)} if an exchange is waited for at every "
+            "step (period 1, delay 0), and then nothing is stale."
+        )
+    elif waiting <= hiding:
+        choose = "To hide them all the same, choose"
+        said.append(
+            "It will not help: beside an exchange computing takes longer by more than waiting for "
+            f"it does. Wait for them, with period {period}, delay 0: {told(waiting)}."
+        )
+    said += [
+        f"{choose} period {period}, delay {delay}, as in jdaso.dasgd(exchange, period={period}, "
         f"delay={delay}, wire='{wire}'), or for jdaso.daso in its schedule, jdaso.cycling(period="
         f"{period}, delay={delay}, ...): an exchange takes {exchange_time / step_time:.3g} steps, "
         f"so it has arrived after {delay} (DaSGD Eq. 3); periods longer than delay + 1 cost "
         "accuracy (Sec. VI-D).",
-        f"A step of {step_time:.4g} s then takes {expected(period, delay)}; waiting for exchanges, "
-        f"{expected(1, 0)} with one at every step, {expected(period, 0)} with period {period}.",
+        f"A step of {step_time:.4g} s then takes {told(hiding)}; waiting for exchanges, "
+        f"{told(at_once)} with one at every step, {told(waiting)} with period {period}.",
     ]
-    if exchange_time < WORTHWHILE * step_time:
-        said.append(
-            f"It will not help: an exchange takes {exchange_time / step_time:.2%} of a step. Wait "
-            "for one at every step (period 1, delay 0): then nothing is stale."
-        )
     narrower = "" if wire == "int8" else "a narrower wire or "
     beyond = [f"{paper}: up to {most}" for paper, most in HARMLESS.items() if delay > most]
     if beyond:
         said.append(
-            f"It may cost accuracy: delay {delay} is longer than those that cost little in the "
-            f"papers ({'; '.join(beyond)}). Take {narrower}a larger batch per node, or diloco, "
-            "which is made for long periods."
+            f"It may cost accuracy: delay {delay} is longer than those that cost little more than "
+            f"their period did in the papers ({'; '.join(beyond)}). Take {narrower}a larger batch "
+            "per node, or diloco, which is made for long periods."
         )
     if overhead > COSTLY * step_time * period:
         said.append(

@@ -5,6 +5,7 @@ Times are in seconds, sizes in bytes, bandwidths in bytes per second.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -106,13 +107,19 @@ def recommend(step_time: float, exchange_time: float) -> Recommendation:
         ``(period, delay)``.
 
     Raises:
-        ValueError: for a step time that is not positive, or a negative exchange time.
+        ValueError: for a step time that is not positive, a negative exchange time, or more steps
+            per exchange than can be counted.
 
     >>> recommend(step_time=0.526, exchange_time=0.447)
     Recommendation(period=2, delay=1)
     """
     check_number("step_time", step_time, above=True)
     check_number("exchange_time", exchange_time)
+    steps = exchange_time / step_time
+    if not math.isfinite(steps):
+        raise ValueError(
+            f"an exchange_time of {exchange_time} s is too many steps of step_time={step_time} s."
+        )
     delay = int(exchange_time // step_time) + 1
     return Recommendation(period=delay + 1, delay=delay)
 
@@ -168,7 +175,10 @@ def predict(
 
     Two levels, as in DASO: at every step the gradients are averaged within each node, in float32;
     an exchange is an all-reduce between nodes by **one** device of each, one of the L groups of
-    daso-journal Fig. 1, and a broadcast within the node (Fig. 4). Then :func:`mean_step_time`.
+    daso-journal Fig. 1, and when it has arrived, a broadcast within the node (Fig. 4), which no
+    delay hides. Then :func:`mean_step_time`. DaSGD's Fig. 7 has no mean within the node at every
+    step, but one as a part of each exchange: for its numbers give :func:`mean_step_time` what
+    :func:`allreduce_time` says.
 
     Args:
         algorithm: one of ``ALGORITHMS``.
@@ -182,8 +192,10 @@ def predict(
         delay: steps that an exchange may fly. None: the algorithm's own, 0 for ``local_sgd`` and
             ``diloco``, period - 1 for ``dasgd``, a quarter of the period for ``daso``, and the
             whole period for ``easgd`` and ``eamsgd``.
-        wire: dtype between nodes. None: bfloat16 for ``allreduce_gradients``, otherwise float32.
-        pattern: how an all-reduce is done, see :func:`allreduce_time`.
+        wire: dtype between nodes, at most as wide as the float32 parameters. None: bfloat16 for
+            ``allreduce_gradients``, otherwise float32.
+        pattern: how an all-reduce is done, see :func:`allreduce_time`; an exchange in int8 is
+            ``direct``, and ``halving`` is for a power of two.
         overhead: seconds per exchange that nothing hides, such as copies to and from the host.
         slowdown: seconds that computing takes longer for a whole exchange in flight beside it,
             where the cores that train also move messages; see ``python -m jdaso tune``.
@@ -216,17 +228,22 @@ def predict(
             f"blocking_share must be at most 1, and 0 for all but daso, got {blocking_share} for "
             f"{algorithm}."
         )
+    wire = wire or ALGORITHMS[algorithm].wire
+    if wire == "int8" and pattern in ("ring", "halving"):
+        raise ValueError(f"pattern must be direct for the wire int8, got {pattern!r}.")
+    if pattern == "halving" and nodes & (nodes - 1):
+        raise ValueError(f"the pattern halving needs a power of two for nodes, got {nodes}.")
     whole = wire_bytes(num_parameters, "float32")
     alone = step_time + allreduce_time(whole, 1, gpus_per_node, network=network, pattern=pattern)
 
     def exchange_seconds(wire: str) -> float:
-        sent = wire_bytes(num_parameters, wire)
-        between = allreduce_time(sent, nodes, network=network, pattern=pattern)
-        if nodes == 1 or gpus_per_node == 1:
-            return between
-        return between + network.local_latency + whole / network.local_bandwidth
+        sent = min(whole, wire_bytes(num_parameters, wire))
+        return allreduce_time(sent, nodes, network=network, pattern=pattern)
 
-    exchange_time = exchange_seconds(wire or ALGORITHMS[algorithm].wire)
+    exchange_time = exchange_seconds(wire)
+    broadcast = 0.0
+    if nodes > 1 and gpus_per_node > 1:
+        broadcast = network.local_latency + whole / network.local_bandwidth
     if algorithm == "allreduce_gradients":
         period = 1 if period is None else period
     if period is None:
@@ -240,7 +257,7 @@ def predict(
         )
 
     def waiting_and_overhead(exchange_time: float, period: int, delay: int) -> tuple[float, float]:
-        waiting = mean_step_time(alone, exchange_time, period, delay) - alone
+        waiting = mean_step_time(alone, exchange_time, period, delay) - alone + broadcast / period
         return waiting, overhead / period if nodes > 1 else 0.0
 
     waiting, copies = waiting_and_overhead(exchange_time, period, delay)

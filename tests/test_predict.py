@@ -44,12 +44,18 @@ def test_numbers_are_those_of_perf(command, monkeypatch):
     assert last[0] == "3"
     network = perf.Network(1e-3, 2.5e9, local_bandwidth=50e9)
     model = {"num_parameters": 25_500_000, "step_time": 0.5, "network": network}
+    schedules = {
+        "allreduce_gradients": {},
+        "local_sgd": {"period": 8},
+        "dasgd": {"period": 8, "delay": 1},
+        "easgd": {"period": 8},
+        "daso": {"period": 8, "delay": 1, "blocking_share": 1 / 9},
+        "diloco": {"period": 500},
+    }
     for place, name in enumerate(_predict.DRAWN):
-        schedule = {"local_sgd": {"period": 8}, "dasgd": {"period": 8, "delay": 1}}.get(name)
-        if schedule:
-            found = perf.predict(name, 3, gpus_per_node=4, **model, **schedule)
-            seconds, _, efficiency = last[1 + 3 * place : 4 + 3 * place]
-            assert (seconds, efficiency) == (f"{found.step_time:.4g}", f"{found.efficiency:.0%}")
+        found = perf.predict(name, 3, gpus_per_node=4, **model, **schedules[name])
+        seconds, _, efficiency = last[1 + 3 * place : 4 + 3 * place]
+        assert (seconds, efficiency) == (f"{found.step_time:.4g}", f"{found.efficiency:.0%}")
 
 
 def test_megabytes_are_those_of_float32_parameters():
@@ -128,8 +134,9 @@ def test_expected_is_slower_only_while_an_exchange_flies():
 @pytest.mark.parametrize(
     ("times", "warning"),
     [
-        ((1.0, 0.009), "It will not help: an exchange takes 0.90% of a step"),
-        ((0.1, 0.45), "longer than those that cost little in the papers (DASO, Table 2: up to 4)"),
+        ((1.0, 0.009), "It will not help: a step takes 1.009 s (+0.9%) if an exchange is waited"),
+        ((0.1, 0.05, 0.0, 0.06), "Wait for them, with period 2, delay 0: 0.125 s (+25.0%)"),
+        ((0.1, 0.45), "than their period did in the papers (DASO, Table 2: up to 4)"),
         ((0.1, 0.75), "DASO, Table 2: up to 4; DaSGD, Fig. 6(e): up to 7"),
         ((0.1, 0.05, 0.04), "Copies to and from the host lengthen steps by 20.0% on average"),
         ((0.1, 0.05, 0.0, 0.03), "Moving messages lengthens steps by 15.0% on average"),
@@ -137,6 +144,15 @@ def test_expected_is_slower_only_while_an_exchange_flies():
 )
 def test_advice_says_when_it_will_not_help(times, warning):
     assert warning in advised(*times)
+
+
+def test_advice_counts_what_every_exchange_costs():
+    """Short ones that cost much: the fewer the better, so not one at every step."""
+    text = advised(step_time=0.5, exchange_time=0.004, overhead=0.05)
+    assert "Choose period 2, delay 1" in text
+    assert "then takes 0.525 s (+5.0%)" in text
+    assert "0.554 s (+10.8%) with one at every step" in text
+    assert "not help" not in text
 
 
 def lines(measured, hosts=("a", "b"), **changes):

@@ -38,7 +38,8 @@ def daso(
             last mean, of which the first one travels in float32. None: that of the exchange, or
             float32. Sums are accumulated in float32 (float64 for float64 wires).
         blocking_wire: the same in warm-up and cool-down, where training waits for it. None: that
-            of the exchange, or bfloat16, in which updates below 1/256 of a parameter get lost.
+            of the exchange, or bfloat16, in which updates below 1/256 of a parameter get lost,
+            with int8 as the other wire only what it rounds off sums.
         fragments: into how many parts the parameters are cut; in the cycling phase they are
             exchanged one after the other within a period, so that the network's load is flat.
         nonfinite: ``skip`` leaves out a step whose updates are not finite, and its node out of

@@ -44,6 +44,9 @@ def mpi_exchange(
 
     How the bytes cross, with latency a and the members P of a communicator:
 
+    Before, all processes tell each other in a few bytes which exchange it is (one latency more, not
+    in ``bytes_sent``); with leaves of several dtypes on the wire the following is done for each.
+
     - ``pattern="direct"``: two messages after one another, ``2 a``, P-1 of them side by side;
       added up in the order of nodes, rounded twice, and so bit for bit what the other exchanges
       compute. ``"ring"``: ``2 (P-1) a``, no node is written to by two at once. ``"halving"``:
@@ -69,7 +72,9 @@ def mpi_exchange(
             cover everything that one node does alone, such as an evaluation or a checkpoint.
             Before that, after 30 seconds or median + 20 deviations, it is a warning.
         native: whether parameters are copied by compiled code; None: where it was built and
-            serves the devices (CPU), with a warning, once, where it does not.
+            serves the devices (CPU), with a warning, once, where it does not. With several devices
+            per process it serves inside ``shard_map`` over ``"local"``; outside, and for float64
+            leaves, host callbacks copy all the same.
         pattern: ``direct``, ``ring`` or ``halving``, as above.
         senders: ``one`` or ``all``, as above.
         on_failure: what to do when a process has died: ``stop`` ends all; with ``shrink`` those
@@ -80,7 +85,8 @@ def mpi_exchange(
             with ``halving``.
         same_bits: whether a centre, an anchor, or parameters of synchronous training that are not
             the same on all nodes, bit for bit, are an error. False for nodes whose hardware
-            rounds differently; then their schedules and steps are compared, but not these.
+            rounds differently; then their schedules and steps are compared, but not these (and
+            int8's means, which are sums of differences, may drift apart).
 
     Returns:
         A :class:`jdaso.Exchange`. Its state is one int32; what is in flight is with the host,

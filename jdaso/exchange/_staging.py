@@ -152,10 +152,13 @@ class Pool:
         self._reading.append((staging, takers, spare))
 
     def _sort(self) -> None:
-        for staging, takers, spare in self._reading:
-            if spare and staging.record["taken"] == takers:
+        reading, self._reading = self._reading, []
+        for entry in reading:
+            staging, takers, spare = entry
+            if staging.record["taken"] < takers:  # read once: compiled code may be adding to it
+                self._reading.append(entry)
+            elif spare:
                 self._spare.setdefault(_sizes(staging.specs), []).append(staging)
-        self._reading = [entry for entry in self._reading if entry[0].record["taken"] < entry[1]]
 
 
 def _dtypes(specs: Sequence[Spec]) -> list[np.dtype]:

@@ -16,7 +16,7 @@ class Network:
 
     def __init__(self, late):
         self.late = late  # (source, dest, how many-th receive) -> looks until it completes
-        self.sent, self.posted, self.count, self.leaving = {}, {}, {}, {}
+        self.sent, self.posted, self.count, self.leaving, self.left = {}, {}, {}, {}, {}
 
     def deliver(self, key):
         while self.sent.get(key) and self.posted.get(key):
@@ -73,6 +73,7 @@ class Member:
         return self.size
 
     def Isend(self, buffer, dest, tag):
+        self.network.left[self.rank] = self.network.left.get(self.rank, 0) + buffer.nbytes
         send = Send(self.network, buffer)
         self.network.leaving.setdefault((self.rank, dest, tag), []).append(send)
         return send
@@ -117,6 +118,8 @@ def reduce_all(vectors, chunk_elements, late=(), pattern="direct", parts=1):
                 sent[rank] = end.value
                 del running[rank]
         if not running:
+            left = {rank: sum(n.left.get(rank, 0) for n in networks) for rank in range(size)}
+            assert sent == left  # what is said to be sent is what was
             return sums, sent
     pytest.fail(f"members {sorted(running)} have not come to an end")
 

@@ -16,6 +16,7 @@ ERRORS = {
     "other centre": ["disagree at exchange 0", "the shared state is", "rank 1", "same_bits=False"],
     "other anchor": ["disagree at exchange 0", "the shared state is", "rank 1", "broadcast("],
     "other parameters": ["disagree at exchange 0", "the shared state is", "rank 1", "broadcast("],
+    "other mean of differences": ["the shared state is", "in rank 0", "in rank 1"],
     "other step at a consensus": ["out of step at a consensus", "3 in rank 0", "4 in rank 1"],
     "other step at a consensus, two devices": ["step at a consensus", "3 in rank 0"],
     "other schedule at a consensus": ["disagree at a consensus", "schedule's state is", "rank 1"],

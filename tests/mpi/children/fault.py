@@ -11,6 +11,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jdaso
+from jdaso._feedback import Feedback
 
 case = sys.argv[1]
 if case == "thread level":
@@ -68,6 +69,15 @@ elif case.startswith(("other centre", "other anchor", "other parameters")):
     state, update = averaging.init(params), jax.jit(averaging.update)
     for _ in range(6):
         _, state = jax.block_until_ready(update(jnp.ones(3), state, params))
+elif case == "other mean of differences":
+
+    def moved(x):
+        return x._replace(anchor=[a + rank for a in x.anchor]) if isinstance(x, Feedback) else x
+
+    params, state, step = train(4, jdaso.constant(2), wire="int8")
+    state = jax.tree.map(moved, state, is_leaf=lambda x: isinstance(x, Feedback))
+    for _ in range(4):
+        params, state = jax.block_until_ready(step(params, state))
 elif case.startswith("other step at a consensus"):
     params, state, _ = train(3 + rank, jdaso.constant(100))
     jdaso.consensus(exchange, params)  # without where it is nobody compares
