@@ -8,7 +8,7 @@ writes are numbers, and JSON that describes them.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdaso._base import JdasoError, Posted
-from jdaso._in_flight import joined, split
+from jdaso._in_flight import joined, of_exchanges, split
 
 _SHOWN = 300  # characters of somebody else's error
 
@@ -115,6 +115,38 @@ def _checksum(name: str, array: np.ndarray) -> int:
 def raw(array: np.ndarray) -> memoryview:
     """The bytes of an array of any dtype."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def mean_of(parts: Sequence[Path], read: Callable[[Path], Part]) -> dict[str, np.ndarray]:
+    """The mean over the nodes that saved, two parts in memory at a time.
+
+    One of whose numbers some are not finite is left out, as of a consensus.
+
+    Raises:
+        JdasoError: if they are not of the same arrays, or all are left out.
+    """
+    first: dict[str, np.ndarray] = {}
+    total: dict[str, np.ndarray] = {}
+    members = 0
+    for path in parts:
+        part = read(path).state
+        if lost := sorted(k for k, v in part.items() if not is_finite(v)):
+            print(f"jdaso: {path} is left out: {lost[0]} is not finite.", flush=True)
+            continue
+        first = first or part
+        if {k: v.shape for k, v in part.items()} != {k: v.shape for k, v in first.items()}:
+            raise JdasoError(f"{path} holds other arrays than {parts[0]}.")
+        for name, value in part.items():
+            if jnp.issubdtype(value.dtype, np.floating):
+                total[name] = total.get(name, 0.0) + value.astype(np.float64)
+        members += 1
+    if not members:
+        raise JdasoError(f"no node has saved finite numbers in {parts[0].parent}.")
+    return {
+        k: (total[k] / members).astype(v.dtype) if k in total else v
+        for k, v in first.items()
+        if not of_exchanges(k)
+    }
 
 
 def is_finite(array: np.ndarray) -> bool:

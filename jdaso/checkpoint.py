@@ -15,20 +15,17 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
-
 from jdaso._base import Exchange, JdasoError, PyTree
 from jdaso._checkpoint_folder import Found, check_shared, found, none_complete, part_path
-from jdaso._checkpoint_part import Part, is_finite, orbax, read_part, to_write
+from jdaso._checkpoint_part import Part, mean_of, orbax, read_part, to_write
 from jdaso._checks import check_whole
 from jdaso._host import named, put_back
 from jdaso._in_flight import at_step as at_step
-from jdaso._in_flight import grounded, of_exchanges, outlines, without_exchanges
+from jdaso._in_flight import grounded, outlines, without_exchanges
 from jdaso._meeting import meet
 from jdaso.topology import Topology
 
@@ -207,7 +204,8 @@ class Checkpoints:
             state = put_back(part.state, like, source)
             self._exchange.post_again(part.in_flight)
             return Restored(state, checkpoint.step, len(parts))
-        mean = self._together(lambda: self._mean(parts) if self._topology.rank == 0 else {})
+        first = self._topology.rank == 0
+        mean = self._together(lambda: mean_of(parts, self._read) if first else {})
         if comm is not None:
             names = comm.bcast(list(mean))
             mean = {name: comm.bcast(mean.get(name)) for name in names}
@@ -225,34 +223,6 @@ class Checkpoints:
                     f"{checkpoint.path} was saved when nodes were out of step: in flight are "
                     f"{other} of {who(rank)} but {first} of {who(0)}."
                 )
-
-    def _mean(self, parts: Sequence[Path]) -> dict[str, np.ndarray]:
-        """The mean over the nodes that saved, two parts in memory at a time.
-
-        One of whose numbers some are not finite is left out, as of a consensus.
-        """
-        first: dict[str, np.ndarray] = {}
-        total: dict[str, np.ndarray] = {}
-        members = 0
-        for path in parts:
-            part = self._read(path).state
-            if lost := sorted(k for k, v in part.items() if not is_finite(v)):
-                print(f"jdaso: {path} is left out: {lost[0]} is not finite.", flush=True)
-                continue
-            first = first or part
-            if {k: v.shape for k, v in part.items()} != {k: v.shape for k, v in first.items()}:
-                raise JdasoError(f"{path} holds other arrays than {parts[0]}.")
-            for name, value in part.items():
-                if jax.numpy.issubdtype(value.dtype, np.floating):
-                    total[name] = total.get(name, 0.0) + value.astype(np.float64)
-            members += 1
-        if not members:
-            raise JdasoError(f"no node has saved finite numbers in {parts[0].parent}.")
-        return {
-            k: (total[k] / members).astype(v.dtype) if k in total else v
-            for k, v in first.items()
-            if not of_exchanges(k)
-        }
 
     def _read(self, path: Path) -> Part:
         return read_part(self._writer, path)

@@ -14,7 +14,7 @@ import pytest
 
 import jdaso
 from jdaso import JdasoError
-from jdaso._checkpoint_part import Part
+from jdaso._checkpoint_part import Part, mean_of
 from jdaso.checkpoint import Checkpoints
 
 TOPOLOGY = jdaso.discover_topology()
@@ -54,19 +54,17 @@ def test_the_last_ones_stay(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["000003_step_3", "000004_step_4"]
 
 
-def test_what_is_not_finite_is_left_out_of_a_mean(tmp_path, monkeypatch, capsys):
+def test_what_is_not_finite_is_left_out_of_a_mean(capsys):
     parts = {
         Path(name): Part({"w": np.full(2, x), "best": np.float32(np.inf)}, {})
         for name, x in (("a", np.nan), ("b", 1.0), ("c", 3.0))
     }
-    checkpoints = Checkpoints(tmp_path, TOPOLOGY, EXCHANGE)
-    monkeypatch.setattr(checkpoints, "_read", parts.get)
-    mean = checkpoints._mean(list(parts))
+    mean = mean_of(list(parts), parts.__getitem__)
     assert mean["w"].tolist() == [2.0, 2.0]
     assert mean["best"] == np.inf
     assert "a is left out: w is not finite" in capsys.readouterr().out
     with pytest.raises(JdasoError, match="no node has saved finite numbers"):
-        checkpoints._mean([Path("a")])
+        mean_of([Path("a")], parts.__getitem__)
 
 
 def test_an_empty_folder_restores_nothing(tmp_path):
