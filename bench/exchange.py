@@ -4,18 +4,23 @@
     python bench/lab/lab.py run --pin -- python bench/exchange.py       the same on shaped links
 
 An exchange is awaited at once. "rate" is its time from post to arrival, and MPI's blocking
-Allreduce of the same bytes divided by that, in pairs. "start" and "finish" are the calls that copy
-the parameters to the host and the sums back. Host memory is what the process has grown by, from
-before the first exchange to after the last, in units of the parameters' bytes; in the first row
-only, since what that has freed serves the others.
+Allreduce of the same bytes divided by that, in pairs. "call" is a program that takes the parameters
+and returns them, as a training step does, and nothing else; "start" and "finish" are what copying
+them to the host, and the sums back, adds to it. "beyond" is both together, in copies (memcpy) of
+the parameters. Host memory is what the process has grown by, from before the first exchange to
+after the last, in units of the parameters' bytes; in the first row only, since what that has freed
+serves the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import time
+from collections.abc import Callable
+from typing import NamedTuple
 
 os.environ.setdefault("NPROC", "16")
 
@@ -33,25 +38,65 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def prepare(exchange: jdaso.Exchange, leaves: list[jax.Array]):
-    """``once() -> (start, flight, finish)``, the seconds of an exchange and of the calls."""
-    header = jnp.zeros(HEADER_SIZE).at[0].set(1.0)
-    start = jax.jit(lambda s, n, leaves: exchange.start(s, n, n, leaves, header, "float32"))
-    finish = jax.jit(lambda s, n, leaves: exchange.finish(s, n, leaves))
-    state, number = exchange.init(leaves), jnp.int32(0)
+class Seconds(NamedTuple):
+    """Of an exchange, and of MPI's."""
 
-    def once() -> tuple[float, float, float]:
-        nonlocal state, number
+    call: float
+    start: float
+    flight: float
+    finish: float
+    allreduce: float
+
+
+def prepare(exchange: jdaso.Exchange, leaves: list[jax.Array], allreduce: Callable[[], float]):
+    """``once() -> Seconds``."""
+    header = jnp.zeros(HEADER_SIZE).at[0].set(1.0)
+
+    # As in a training step, the parameters go in and come out in the same memory.
+    @functools.partial(jax.jit, donate_argnums=2)
+    def call(state, number, leaves):
+        return state, number, leaves
+
+    @functools.partial(jax.jit, donate_argnums=2)
+    def start(state, number, leaves):
+        return *exchange.start(state, number, number, leaves, header, "float32"), leaves
+
+    @functools.partial(jax.jit, donate_argnums=2)
+    def finish(state, number, leaves):
+        sums, _, state = exchange.finish(state, number, leaves)
+        return state, number, sums
+
+    carried = exchange.init(leaves), jnp.int32(0), leaves
+
+    def timed(program) -> float:
+        nonlocal carried
         since = time.perf_counter()
-        state, following = jax.block_until_ready(start(state, number, leaves))
-        posted = time.perf_counter()
-        _, _, state = jax.block_until_ready(finish(state, number, leaves))
-        end, number = time.perf_counter(), following
+        carried = jax.block_until_ready(program(*carried))
+        return time.perf_counter() - since
+
+    def once() -> Seconds:
+        nonlocal carried
+        base, alone, number = allreduce(), timed(call), carried[1]
+        started = timed(start)
+        following, carried = carried[1], (carried[0], number, carried[2])
+        finished = timed(finish)
+        carried = carried[0], following, carried[2]
         flown = exchange.history()[-1]
         waited = flown.wait[1] - flown.wait[0]
-        return posted - since, flown.flight[1] - flown.flight[0], end - posted - waited
+        flight = flown.flight[1] - flown.flight[0]
+        return Seconds(alone, started - alone, flight, finished - waited - alone, base)
 
     return once
+
+
+def copy_seconds(source: np.ndarray, target: np.ndarray) -> float:
+    """A copy of the parameters in host memory, median of nine."""
+    times = []
+    for _ in range(9):
+        start = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 def main() -> None:
@@ -66,46 +111,39 @@ def main() -> None:
     total = int(options.megabytes * 250_000)
     source, target = np.ones(total, np.float32), np.ones(total, np.float32)
 
-    def slowest(values: list[float]) -> float:
-        return statistics.median(max(found) for found in zip(*comm.allgather(values), strict=True))
-
-    def raw() -> float:
+    def allreduce() -> float:
         comm.Barrier()
         start = time.perf_counter()
         comm.Allreduce(source, target)
-        return time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        comm.Barrier()
+        return seconds
+
+    def slowest(times: list[Seconds]) -> list[Seconds]:
+        nodes = zip(*comm.allgather(times), strict=True)
+        return [Seconds(*(max(of) for of in zip(*pair, strict=True))) for pair in nodes]
 
     say = print if topology.rank == 0 else lambda *_, **__: None
     say(machine())
-    say(f"{topology.num_nodes} processes; {options.megabytes:g} MB of float32; medians of pairs")
+    copy = copy_seconds(source, target)
     say(
-        f"{'leaves':>7} {'start':>10} {'flight':>10} {'finish':>10} {'Allreduce':>10} {'rate':>6} "
-        f"{'host memory':>12}"
+        f"{topology.num_nodes} processes; {options.megabytes:g} MB of float32, which are copied in "
+        f"{1e3 * copy:.1f} ms; medians of pairs, in ms"
     )
+    columns = ("leaves", *Seconds._fields, "rate", "beyond", "memory")
+    say("".join(f"{name:>10}" for name in columns))
     for row, leaves in enumerate(options.leaves):
         parameters = [jnp.full((total // leaves,), float(i)) for i in range(leaves)]
         jax.block_until_ready(parameters)
         before = resident_bytes()
-        exchange = jdaso.mpi_exchange(topology)
-        once = prepare(exchange, parameters)
-        times = []
-        for pair in range(-2, options.pairs):
-            base = raw()
-            comm.Barrier()
-            times += [(*once(), base)] if pair >= 0 else []
-            if pair < 0:
-                once()
+        once = prepare(jdaso.mpi_exchange(topology), parameters, allreduce)
+        times = slowest([once() for _ in range(options.pairs + 2)][2:])
         grown = f"{(resident_bytes() - before) / (4 * total):.2f}" if row == 0 else "-"
-        start, flight, finish, base = (slowest(list(t)) for t in zip(*times, strict=True))
-        rates = [
-            max(pair[3] for pair in pairs) / max(pair[1] for pair in pairs)
-            for pairs in zip(*comm.allgather(times), strict=True)
-        ]
-        say(
-            f"{leaves:7} {1e3 * start:7.1f} ms {1e3 * flight:7.1f} ms {1e3 * finish:7.1f} ms "
-            f"{1e3 * base:7.1f} ms {statistics.median(rates):6.2f} {grown:>12}",
-            flush=True,
-        )
+        found = Seconds(*map(statistics.median, zip(*times, strict=True)))
+        rate = statistics.median(pair.allreduce / pair.flight for pair in times)
+        beyond = (found.start + found.finish) / copy
+        milliseconds = "".join(f"{1e3 * value:10.1f}" for value in found)
+        say(f"{leaves:10}{milliseconds}{rate:10.2f}{beyond:10.1f}{grown:>10}", flush=True)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ begins. Bytes are those of the exchanges, as the library counts them.
 - ``synchronous-bf16``: the same in bfloat16
 - ``daso``: parameters, posted once a period and merged ``--delay`` steps later, in float32
 - ``daso-bf16``: the same in bfloat16
+- ``daso-int8``: the same in int8, with error feedback
 - ``local_sgd``, ``dasgd``: only if asked for, in float32
 
 ``--train FOLDER`` trains on images to a mean loss instead, as torch_peers.py does.
@@ -47,7 +48,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 from machine import keep_memory
 from step import Seen, settle
 
-VARIANTS = ("none", "synchronous", "synchronous-bf16", "daso", "daso-bf16")
+VARIANTS = ("none", "synchronous", "synchronous-bf16", "daso", "daso-bf16", "daso-int8")
+WIRES = {"bf16": "bfloat16", "int8": "int8"}
 MORE_VARIANTS = ("local_sgd", "dasgd")
 
 
@@ -110,7 +112,7 @@ class Training:
 def transformation(variant, options, exchange) -> optax.GradientTransformation:
     """The optimizer of a variant."""
     sgd = optax.sgd(options.learning_rate, workload.MOMENTUM)
-    wire = "bfloat16" if variant.endswith("bf16") else "float32"
+    wire = WIRES.get(variant.partition("-")[2], "float32")
     if variant == "none":
         return sgd
     if variant.startswith("synchronous"):
