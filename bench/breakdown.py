@@ -103,7 +103,10 @@ def main() -> None:
     parser.add_argument("--trace", help="file to write")
     options = parser.parse_args()
     if not 1 < options.delay < options.period - 1:
-        parser.error("1 < --delay < --period - 1, or no step would do one thing alone")
+        parser.error(
+            "--delay must be above 1 and below --period - 1, or no step would do one thing alone; "
+            f"got {options.delay} and {options.period}"
+        )
     keep_memory()
     topology = jdaso.discover_topology(processes_per_node=1)
     comm = topology.comm
@@ -145,6 +148,7 @@ def main() -> None:
     if options.trace:
         with open(options.trace, "w") as file:
             json.dump([event for trace in traces for event in trace], file)
+        print(f"trace: {options.trace}")
     if options.callbacks:  # JAX copies after the callback, within the step that merges
         del rows["copy to the device"]
     print(machine())

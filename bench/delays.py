@@ -73,6 +73,7 @@ def main() -> None:
     say(machine())
     say(f"{topology.num_nodes} nodes, one core each; {options.megabytes:g} MB of float32")
     say("| step, s | exchange, s | steps | recommended | waits, ms, by delay | waits no more at |")
+    say("|---|---|---|---|---|---|", flush=True)
     for seconds in options.seconds:
         matmuls = max(comm.allgather(matmuls_for(seconds)))
         alone = longest(train(matmuls, 10)[2:])

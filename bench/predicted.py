@@ -79,6 +79,7 @@ def main() -> None:
     print(machine())
     print(f"{options.network}, {count} parameters; period {PERIOD}, delay {DELAY}; one core a node")
     print("| nodes | link | algorithm | alone, s | predicted, s | measured, s | ratio |")
+    print("|---|---|---|---|---|---|---|", flush=True)
     for nodes in options.nodes:
         for rate in options.rates:
             try:

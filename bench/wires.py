@@ -68,6 +68,7 @@ def main() -> None:
     say(machine())
     say(f"{nodes} nodes of {options.processes_per_node} processes; {count} parameters")
     say("| pattern, senders | wire | fewest, MB | counted / fewest | eth0 / fewest | seconds |")
+    say("|---|---|---|---|---|---|", flush=True)
     patterns = ["direct", "ring"] + ["halving"] * (nodes & (nodes - 1) == 0)
     ways = [(pattern, "one") for pattern in patterns]
     if topology.num_local_devices > 1:  # with one device they are the same

@@ -67,6 +67,14 @@ def table(topology: Topology) -> str:
     )
 
 
+def copies(topology: Topology) -> str:
+    """What copies parameters to the host and back in an ``mpi_exchange`` of this process."""
+    from jdaso.exchange._native import why_not
+
+    reason = why_not(topology.devices[0].platform)
+    return "compiled code" if reason is None else f"host callbacks: {reason}"
+
+
 def print_report(folders: list[Path], out: Path | None) -> None:
     """Prints a table of runs, draws them, and prints where."""
     from jdaso import report
@@ -128,7 +136,7 @@ def main() -> None:
     found = discover_topology(arguments.processes_per_node)
     text = table(found)
     if found.rank == 0:
-        print(text)
+        print(f"{text}\n\ncopies by {copies(found)}")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,10 @@ def drain(transformation: Averaging, opt_state: PyTree, params: PyTree) -> tuple
             "an optax.chain around it: give it a name before you chain it."
         )
     if transformation.state_type is AveragingState and all_states(MemoryState, opt_state):
-        raise ValueError("opt_state is that of a jdaso.chain: drain the chain, not its member.")
+        raise ValueError(
+            "opt_state is that of a jdaso.chain, not of its member: with tx = jdaso.chain(...), "
+            "call jdaso.drain(tx, opt_state, params)."
+        )
     params, state = transformation.finish(params, the_state(transformation.state_type, opt_state))
 
     def is_state(node):

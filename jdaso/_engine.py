@@ -240,7 +240,8 @@ def check_schedule(name: str, schedule: Any) -> None:
     """Raises ValueError for what is no schedule."""
     if not isinstance(schedule, Schedule):
         raise ValueError(
-            f"{name}: schedule must be one, such as jdaso.constant(4, 2), got {schedule!r}."
+            f"{name}: schedule must be a jdaso.Schedule, such as jdaso.constant(4, 2), "
+            f"got {schedule!r}."
         )
 
 

@@ -31,10 +31,10 @@ def all_finite(leaves) -> jax.Array:
     One that is not makes their sum so, too. That numbers which are finite add up to infinity
     takes some of 1e30 and more, and counts as not finite as well.
     """
-    finite = jnp.bool_(True)
-    for leaf in leaves:
-        finite &= jnp.isfinite(jnp.sum(leaf, dtype=sum_dtype(leaf.dtype)))
-    return finite
+    sums = [jnp.sum(leaf, dtype=sum_dtype(leaf.dtype)) for leaf in leaves]
+    # In one array: a chain of "and" XLA fuses into every use of it, each time as a whole, and
+    # compiles half a minute for 300 leaves.
+    return jnp.all(jnp.isfinite(jnp.stack(sums))) if sums else jnp.bool_(True)
 
 
 def float_leaves(tree) -> list[jax.Array]:

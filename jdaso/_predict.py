@@ -19,6 +19,9 @@ batch. The period is {period}, of diloco {diloco}; allreduce_gradients exchanges
 The delay is {delay} with dasgd, {daso} with daso, the whole period with easgd; the others wait. \
 The wire is {wire}. Of daso's steps {share:.0%} are warm-up and cool-down, and wait as well. An \
 exchange over {nodes} nodes takes {seconds:.4g} s with dasgd, which is {steps:.2g} steps."""
+OF_NOTHING = """\
+--overhead and --slowdown are 0, so copies, and what moving messages takes from computing, are not \
+counted; tune measures them."""
 OF_DIRECT = """\
 The time that a node needs for its 2 (P-1) messages is not counted; with hundreds of nodes look at \
 --pattern ring, too, which counts a latency for each."""
@@ -50,8 +53,18 @@ def add_command(commands: Any) -> None:
     )
     add("--period", type=int, help="(default: what is recommended for the most nodes)")
     add("--delay", type=int, help="(default: period - 1 for dasgd, a quarter of it for daso)")
-    add("--overhead", type=float, default=0.0, help="seconds per exchange that nothing hides")
-    add("--slowdown", type=float, default=0.0, help="seconds of computing per exchange in flight")
+    add(
+        "--overhead",
+        type=float,
+        default=0.0,
+        help="seconds of copies per exchange, which nothing hides; see tune (default: 0)",
+    )
+    add(
+        "--slowdown",
+        type=float,
+        default=0.0,
+        help="seconds by which computing beside an exchange takes longer; see tune (default: 0)",
+    )
     add(
         "--blocking-share",
         type=float,
@@ -121,6 +134,8 @@ def run(args: argparse.Namespace) -> None:
         steps=last.exchange_time / predictions["dasgd"][0].step_time,
     )
     print(f"\n{notes}")
+    if args.overhead == args.slowdown == 0:
+        print(OF_NOTHING)
     if args.pattern == "direct":
         print(OF_DIRECT)
     try:

@@ -110,6 +110,9 @@ def lines(args: argparse.Namespace, topology: Topology, measured: Measured) -> l
             f"{args.step_time or 'SECONDS'} --bandwidth {8e-9 * network.bandwidth:.3g} "
             f"--latency {network.latency:.3g} --overhead {overhead:.3g} --slowdown {slowdown:.3g}"
         )
+        if args.step_time is not None:
+            period, delay = perf.recommend(args.step_time, exchange_time)
+            next_command += f" --period {period} --delay {delay}"
     known = "" if share == 1 else f", extrapolated from {measured.largest / 1e6:.4g} MB"
     said.append(f"exchange   {exchange_time:.4g} s{known}")
     said.append(f"copies     {overhead:.3g} s per exchange, which no delay hides")

@@ -30,21 +30,6 @@ def check_wire(name: str, wire: str | None) -> str | None:
     return canonical
 
 
-def chosen_wire(name: str, wire: str | None, of_exchange: str | None, default: str) -> str:
-    """The wire of an algorithm: what was asked for, that of its exchange, or its default.
-
-    Raises:
-        ValueError: if what was asked for is no wire, or the exchange is bound to another.
-    """
-    wire = check_wire(name, wire)
-    if wire is not None and of_exchange not in (None, wire):
-        raise ValueError(
-            f"{name}={wire!r} contradicts the exchange, which was made with "
-            f"wire={of_exchange!r}; give it in one place."
-        )
-    return wire or of_exchange or default
-
-
 def wire_dtype(dtype, wire: str | None) -> np.dtype:
     """The dtype in which a leaf travels: the wire's if it is narrower, otherwise the leaf's own.
 

@@ -319,6 +319,28 @@ def test_donated_buffers_are_used():
     assert same_structure(after, tx.init(updates))
 
 
+ALGORITHMS = {
+    "daso": lambda exchange: jdaso.daso(exchange, jdaso.constant(4, 2)),
+    "daso int8": lambda exchange: jdaso.daso(exchange, jdaso.constant(4, 2), wire="int8"),
+    "easgd": lambda exchange: jdaso.easgd(exchange, period=4),
+    "diloco": lambda exchange: jdaso.diloco(exchange, period=4),
+}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_programs_grow_as_the_number_of_leaves_does(algorithm):
+    """Where each use of something that hundreds of leaves make has all of it, XLA needs minutes."""
+    exchange = jdaso.single_exchange()._replace(compares=True)
+
+    def size(leaves):
+        params = [jnp.ones(3)] * leaves
+        tx = optax.chain(optax.sgd(0.1, momentum=0.9), ALGORITHMS[algorithm](exchange))
+        update = jax.jit(tx.update).lower(params, tx.init(params), params)
+        return len(update.compile().as_text())
+
+    assert size(60) < 2.1 * size(30)
+
+
 def test_averaging_state_needs_exactly_one():
     tx = alone()
     state = tx.init(jnp.ones(2))

@@ -32,6 +32,7 @@ def test_table_and_picture(command):
     assert rows[0][1:] == ["0.5", "s", "100%"] * len(_predict.DRAWN)
     assert "over 4096 nodes takes 0.9792 s with dasgd, which is 2 steps" in notes
     assert "The period is 3, of diloco 500" in notes
+    assert "--overhead and --slowdown are 0" in notes
     assert path == f"picture: {out}"
     assert out.read_bytes().startswith(b"\x89PNG")
 
@@ -172,7 +173,7 @@ def test_tune_prints_the_network_and_the_next_command():
     assert "exchange   0.00505 s\n" in text
     assert "copies     0.001 s per exchange" in text
     assert "slowdown   0.002 s of computing" in text
-    assert "--overhead 0.001 --slowdown 0.002" in text
+    assert "--overhead 0.001 --slowdown 0.002 --period 2 --delay 1\n" in f"{text}\n"
     assert "python -m jdaso predict --parameters 1000 --step-time 0.01 --bandwidth 0.00787" in text
     assert "Not " not in text
 

@@ -136,11 +136,16 @@ def status() -> None:
     if cluster is None:
         print("no cluster is up")
         return
-    print(f"{len(cluster.nodes)} nodes, {cluster.rate / 1e6:g} Mbit/s, {1e3 * cluster.delay:g} ms")
+    print(about(cluster))
     for address, holder, sent in zip(
         cluster.addresses, cluster.nodes, cluster.bytes_sent(), strict=True
     ):
         print(f"{address}  process {holder}  sent {sent / 1e6:.2f} MB")
+
+
+def about(cluster: Cluster) -> str:
+    """Its size, and what its links do."""
+    return f"{len(cluster.nodes)} nodes, {cluster.rate / 1e6:g} Mbit/s, {1e3 * cluster.delay:g} ms"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -194,6 +199,8 @@ def act(options: argparse.Namespace) -> int:
             if options.action == "up" and old.busy():
                 raise LabError("a job runs on the cluster that is up: lab.py down ends both")
             old.down()
+            if options.action == "up":
+                print(f"replaced {about(old)}")
         STATE.unlink(missing_ok=True)
         if options.action == "up":
             cluster = start(options.nodes, options.rate, options.delay, keep=True)

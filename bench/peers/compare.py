@@ -5,8 +5,12 @@
 
 Makes a cluster of the lab (root, Linux), one core a node, and runs both peers on it, one after
 the other; torch_peers.py says how to make torch's environment. A step with communication is
-compared with one without it, of the same library. With ``--train`` it is the time until the
-training loss is reached. Writes all lines of JSON to ``--out`` beside the table and a picture.
+compared with one without it, of the same library ("alone"; jdaso's of the pairs' other halves).
+With ``--train`` it is the time until the training loss is reached. Writes all lines of JSON to
+``--out`` beside the table and a picture.
+
+Other options go to both peers: --network, --batch, --rounds, --learning-rate, --seed, --train,
+--target-loss, --epochs, --log-every; their --help says more, and which variants there are.
 """
 
 from __future__ import annotations
@@ -60,15 +64,18 @@ def step_table(found: list[dict]) -> list[list[str]]:
         for line in found
         if line["variant"] == "none"
     }
-    rows = [["", "s/step, median", "range", "steps without a network", "images/s", "MB/step"]]
+    head = ["", "s/step, median", "range", "alone", "steps without a network", "images/s"]
+    rows = [[*head, "MB/step"]]
     for line in found:
         seconds = line["seconds_per_step"]
-        ratio = line.get("ratio", {}).get("median") or seconds["median"] / alone[line["peer"]]
+        base = line.get("seconds_per_step_alone", {}).get("median") or alone[line["peer"]]
+        ratio = line.get("ratio", {}).get("median") or seconds["median"] / base
         rows.append(
             [
                 f"{line['peer']} {line['variant']}",
                 f"{seconds['median']:.3f}",
                 f"{seconds['min']:.3f}..{seconds['max']:.3f}",
+                f"{base:.3f}",
                 f"{ratio:.3f}",
                 f"{line['images_per_second']:.0f}",
                 f"{line['bytes_sent_per_step'] / 1e6:.2f}",
@@ -127,7 +134,9 @@ def draw(found: list[dict], title: str, out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # or an option of the peers could be taken for one of these
     )
     add = parser.add_argument
     add("--torch", help="Python of torch's environment; without it only jdaso is run")
@@ -158,8 +167,10 @@ def main() -> None:
     )
     print(f"{machine()}\n{title}")
     training = any("reached" in line for line in found)
-    for row in training_table(found) if training else step_table(found):
+    head, *rows = training_table(found) if training else step_table(found)
+    for row in (head, ["---"] * len(head), *rows):
         print(f"| {' | '.join(row)} |")
+    print(f"\npicture: {options.out.with_suffix('.png')}")
     draw(found, title, options.out.with_suffix(".png"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jdaso._base import Exchange
 from jdaso._engine import Averaging, averaging
 from jdaso._subject import GRADIENTS
-from jdaso._wire import chosen_wire
+from jdaso.algorithms._arguments import chosen_wire
 from jdaso.algorithms._dasgd import mixing
 from jdaso.schedules import constant
 
@@ -41,7 +41,7 @@ def allreduce_gradients(
     >>> import jdaso, optax
     >>> tx = optax.chain(jdaso.allreduce_gradients(jdaso.single_exchange()), optax.sgd(0.1, 0.9))
     """
-    wire = chosen_wire("wire", wire, exchange.wire, "bfloat16")
+    wire = chosen_wire("wire", wire, exchange, "bfloat16")
     return averaging(
         "allreduce_gradients",
         exchange,

@@ -1,4 +1,4 @@
-"""What the factories of algorithms have in common: their schedule, and checks of numbers."""
+"""What the factories of algorithms have in common: schedule, wire, and checks of numbers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 
-from jdaso._base import Schedule
+from jdaso._base import Exchange, Schedule
 from jdaso._engine import check_schedule
+from jdaso._wire import check_wire
 from jdaso.schedules import constant
 
 
@@ -86,3 +87,23 @@ def mixed(own: float, leaves: list[jax.Array], others: list[jax.Array]) -> list[
     if is_known("own", own) and own == 0:
         return others
     return [own * x + (1 - own) * y for x, y in zip(leaves, others, strict=True)]
+
+
+def chosen_wire(name: str, wire: str | None, exchange: Exchange, default: str) -> str:
+    """The wire of an algorithm: what was asked for, that of its exchange, or its default.
+
+    Raises:
+        ValueError: if what was asked for is no wire, the exchange is none, or bound to another.
+    """
+    if not isinstance(exchange, Exchange):
+        raise ValueError(
+            "exchange must be a jdaso.Exchange, such as jdaso.mpi_exchange(topology), got "
+            f"{type(exchange).__name__}."
+        )
+    wire = check_wire(name, wire)
+    if wire is not None and exchange.wire not in (None, wire):
+        raise ValueError(
+            f"{name}={wire!r} contradicts the exchange, which was made with "
+            f"wire={exchange.wire!r}; give it in one place."
+        )
+    return wire or exchange.wire or default

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from jdaso._base import Arrival, Exchange, Leaves, Merge, PyTree, Schedule
 from jdaso._engine import Averaging, averaging
-from jdaso._wire import chosen_wire
-from jdaso.algorithms._arguments import check_progress, check_share, chosen_schedule, mixed
+from jdaso.algorithms._arguments import (
+    check_progress,
+    check_share,
+    chosen_schedule,
+    chosen_wire,
+    mixed,
+)
 
 
 def dasgd(
@@ -62,7 +67,7 @@ def dasgd(
     check_share("xi", xi)
     schedule = chosen_schedule("dasgd", period, delay, schedule)
     check_progress("dasgd", "xi", xi, schedule)
-    wire = chosen_wire("wire", wire, exchange.wire, "float32")
+    wire = chosen_wire("wire", wire, exchange, "float32")
     return averaging(
         "dasgd",
         exchange,

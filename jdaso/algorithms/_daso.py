@@ -7,7 +7,7 @@ import jax
 from jdaso._base import Arrival, Exchange, Leaves, Merge, PyTree, Schedule
 from jdaso._engine import Averaging, averaging
 from jdaso._leaves import divide
-from jdaso._wire import chosen_wire
+from jdaso.algorithms._arguments import chosen_wire
 
 
 def daso(
@@ -71,8 +71,8 @@ def daso(
         exchange,
         schedule,
         Merge(_init, _merge, own_weight=_own_weight),
-        wire=chosen_wire("wire", wire, exchange.wire, "float32"),
-        blocking_wire=chosen_wire("blocking_wire", blocking_wire, exchange.wire, "bfloat16"),
+        wire=chosen_wire("wire", wire, exchange, "float32"),
+        blocking_wire=chosen_wire("blocking_wire", blocking_wire, exchange, "bfloat16"),
         nonfinite=nonfinite,
         fragments=fragments,
     )

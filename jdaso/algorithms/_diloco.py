@@ -10,8 +10,13 @@ import optax
 from jdaso._base import Arrival, Exchange, Leaves, Merge, PyTree, Schedule
 from jdaso._engine import Averaging, averaging
 from jdaso._leaves import is_float, widened
-from jdaso._wire import chosen_wire
-from jdaso.algorithms._arguments import check_progress, check_share, chosen_schedule, mixed
+from jdaso.algorithms._arguments import (
+    check_progress,
+    check_share,
+    chosen_schedule,
+    chosen_wire,
+    mixed,
+)
 
 #: The outer optimizer of the DiLoCo paper.
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
@@ -84,7 +89,7 @@ def diloco(
         )
     schedule = chosen_schedule("diloco", period, delay, schedule)
     check_progress("diloco", "mix", mix, schedule)
-    wire = chosen_wire("wire", wire, exchange.wire, "float32")
+    wire = chosen_wire("wire", wire, exchange, "float32")
     return averaging(
         "diloco",
         exchange,

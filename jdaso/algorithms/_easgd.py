@@ -10,8 +10,7 @@ from jdaso._engine import Averaging, averaging
 from jdaso._leaves import split, widened
 from jdaso._state import averaging_state
 from jdaso._subject import BEFORE
-from jdaso._wire import chosen_wire
-from jdaso.algorithms._arguments import check_positive, chosen_schedule, is_known
+from jdaso.algorithms._arguments import check_positive, chosen_schedule, chosen_wire, is_known
 
 
 class ElasticState(NamedTuple):
@@ -132,7 +131,7 @@ def elastic(
             f"(easgd Condition 17, where eta h -> 0). Choose {best}.",
             stacklevel=3,
         )
-    wire = chosen_wire("wire", wire, exchange.wire, "float32")
+    wire = chosen_wire("wire", wire, exchange, "float32")
     return averaging(
         name,
         exchange,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from jdaso._base import Exchange, Schedule
 from jdaso._engine import Averaging, averaging
-from jdaso._wire import chosen_wire
-from jdaso.algorithms._arguments import check_progress, chosen_schedule
+from jdaso.algorithms._arguments import check_progress, chosen_schedule, chosen_wire
 from jdaso.algorithms._dasgd import mixing
 
 
@@ -48,7 +47,7 @@ def local_sgd(
     """
     schedule = chosen_schedule("local_sgd", period, 0, schedule)
     check_progress("local_sgd", "a node's own weight", 0.0, schedule)
-    wire = chosen_wire("wire", wire, exchange.wire, "float32")
+    wire = chosen_wire("wire", wire, exchange, "float32")
     return averaging(
         "local_sgd",
         exchange,

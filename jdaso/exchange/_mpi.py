@@ -85,8 +85,8 @@ def mpi_exchange(
             with ``halving``.
         same_bits: whether a centre, an anchor, or parameters of synchronous training that are not
             the same on all nodes, bit for bit, are an error. False for nodes whose hardware
-            rounds differently; then their schedules and steps are compared, but not these (and
-            int8's means, which are sums of differences, may drift apart).
+            rounds differently; then their schedules and steps are compared, but not these. Not
+            with int8, whose means are sums of differences and would drift apart.
 
     Returns:
         A :class:`jdaso.Exchange`. Its state is one int32; what is in flight is with the host,
@@ -98,8 +98,9 @@ def mpi_exchange(
         ValueError: for an unknown wire, pattern or sender, numbers that are not positive,
             ``native=True`` where compiled copies cannot be used, ``halving`` on a number of nodes
             that is no power of two, or may become one that is not, ``shrink`` where MPI cannot,
-            or int8, also of an algorithm, with a pattern that is not ``direct``: error feedback
-            needs to know all that is rounded.
+            int8, also of an algorithm, with a pattern that is not ``direct``, as error feedback
+            needs to know all that is rounded, or with ``same_bits=False``; or if processes were
+            not given the same (but for ``timeout`` and ``native``).
         JdasoError: in ``init``, if the nodes' parameters differ in structure, shape or dtype;
             in ``update``, if nodes are at different steps, if what must be equal is not (period
             and delay, the schedule's state, centre or anchor), or one is missing at the deadline.
@@ -130,13 +131,24 @@ def mpi_exchange(
             "sends as many bytes, or 'direct'."
         )
     if wire == "int8":
-        _check_int8(pattern)
+        _check_int8(pattern, same_bits)
     if nodes == 1:
         alone = single_exchange(wire)
         if len(topology.processes) == 1:
             return alone
         node = topology.comm.Dup()
         return alone._replace(anyone=lambda flag: any(node.allgather(flag)))
+    _check_alike(
+        topology,
+        {
+            "wire": wire,
+            "chunk_bytes": chunk_bytes,
+            "pattern": pattern,
+            "senders": senders,
+            "on_failure": on_failure,
+            "same_bits": same_bits,
+        },
+    )
     native = chosen(native, topology.devices[0].platform)
     if shrinks:
         check_can_shrink(topology)
@@ -155,7 +167,7 @@ def mpi_exchange(
 
     def start(ticket, number, step, leaves: Leaves, header, wire):
         if wire == "int8":
-            _check_int8(pattern)
+            _check_int8(pattern, same_bits)
         return program.start(ticket, number, step, leaves, header, wire)
 
     def broadcast(leaves: Leaves, root: int) -> Leaves:
@@ -187,7 +199,25 @@ def mpi_exchange(
     )
 
 
-def _check_int8(pattern: str) -> None:
+def _check_alike(topology: Topology, settings: dict[str, object]) -> None:
+    """Raises on all processes, or nodes would wait for messages that the others do not send."""
+    given = topology.comm.allgather(settings)
+    for rank, other in enumerate(given):
+        for name, value in given[0].items():
+            if other[name] != value:
+                raise ValueError(
+                    f"{name} must be the same on all processes, but mpi_exchange was given "
+                    f"{value!r} in {topology.describe(0)} and {other[name]!r} in "
+                    f"{topology.describe(rank)}."
+                )
+
+
+def _check_int8(pattern: str, same_bits: bool) -> None:
+    if not same_bits:
+        raise ValueError(
+            "same_bits=False is for nodes whose last bits differ, and the wire int8 sends "
+            "differences to a mean that must be the same on all: choose the wire bfloat16."
+        )
     if pattern != "direct":
         raise ValueError(
             f"pattern={pattern!r} rounds sums on their way, of which error feedback knows nothing: "

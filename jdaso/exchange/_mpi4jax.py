@@ -52,8 +52,7 @@ def mpi4jax_exchange(topology: Topology, wire: str | None = None) -> Exchange:
         raise ValueError(_NO_INT8)
     if topology.num_nodes == 1:
         return single_exchange(wire)
-    import mpi4jax
-
+    mpi4jax = _library()
     comm = topology.group_communicators()[topology.local_rank]
     size = topology.num_nodes
 
@@ -95,8 +94,7 @@ def process_mean(topology: Topology) -> Callable[[PyTree], PyTree] | None:
     """
     if topology.processes_per_node == 1:
         return None
-    import mpi4jax
-
+    mpi4jax = _library()
     comm = topology.node_communicator()
     size = topology.processes_per_node
 
@@ -105,6 +103,16 @@ def process_mean(topology: Topology) -> Callable[[PyTree], PyTree] | None:
         return [(s / size).astype(x.dtype) for s, x in zip(sums, arrays, strict=True)]
 
     return mean
+
+
+def _library() -> Any:
+    try:
+        import mpi4jax
+    except ImportError as error:
+        raise ImportError(
+            f"mpi4jax cannot be imported ({error}); it is an extra of jdaso, jdaso[mpi4jax]."
+        ) from error
+    return mpi4jax
 
 
 def _check_one_device(name: str, topology: Topology) -> None:

@@ -49,7 +49,10 @@ def _load() -> ctypes.CDLL | str:
     found = importlib.util.find_spec(_LIBRARY)
     if found is None or found.origin is None:
         folder = pathlib.Path(__file__).parent
-        return f"none is in {folder}; it is built, by a C++17 compiler, when jdaso is installed"
+        return (
+            f"none is in {folder}, from where jdaso is imported; it is built, by a C++17 compiler, "
+            "when jdaso is installed (in a clone by pip install -e ., or start elsewhere)"
+        )
     try:
         library = ctypes.CDLL(found.origin)
         if library.jdaso_header() != HEADER_SIZE:
@@ -66,8 +69,10 @@ def _load() -> ctypes.CDLL | str:
     return library
 
 
-def why_not() -> str | None:
+def why_not(platform: str = "cpu") -> str | None:
     """Why compiled code cannot be used in this process; None if it can."""
+    if platform != "cpu":
+        return f"it serves CPU devices, not {platform}"
     library = _load()
     return library if isinstance(library, str) else None
 
@@ -80,7 +85,7 @@ def chosen(native: bool | None, platform: str) -> bool:
     """
     if native is False:
         return False
-    reason = why_not() if platform == "cpu" else f"it serves CPU devices, not {platform}"
+    reason = why_not(platform)
     if reason is not None and native:
         raise ValueError(f"native=True: the compiled code cannot be used: {reason}.")
     if reason is not None:

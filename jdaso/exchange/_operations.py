@@ -28,7 +28,15 @@ _SAME_START = (
 _GREETING = np.dtype(
     [("number", "<i8"), ("step", "<i8"), ("specs", "<i8"), ("header", "<f4", (HEADER_SIZE,))]
 )
-_COMPARED = {"number": "number", "step": "step", "specs": "the checksum of shapes and dtypes"}
+# What is compared, how it is called, and what to do where it differs.
+_COMPARED = {
+    "number": ("number", "All nodes must use the same schedule and start from the same step."),
+    "step": ("step", "All nodes must use the same schedule and start from the same step."),
+    "specs": (
+        "the checksum of shapes and dtypes that cross",
+        "All nodes must use the same wire, the same model, and as many fragments.",
+    ),
+}
 
 
 def greet(
@@ -60,13 +68,12 @@ def greet(
     greetings = yield from _gather(comm, greeting, _GREETING_TAG)
     own, at = comm.Get_rank(), "a consensus" if number == UNCOUNTED else f"exchange {number}"
     for rank, other in enumerate(greetings):
-        for what, name in _COMPARED.items():
+        for what, (name, advice) in _COMPARED.items():
             if other[what][0] != greeting[what][0]:
                 raise JdasoError(
-                    f"nodes are out of step at {at}: {name} is "
-                    f"{greeting[what][0]} in {describe(own)} but {other[what][0]} in "
-                    f"{describe(rank)}. All nodes must use the same schedule and start from the "
-                    "same step."
+                    f"nodes are out of step at {at}: {name} is {greeting[what][0]} in "
+                    f"{describe(own)}{_plan(header)} but {other[what][0]} in {describe(rank)}"
+                    f"{_plan(other['header'][0])}. {advice}"
                 )
         _check_agreed(at, header, other["header"][0], [describe(r) for r in (own, rank)])
     # Added in the same order by every member, so that all get the same bits.
@@ -75,6 +82,12 @@ def greet(
     for rank in contributors:
         total[: -len(AGREED)] += greetings[rank]["header"][0][: -len(AGREED)]
     return total
+
+
+def _plan(header: np.ndarray) -> str:
+    """Period and delay, as said beside a step; nothing where an exchange has none."""
+    period, delay = (int(x) for x in header[-len(AGREED) :][:2])
+    return f" (period {period}, delay {delay})" if period else ""
 
 
 def _check_agreed(at: str, mine: np.ndarray, theirs: np.ndarray, who: Sequence[str]) -> None:

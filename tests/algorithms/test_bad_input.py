@@ -83,7 +83,7 @@ TABLE = [
         {"period": None, "schedule": FULL},
         "local_sgd: delay must be less than period where a node's own weight is 0",
     ),
-    (local_sgd, {"period": None, "schedule": 4}, "local_sgd: schedule must be one, such as"),
+    (local_sgd, {"period": None, "schedule": 4}, "local_sgd: schedule must be a jdaso.Schedule"),
     (easgd, {"alpha": 0}, "alpha must be positive, got 0"),
     (easgd, {"alpha": -0.1}, "alpha must be positive, got -0.1"),
     (easgd, {"alpha": math.inf}, "alpha must be positive, got inf"),
@@ -99,6 +99,7 @@ TABLE = [
     (eamsgd, {"momentum": "much"}, "momentum must be a number, got 'much'"),
     (eamsgd, {"momentum": 1.0}, "momentum must be in [0, 1), got 1.0"),
     (eamsgd, {"momentum": -0.1}, "momentum must be in [0, 1), got -0.1"),
+    *((f, {"period": 2**31}, "period must be below 2**31, got 2147483648") for f in PERIODIC),
     *((f, {"period": 0}, "period must be a whole number of at least 1, got 0") for f in PERIODIC),
     *((f, {"period": 2.5}, "period must be a whole number of at least 1") for f in PERIODIC),
     *((f, {"period": None}, f"{f.__name__} needs either a period or a sch") for f in PERIODIC),
@@ -123,6 +124,12 @@ TABLE = [
 def test_a_factory_names_what_does_not_fit(factory, bad, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         factory(**bad)
+
+
+def test_what_is_no_exchange_is_told():
+    topology = jdaso.discover_topology()
+    with pytest.raises(ValueError, match=r"exchange must be a jdaso\.Exchange, .* got Topology"):
+        jdaso.daso(topology, RARE)
 
 
 @pytest.mark.parametrize(

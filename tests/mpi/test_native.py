@@ -29,7 +29,7 @@ def test_compiled_code_gives_the_bits_of_host_callbacks(options):
 
 
 def test_without_a_compiled_library_callbacks_serve_and_it_is_said_once(monkeypatch):
-    monkeypatch.setattr(_native, "why_not", lambda: "it was not built")
+    monkeypatch.setattr(_native, "why_not", lambda platform: "it was not built")
     _native._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="host callbacks instead of compiled code: it was not"):
         assert not _native.chosen(None, "cpu")

@@ -57,6 +57,10 @@ elif case == "other dtype":
     train(1, jdaso.constant(1), {"kernel": jnp.ones(3, jnp.bfloat16 if rank else jnp.float32)})
 elif case == "other schedule":
     train(8, jdaso.constant(2 + 2 * rank))
+elif case == "other wire":
+    train(8, jdaso.constant(2), wire=("float32", "bfloat16")[rank])
+elif case == "other pattern":
+    jdaso.mpi_exchange(topology, pattern=("direct", "ring")[rank])
 elif case == "other delay":
     train(8, jdaso.constant(2, 1 + rank))
 elif case.startswith(("other centre", "other anchor", "other parameters")):
