@@ -11,8 +11,6 @@ def check_period_and_delay(period: int, delay: int) -> None:
     """Raises ValueError for a period or a delay that cannot be."""
     check_whole("period", period, 1)
     check_whole("delay", delay, 0)
-    if period >= 2**31:
-        raise ValueError(f"period must be below 2**31, got {period}: steps are counted in int32.")
     if delay > period:
         raise ValueError(
             f"delay must not exceed period, got delay={delay} and period={period}: the next "

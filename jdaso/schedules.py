@@ -30,7 +30,7 @@ def constant(period: int, delay: int = 0) -> Schedule:
         A :class:`jdaso.Schedule`. Its phase is always "cycling".
 
     Raises:
-        ValueError: for a period below 1 or a delay outside ``[0, period]``.
+        ValueError: for a period below 1, or of 2**31 and more, or a delay outside ``[0, period]``.
 
     >>> schedule = constant(period=4, delay=2)
     >>> plans = [schedule.plan(schedule.init(), step)[0] for step in range(8)]
@@ -38,6 +38,8 @@ def constant(period: int, delay: int = 0) -> Schedule:
     [0, 0, 0, 1, 0, 0, 0, 1]
     """
     check_period_and_delay(period, delay)
+    if period >= 2**31:
+        raise ValueError(f"period must be below 2**31, got {period}: steps are counted in int32.")
 
     def plan(state, step):
         return _cycling_plan(period, delay, step + 1), state
