@@ -173,7 +173,9 @@ def test_processes_find_each_other(cluster, layout):
     command = [*TOPOLOGY, "--processes-per-node", per_node]
     done = cluster.run("srun", *options, *command, timeout=120, JAX_PLATFORMS="cpu")
     assert done.returncode == 0, done.stdout
-    rows = [line.split() for line in done.stdout.splitlines()[1:]]
+    table, copies = done.stdout.split("\n\n")
+    assert copies.startswith("copies by ")
+    rows = [line.split() for line in table.splitlines()[1:]]
     assert [row[:3] for row in rows] == [
         [str(rank), f"node{rank // per_node}", str(rank // per_node)]
         for rank in range(NODES * per_node)
