@@ -20,30 +20,17 @@ import os
 import statistics
 import time
 
-from machine import keep_memory, machine, own_core
+from machine import keep_memory, machine, memcpy_seconds, own_core
 
 os.environ.setdefault("NPROC", "16")
 own_core()
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from step import matmuls_for  # noqa: E402
 
 import jdaso  # noqa: E402
-
-
-def memcpy_seconds(megabytes: float) -> float:
-    """A copy of so many bytes, memory touched before."""
-    source = np.ones(int(megabytes * 250_000), np.float32)
-    target = source.copy()
-    times = []
-    for _ in range(7):
-        start = time.perf_counter()
-        np.copyto(target, source)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
 
 
 def train(tx, params, matmuls: int, steps: int):

@@ -27,7 +27,7 @@ os.environ.setdefault("NPROC", "16")
 import jax
 import jax.numpy as jnp
 import numpy as np
-from machine import keep_memory, machine
+from machine import keep_memory, machine, memcpy_seconds
 
 import jdaso
 from jdaso._base import HEADER_SIZE
@@ -89,16 +89,6 @@ def prepare(exchange: jdaso.Exchange, leaves: list[jax.Array], allreduce: Callab
     return once
 
 
-def copy_seconds(source: np.ndarray, target: np.ndarray) -> float:
-    """A copy of the parameters in host memory, median of nine."""
-    times = []
-    for _ in range(9):
-        start = time.perf_counter()
-        np.copyto(target, source)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=float, default=40)
@@ -125,7 +115,7 @@ def main() -> None:
 
     say = print if topology.rank == 0 else lambda *_, **__: None
     say(machine())
-    copy = copy_seconds(source, target)
+    copy = memcpy_seconds(options.megabytes)
     say(
         f"{topology.num_nodes} processes; {options.megabytes:g} MB of float32, which are copied in "
         f"{1e3 * copy:.1f} ms; medians of pairs, in ms"

@@ -6,6 +6,10 @@ import ctypes
 import importlib.metadata
 import os
 import platform
+import statistics
+import time
+
+import numpy as np
 
 
 def machine() -> str:
@@ -48,3 +52,15 @@ def keep_memory() -> None:
     libc.mallopt(trim_threshold, 2**31 - 1)
     libc.mallopt(mmap_max, 0)
     libc.mallopt(arena_max, 1)
+
+
+def memcpy_seconds(megabytes: float) -> float:
+    """A copy of so many bytes, memory touched before."""
+    source = np.ones(int(megabytes * 250_000), np.float32)
+    target = source.copy()
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
