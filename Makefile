@@ -15,7 +15,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 # mpi4jax is built from source: mpicc must be on PATH first, hence an earlier pip call for the
 # MPI runtime. Its build takes any nvcc on PATH for a sign of CUDA beside it; CUDA_PATH set to an
 # existing folder overrules that guess, so an empty one leaves the CUDA extension out.
-$(VENV)/.installed: pyproject.toml setup.py jdaso/exchange/copies.cc Makefile
+$(VENV)/.installed: pyproject.toml setup.py $(wildcard jdaso/exchange/*.cc jdaso/exchange/*.h) Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check $(MPI) mpi4py
 	mkdir -p $(VENV)/no-cuda

@@ -1,4 +1,4 @@
-"""The compiled copies of jdaso/exchange/copies.cc; all else is in pyproject.toml.
+"""The compiled copies of jdaso/exchange/copies*.cc; all else is in pyproject.toml.
 
 Where they cannot be compiled, installing goes on without them, and exchanges use host callbacks.
 """
@@ -14,9 +14,11 @@ if jaxlib is not None and jaxlib.origin is not None:
     extensions.append(
         Extension(
             "jdaso.exchange._copies",
-            sources=["jdaso/exchange/copies.cc"],
+            sources=[f"jdaso/exchange/{name}.cc" for name in ("desk", "copies", "copies_cuda")],
+            depends=["jdaso/exchange/desk.h", "jdaso/exchange/driver.h"],
             include_dirs=[str(Path(jaxlib.origin).parent / "include")],
             extra_compile_args=["-std=c++17", "-O3"],
+            libraries=["dl"],
             language="c++",
             optional=True,
         )

@@ -13,13 +13,10 @@ from jdaso._base import JdasoError, nothing_to_report
 from jdaso._center import REPLY_HEADER
 from jdaso.center import _protocol as protocol
 from jdaso.center._line import Line
-from jdaso.exchange._carrier import ending_all_devices
+from jdaso.exchange._carrier import ending_all_devices, flight_of
 from jdaso.exchange._request import Request
 from jdaso.exchange._staging import Pool, Spec, Staging
 from jdaso.topology import Topology
-
-# How long devices of a node wait for the one among them that posts.
-_POST_SECONDS = 30.0
 
 
 class _Flight(NamedTuple):
@@ -104,10 +101,7 @@ class Client:
     def collect(self, number: int, takers: int) -> tuple[Staging, np.ndarray]:
         """Waits for a reply; its memory, and the header."""
         with self._lock:
-            if takers > 1:
-                # The device that posts may be later than this one, which only collects.
-                self._lock.wait_for(lambda: number in self._flights, _POST_SECONDS)
-            flight = self._flights.get(number)
+            flight = flight_of(number, takers, self._flights, self._reserved, self._lock)
         if flight is None:
             raise JdasoError(
                 f"exchange {number} with the centre is not in flight in {self._name}: the "

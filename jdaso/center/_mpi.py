@@ -109,7 +109,7 @@ def mpi_center(
     outlive()
     line = Line(topology, comm, timeout, gone_after / _BEATS, end, leave, failed)
     client = Client(topology, line, end)
-    program = Program(client, native, len(topology.devices))
+    program = Program(client, native, topology.devices)
     served: list[Rule] = []
 
     def serve(rule: Rule) -> Exchange:

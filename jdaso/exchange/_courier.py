@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdaso._base import UNCOUNTED, Flown, JdasoError, Posted, nothing_to_report
+from jdaso._base import UNCOUNTED, Flown, JdasoError, Posted
 from jdaso.exchange import _operations as operations
-from jdaso.exchange._carrier import ending_all_devices
+from jdaso.exchange._carrier import POST_SECONDS, ending_all_devices, flight_of
 from jdaso.exchange._channels import Channels, Strategy
 from jdaso.exchange._farewell import Farewell
 from jdaso.exchange._fault_tolerance import is_loss
+from jdaso.exchange._history import History
 from jdaso.exchange._progress import Progress
 from jdaso.exchange._request import Request, after
 from jdaso.exchange._staging import Pool, Spec, Staging
@@ -28,8 +29,6 @@ from jdaso.topology import Topology
 
 # Calls of ``anyone`` until its answer: as many steps may one node be ahead of another.
 _ANSWER_AFTER = 4
-# How long devices of a node wait for the one among them that posts.
-_POST_SECONDS = 30.0
 
 
 class Flight(NamedTuple):
@@ -71,8 +70,7 @@ class Courier:
         self._last: dict[int, Request] = {}
         self._pool = Pool()
         self._left_out = 0
-        self._report = nothing_to_report()
-        self._history: deque[tuple[Flown, np.ndarray]] = deque(maxlen=1000)
+        self.history = History()
 
     def _connect(self, topology: Topology) -> None:
         self._topology = topology
@@ -111,17 +109,6 @@ class Courier:
     def ending_all_devices(self) -> AbstractContextManager[None]:
         """Ends the job on an error where a node has several devices."""
         return ending_all_devices(self._topology, self._topology.end_all)
-
-    def report(self) -> dict[str, float]:
-        """Exchanges collected, bytes sent for them, seconds in flight, seconds waited for."""
-        return dict(self._report)
-
-    def history(self) -> list[Flown]:
-        """The last exchanges, and what took how long."""
-        return [
-            flown._replace(fill=tuple(record["fill"].tolist()), take=tuple(record["take"].tolist()))
-            for flown, record in self._history
-        ]
 
     def reserve(self, number: int, specs: Sequence[Spec]) -> Staging:
         """Host memory for an exchange that is about to be posted; the leaves go into it."""
@@ -190,10 +177,7 @@ class Courier:
             them, and the summed header.
         """
         with self._lock:
-            if takers > 1:
-                # The device that posts may be later than this one, which only collects.
-                self._lock.wait_for(lambda: number in self._flights, _POST_SECONDS)
-            flight = self._flights.get(number)
+            flight = flight_of(number, takers, self._flights, self._reserved, self._lock)
         if flight is None:
             raise JdasoError(
                 f"{_called(number)} is not in flight in {self._name}: the optimizer state is "
@@ -206,10 +190,6 @@ class Courier:
         with self._lock:
             asked = self._asked_for.pop(number, 0) + 1
             if asked == 1 and number != UNCOUNTED:
-                self._report["exchanges"] += 1
-                self._report["bytes_sent"] += sent
-                self._report["seconds_blocked"] += until - since
-                self._report["seconds_in_flight"] += flight.request.seconds
                 flown = Flown(
                     number,
                     flight.step,
@@ -219,7 +199,7 @@ class Courier:
                     wait=(since, until),
                     take=(0.0, 0.0),
                 )
-                self._history.append((flown, flight.staging.record))
+                self.history.note(flown, flight.staging.record)
             if asked < takers:
                 self._asked_for[number] = asked
             else:
@@ -230,6 +210,7 @@ class Courier:
     def posted(self) -> dict[int, Posted]:
         """Copies of what was posted and not yet collected."""
         with self._lock:
+            self._await_copies()
             return {
                 number: Posted(
                     flight.step, flight.header, [leaf.copy() for leaf in flight.staging.leaves]
@@ -240,7 +221,10 @@ class Courier:
 
     def post_again(self, posted: dict[int, Posted]) -> None:
         """Forgets what is in flight, once it has landed, and lets what was saved fly."""
-        for flight in self._flights.values():
+        with self._lock:
+            self._await_copies()
+            flights = list(self._flights.values())
+        for flight in flights:
             self._progress.wait(flight.request)
         with self._lock:
             self._flights.clear()
@@ -251,6 +235,14 @@ class Courier:
             specs = [Spec(leaf.shape, leaf.dtype) for leaf in leaves]
             self.reserve(number, specs).put(leaves)
             self.post(number, step, header)
+
+    def _await_copies(self) -> None:
+        """Until what a device has begun to post flies; its step ends before its copies do."""
+        if not self._lock.wait_for(lambda: not self._reserved, POST_SECONDS):
+            raise JdasoError(
+                f"{_called(min(self._reserved))} was begun in {self._name} and not posted within "
+                f"{POST_SECONDS:g} s: copying the parameters to the host has failed."
+            )
 
     def anyone(self, flag: bool) -> bool:
         """Whether any process said True some calls ago; seldom waits, so long it has had."""

@@ -71,8 +71,9 @@ def mpi_exchange(
             hundred took long, median + 200 median deviations of them, if that is more. It must
             cover everything that one node does alone, such as an evaluation or a checkpoint.
             Before that, after 30 seconds or median + 20 deviations, it is a warning.
-        native: whether parameters are copied by compiled code; None: where it was built and
-            serves the devices (CPU), with a warning, once, where it does not. With several devices
+        native: whether parameters are copied by compiled code; None: where it was built and the
+            devices are CPUs, with a warning, once, where they are not. True asks for it on CUDA
+            devices, too, where it has not been measured. With several devices
             per process it serves inside ``shard_map`` over ``"local"``; outside, and for float64
             leaves, host callbacks copy all the same.
         pattern: ``direct``, ``ring`` or ``halving``, as above.
@@ -158,7 +159,7 @@ def mpi_exchange(
         if topology.heartbeat is not None:
             topology.heartbeat.outlive(lambda rank: None, silence=False)  # MPI tells deaths, too
     courier = Courier(topology, Strategy(pattern, senders, chunk_bytes), timeout, shrinks)
-    program = Program(courier, native, len(topology.devices))
+    program = Program(courier, native, topology.devices)
 
     def init(params: PyTree) -> jax.Array:
         if jax.tree.leaves(params):  # optax.tree_map_params calls init on a tree without leaves
@@ -188,8 +189,8 @@ def mpi_exchange(
         start,
         program.finish,
         broadcast,
-        report=courier.report,
-        history=courier.history,
+        report=courier.history.report,
+        history=courier.history.last,
         posted=courier.posted,
         post_again=courier.post_again,
         anyone=courier.anyone,

@@ -1,8 +1,8 @@
 """Copies between a program's arrays and the host memory of an exchange, by compiled code.
 
-``copies.cc`` holds two functions that XLA calls as part of the program. They copy each leaf once,
-and cast it on the way; what is to be done in Python, they ask for at a desk, where a thread
-answers. So a training step calls no Python, and JAX dispatches it as fast as one without
+``copies.cc``, and ``copies_cuda.cc`` for CUDA devices, hold two functions that XLA calls as part of
+the program. They copy each leaf; what is to be done in Python, they ask for at a desk, where a
+thread answers. So a training step calls no Python, and JAX dispatches it as fast as one without
 exchanges. An exchange works without them, by host callbacks, and costs more.
 """
 
@@ -11,10 +11,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import itertools
+import mmap
 import pathlib
 import threading
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +27,14 @@ from jdaso._at_exit import at_exit
 from jdaso._base import HEADER_SIZE, Leaves, Number
 from jdaso._wire import pack
 from jdaso.exchange._carrier import Carrier
-from jdaso.exchange._staging import Spec
+from jdaso.exchange._staging import Spec, Staging
 
 _LIBRARY = "jdaso.exchange._copies"
+_DRIVER = b"libcuda.so.1"
 _POST, _COLLECT = "jdaso_post", "jdaso_collect"
-_RESERVES, _POSTS, _COLLECTS = range(3)
+# How long the interpreter may wait, at its end, until what was posted last flies.
+_END_SECONDS = 5.0
+_RESERVES, _POSTS, _COLLECTS, _FAILS = range(4)
 
 
 class _Call(ctypes.Structure):
@@ -39,7 +45,9 @@ class _Call(ctypes.Structure):
         ("number", ctypes.c_int32),
         ("step", ctypes.c_int32),
         ("about", ctypes.c_int32),
+        ("pins", ctypes.c_int32),
         ("header", ctypes.c_float * HEADER_SIZE),
+        ("problem", ctypes.c_char * 256),
     )
 
 
@@ -53,28 +61,45 @@ def _load() -> ctypes.CDLL | str:
             f"none is in {folder}, from where jdaso is imported; it is built, by a C++17 compiler, "
             "when jdaso is installed (in a clone by pip install -e ., or start elsewhere)"
         )
+    return _open(found.origin, {"cpu": "", "CUDA": "_cuda"})
+
+
+def _open(path: str, suffixes: Mapping[str, str]) -> ctypes.CDLL | str:
+    """A library; XLA knows its functions with these endings for these platforms."""
     try:
-        library = ctypes.CDLL(found.origin)
+        library = ctypes.CDLL(path)
         if library.jdaso_header() != HEADER_SIZE:
             raise OSError("it belongs to another version of jdaso")
-        for name in (_POST, _COLLECT):
-            capsule = jax.ffi.pycapsule(getattr(library, name))
-            jax.ffi.register_ffi_target(name, capsule, platform="cpu")
+        for (platform, suffix), name in itertools.product(suffixes.items(), (_POST, _COLLECT)):
+            capsule = jax.ffi.pycapsule(getattr(library, name + suffix))
+            jax.ffi.register_ffi_target(name, capsule, platform=platform)
+        pointer = ctypes.c_void_p
+        library.jdaso_next.restype = pointer
+        library.jdaso_answer.argtypes = [ctypes.c_int32, pointer, ctypes.c_char_p, pointer, pointer]
+        library.jdaso_answer.restype = None
+        library.jdaso_driver.restype = ctypes.c_char_p
+        library.jdaso_pin.argtypes = [pointer, ctypes.c_size_t]
+        library.jdaso_pin.restype = ctypes.c_bool
+        library.jdaso_unpin.argtypes = [pointer]
     except Exception as error:  # built for another system, jdaso, or interface of XLA
-        return f"{found.origin} does not fit: {error}; install jdaso again"
-    library.jdaso_next.restype = ctypes.c_void_p
-    pointer = ctypes.c_void_p
-    library.jdaso_answer.argtypes = [ctypes.c_int32, pointer, ctypes.c_char_p, pointer, pointer]
-    library.jdaso_answer.restype = None
+        return f"{path} does not fit: {error}; install jdaso again"
     return library
 
 
-def why_not(platform: str = "cpu") -> str | None:
-    """Why compiled code cannot be used in this process; None if it can."""
-    if platform != "cpu":
-        return f"it serves CPU devices, not {platform}"
+def why_not(platform: str = "cpu", native: bool | None = None) -> str | None:
+    """Why compiled code is not used in this process; None if it is."""
+    if platform not in ("cpu", "gpu"):
+        return f"it serves CPU and CUDA devices, not {platform}"
     library = _load()
-    return library if isinstance(library, str) else None
+    if isinstance(library, str):
+        return library
+    if platform == "cpu":
+        return None
+    if not native:
+        # It has been tested with a stand-in for the driver, for want of a GPU.
+        return "on CUDA devices, where nobody has measured it, it serves with native=True only"
+    error = library.jdaso_driver(_DRIVER)
+    return f"the CUDA driver cannot be used: {error.decode()}" if error else None
 
 
 def chosen(native: bool | None, platform: str) -> bool:
@@ -85,7 +110,7 @@ def chosen(native: bool | None, platform: str) -> bool:
     """
     if native is False:
         return False
-    reason = why_not(platform)
+    reason = why_not(platform, native)
     if reason is not None and native:
         raise ValueError(f"native=True: the compiled code cannot be used: {reason}.")
     if reason is not None:
@@ -102,18 +127,36 @@ def _warn_once(reason: str) -> None:
     )
 
 
-class Desk:
-    """Where programs ask a carrier for memory, to carry it, and for what has arrived."""
+@functools.cache
+def _warn_unpinned() -> None:
+    warnings.warn(
+        "CUDA cannot pin host memory for exchanges: copies take longer, and training waits for "
+        "them. More memory may have to be allowed.",
+        stacklevel=2,
+    )
 
-    def __init__(self, carrier: Carrier):
+
+class Desk:
+    """Where programs ask a carrier for memory, to carry it, and for what has arrived.
+
+    Args:
+        carrier: is asked.
+        platform: of the devices, ``cpu`` or ``gpu``.
+    """
+
+    def __init__(self, carrier: Carrier, platform: str):
         library = _load()
         assert not isinstance(library, str)
         self._carrier = carrier
         self._library = library
         self._desk = library.jdaso_open()
+        self._narrows = platform == "cpu"
         self._specs: list[tuple[Spec, ...]] = []
-        threading.Thread(target=self._run, name="jdaso-desk", daemon=True).start()
-        at_exit(library.jdaso_close, self._desk)
+        self._pinned: set[int] = set()
+        self._pinning = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="jdaso-desk", daemon=True)
+        self._thread.start()
+        at_exit(self._close)
 
     def post(
         self,
@@ -125,9 +168,9 @@ class Desk:
         header: jax.Array,
     ) -> jax.Array:
         """Copies the leaves and lets them fly, zeros if ``header[0]`` is 0; returns the ticket."""
-        # It rounds float32 to bfloat16 while it copies; other casts are left to XLA.
+        # A CPU rounds float32 to bfloat16 while it copies; other casts are left to XLA.
         narrow = [
-            x.dtype == jnp.float32 and spec.dtype == jnp.bfloat16
+            self._narrows and x.dtype == jnp.float32 and spec.dtype == jnp.bfloat16
             for x, spec in zip(leaves, specs, strict=True)
         ]
         cast = [
@@ -188,11 +231,39 @@ class Desk:
                 elif asked.kind == _POSTS:
                     given = np.array(asked.header, np.float32)
                     self._carrier.post(asked.number, asked.step, given)
-                else:
+                elif asked.kind == _COLLECTS:
                     staging, header = self._carrier.collect(asked.number, asked.about)
                     rows = staging.addresses.of_sums
+                else:
+                    raise RuntimeError(asked.problem.decode())
+                if asked.pins:
+                    self._pin(staging)
         except Exception as problem:
             error = f"{type(problem).__name__}: {problem}".encode()
         # The call is gone with its answer. Its rows live as long as the memory they lead to.
         places = [None if array is None else array.ctypes.data for array in (rows, header)]
         self._library.jdaso_answer(self._desk, call, error, *places)
+
+    def _pin(self, staging: Staging) -> None:
+        """Pins memory for devices, until it is freed; where it cannot be, copies take longer."""
+        staging.pinned = True
+        with self._pinning:
+            for array in itertools.chain(*staging.pairs):
+                place, pages = array.ctypes.data, -(-array.nbytes // mmap.PAGESIZE)
+                if place in self._pinned or not pages:
+                    continue
+                if not self._library.jdaso_pin(place, pages * mmap.PAGESIZE):
+                    _warn_unpinned()
+                    continue
+                self._pinned.add(place)
+                weakref.finalize(array.base, self._unpin, place).atexit = False
+
+    def _unpin(self, place: int) -> None:
+        self._pinned.discard(place)  # whichever thread it is, and whatever lock it holds
+        self._library.jdaso_unpin(place)
+
+    def _close(self) -> None:
+        self._library.jdaso_close(self._desk)
+        self._library.jdaso_await_copies()
+        self._library.jdaso_end(self._desk)
+        self._thread.join(_END_SECONDS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -21,13 +23,13 @@ class Program:
     Args:
         carrier: takes what is posted.
         native: whether leaves are copied by compiled code.
-        local_devices: of this process.
+        devices: of this process.
     """
 
-    def __init__(self, carrier: Carrier, native: bool, local_devices: int):
+    def __init__(self, carrier: Carrier, native: bool, devices: Sequence[jax.Device]):
         self._callbacks = Callbacks(carrier)
-        self._desk = Desk(carrier) if native else None
-        self._local_devices = local_devices
+        self._desk = Desk(carrier, devices[0].platform) if native else None
+        self._local_devices = len(devices)
 
     def start(self, ticket, number, step, leaves: Leaves, header, wire):
         """As in :class:`jdaso.Exchange`."""

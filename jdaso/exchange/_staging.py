@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import mmap
 import time
 import zlib
 from collections.abc import Sequence
@@ -63,8 +64,8 @@ class Staging:
             places.append(slice(start, lengths[dtype]))
         pairs = {
             dtype: (
-                np.empty((length, *_row(dtype)), dtype),
-                np.empty((length, *sum_shape(_row(dtype), dtype)), sum_dtype(dtype)),
+                whole_pages((length, *_row(dtype)), dtype),
+                whole_pages((length, *sum_shape(_row(dtype), dtype)), sum_dtype(dtype)),
             )
             for dtype, length in lengths.items()
         }
@@ -80,6 +81,8 @@ class Staging:
             for (shape, dtype), place in zip(self.specs, places, strict=True)
         ]
         self.record = np.zeros((), RECORD)
+        #: Whether devices copy to it and from it.
+        self.pinned = False
 
     def put(self, leaves: Sequence[np.ndarray]) -> None:
         """Copies the leaves to where they are sent from."""
@@ -122,6 +125,20 @@ class Staging:
         return Addresses(_rows([*self.leaves, self.record]), _rows([*self.sums, self.record]))
 
 
+def whole_pages(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Memory that shares no page with any other, so that it can be pinned for a device.
+
+    >>> memory = whole_pages((3, 2), np.dtype("float32"))
+    >>> memory.shape, memory.ctypes.data % mmap.PAGESIZE
+    ((3, 2), 0)
+    """
+    size = math.prod(shape) * dtype.itemsize
+    pages = -(-size // mmap.PAGESIZE)
+    memory = np.empty((pages + 1) * mmap.PAGESIZE, np.uint8)
+    start = -memory.ctypes.data % mmap.PAGESIZE
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
 def _rows(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.array([array.ctypes.data for array in arrays], np.uint64)
 
@@ -137,8 +154,10 @@ class Pool:
         """Memory that nobody reads any more, or new memory; there is none for another wire."""
         self._sort()
         spare = self._spare.get(_sizes(specs), [])
-        # Sums of another wire will not be asked for again soon: their memory goes.
-        spare[:] = [staging for staging in spare if _dtypes(staging.specs) == _dtypes(specs)]
+        # Sums of another wire will not be asked for again soon: their memory goes. But to unpin it
+        # may take until a device has nothing to do, and that may wait for the one that asks here.
+        kept = _dtypes(specs)
+        spare[:] = [old for old in spare if old.pinned or _dtypes(old.specs) == kept]
         staging = next((staging for staging in spare if staging.specs == tuple(specs)), None)
         if staging is None:
             return Staging(specs)

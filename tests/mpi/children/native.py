@@ -9,6 +9,7 @@ from common import daso, first_params, gradients, loss, make_step
 from jax.sharding import PartitionSpec as P
 
 import jdaso
+from jdaso.exchange import _native, _program
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--devices", type=int, default=1)
@@ -16,10 +17,17 @@ parser.add_argument("--dtypes", nargs="+", default=["float32"])
 parser.add_argument("--wire", default="float32")
 parser.add_argument("--blocking-wire", default="bfloat16")
 parser.add_argument("--fragments", type=int, default=1)
+parser.add_argument("--stand-in", help="library with the code for CUDA devices, and a driver")
 arguments = parser.parse_args()
 if arguments.devices > 1:
     jdaso.use_virtual_devices(arguments.devices)
 topology = jdaso.discover_topology(processes_per_node=1)
+if arguments.stand_in:
+    library = _native._open(arguments.stand_in, {"cpu": "_cuda"})
+    assert not isinstance(library, str), library
+    assert library.jdaso_driver(arguments.stand_in.encode()) is None
+    _native._load = lambda: library
+    _program.Desk = lambda carrier, platform: _native.Desk(carrier, "gpu")
 schedule = jdaso.cycling(period=4, delay=2, warmup=6, cooldown=6, total=30, epoch=6)
 
 
@@ -47,8 +55,11 @@ def run(native):
         grads = gradients(params, topology.node, t)
         if t == 20 and topology.node == 1:  # from now on its momentum is infinite: it is left out
             grads = jax.tree.map(lambda g: g * jnp.inf, grads)
-        params, state = step(params, state, grads, loss(topology.node, t))
+        params, state = jax.block_until_ready(step(params, state, grads, loss(topology.node, t)))
         history.append(bits((params, jdaso.averaging_state(state))))
+        if t % 5 == 4:  # and not after every step, as it waits for copies
+            posted = {number: (p.step, p.leaves) for number, p in exchange.posted().items()}
+            history[-1] += [b"in flight", *bits(posted)]
     assert exchange.report()["exchanges"] > 10
     assert (int(jdaso.averaging_state(state).skipped) > 0) == (topology.node == 1)
     return history
