@@ -13,8 +13,9 @@ from jdaso._base import JdasoError, nothing_to_report
 from jdaso._center import REPLY_HEADER
 from jdaso.center import _protocol as protocol
 from jdaso.center._line import Line
-from jdaso.exchange._carrier import ending_all_devices, flight_of
+from jdaso.exchange._carrier import ending_all_devices
 from jdaso.exchange._request import Request
+from jdaso.exchange._reserved import Reserved
 from jdaso.exchange._staging import Pool, Spec, Staging
 from jdaso.topology import Topology
 
@@ -41,7 +42,7 @@ class Client:
         self._rule = ""
         self._lock = threading.Condition()
         self._pool = Pool()
-        self._reserved: dict[int, Staging] = {}
+        self.reserved = Reserved(self._lock)
         self._flights: dict[int, _Flight] = {}
         self._highest = -1
         self._asked_for: dict[int, int] = {}
@@ -80,13 +81,14 @@ class Client:
             for abandoned in [n for n in self._flights if n >= number]:
                 del self._flights[abandoned]
                 self._asked_for.pop(abandoned, None)
-            staging = self._reserved[number] = self._pool.take(specs)
+            staging = self._pool.take(specs)
+            self.reserved.put(number, staging)
         return staging
 
     def post(self, number: int, step: int, header: np.ndarray) -> None:
         """Sends what is in the reserved memory."""
         with self._lock:
-            staging = self._reserved.pop(number)
+            staging = self.reserved.take(number)
             request = self._line.submit(
                 protocol.EXCHANGE,
                 f"exchange {number} with the centre, posted by {self._name} after step {step},",
@@ -101,7 +103,7 @@ class Client:
     def collect(self, number: int, takers: int) -> tuple[Staging, np.ndarray]:
         """Waits for a reply; its memory, and the header."""
         with self._lock:
-            flight = flight_of(number, takers, self._flights, self._reserved, self._lock)
+            flight = self.reserved.flight(number, takers, self._flights)
         if flight is None:
             raise JdasoError(
                 f"exchange {number} with the centre is not in flight in {self._name}: the "

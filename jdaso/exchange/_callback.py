@@ -37,8 +37,13 @@ class Callbacks:
                 # As numbers of NumPy: JAX's operations would wait for the program that waits here.
                 header = np.asarray(header)
                 nothing = [np.zeros((), leaf.dtype) for leaf in leaves]
+                self._carrier.reserved.wait()  # what compiled code has begun is posted first
                 staging = self._carrier.reserve(int(number), specs)
-                staging.put(leaves if header[0] > 0 else nothing)
+                try:
+                    staging.put(leaves if header[0] > 0 else nothing)
+                except BaseException:
+                    self._carrier.reserved.forget(int(number))
+                    raise
                 self._carrier.post(int(number), int(step), header)
             return ticket
 

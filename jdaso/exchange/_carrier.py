@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 
+from jdaso.exchange._reserved import Reserved
 from jdaso.exchange._staging import Spec, Staging
 from jdaso.topology import Topology
 
-# How long to wait for another device of this node, or for its copies.
-POST_SECONDS = 30.0
-T = TypeVar("T")
-
 
 class Carrier(Protocol):
-    """Takes what a program posts, and has what comes back."""
+    """Takes what a program posts, and has what comes back.
+
+    Attributes:
+        reserved: what is about to be posted.
+    """
+
+    reserved: Reserved
 
     def reserve(self, number: int, specs: Sequence[Spec]) -> Staging:
         """Host memory for an exchange that is about to be posted; the leaves go into it."""
@@ -32,26 +34,6 @@ class Carrier(Protocol):
 
     def ending_all_devices(self) -> AbstractContextManager[None]:
         """Where an error must not leave devices waiting for the one that called the host."""
-
-
-def flight_of(
-    number: int,
-    takers: int,
-    flights: Mapping[int, T],
-    reserved: Container[int],
-    changed: threading.Condition,
-) -> T | None:
-    """What was posted under a number, once it was; None if it was not.
-
-    Copies to the host may be under way; and of several devices, which all collect, the one that
-    posts may be the last. ``changed`` is held, and notified when something was posted.
-    """
-
-    def known() -> bool:
-        return number in flights or (takers == 1 and number not in reserved)
-
-    changed.wait_for(known, POST_SECONDS)
-    return flights.get(number)
 
 
 @contextlib.contextmanager

@@ -16,13 +16,14 @@ import numpy as np
 
 from jdaso._base import UNCOUNTED, Flown, JdasoError, Posted
 from jdaso.exchange import _operations as operations
-from jdaso.exchange._carrier import POST_SECONDS, ending_all_devices, flight_of
+from jdaso.exchange._carrier import ending_all_devices
 from jdaso.exchange._channels import Channels, Strategy
 from jdaso.exchange._farewell import Farewell
 from jdaso.exchange._fault_tolerance import is_loss
 from jdaso.exchange._history import History
 from jdaso.exchange._progress import Progress
 from jdaso.exchange._request import Request, after
+from jdaso.exchange._reserved import Reserved
 from jdaso.exchange._staging import Pool, Spec, Staging
 from jdaso.exchange._survivors import Agreements, regroup
 from jdaso.topology import Topology
@@ -65,7 +66,7 @@ class Courier:
         self._lock = threading.Condition()
         self._flights: dict[int, Flight] = {}
         self._highest = UNCOUNTED
-        self._reserved: dict[int, Staging] = {}
+        self.reserved = Reserved(self._lock)
         self._asked_for: dict[int, int] = {}
         self._last: dict[int, Request] = {}
         self._pool = Pool()
@@ -113,7 +114,7 @@ class Courier:
     def reserve(self, number: int, specs: Sequence[Spec]) -> Staging:
         """Host memory for an exchange that is about to be posted; the leaves go into it."""
         with self._lock:
-            under_way = number in self._flights or number in self._reserved
+            under_way = number in self._flights or number in self.reserved
             if under_way or UNCOUNTED < number <= self._highest:
                 raise JdasoError(
                     f"{_called(number)} was posted twice in {self._name}: one optimizer state "
@@ -130,15 +131,15 @@ class Courier:
                     self._asked_for.pop(abandoned, None)
             self._highest = max(self._highest, number)
             staging = Staging(specs) if number == UNCOUNTED else self._pool.take(specs)
-            self._reserved[number] = staging
+            self.reserved.put(number, staging)
             return staging
 
     def post(self, number: int, step: int, header: np.ndarray) -> None:
         """Lets what is in the reserved memory fly."""
-        if header[0] == 0:
-            self._say_left_out(number)
         with self._lock:
-            staging, header = self._reserved.pop(number), np.array(header)
+            staging, header = self.reserved.take(number), np.array(header)
+            if header[0] == 0:
+                self._say_left_out(number)
             line, attempts = self._channels.line(number), itertools.count()
             before = self._last.get(line)
 
@@ -177,7 +178,7 @@ class Courier:
             them, and the summed header.
         """
         with self._lock:
-            flight = flight_of(number, takers, self._flights, self._reserved, self._lock)
+            flight = self.reserved.flight(number, takers, self._flights)
         if flight is None:
             raise JdasoError(
                 f"{_called(number)} is not in flight in {self._name}: the optimizer state is "
@@ -210,7 +211,7 @@ class Courier:
     def posted(self) -> dict[int, Posted]:
         """Copies of what was posted and not yet collected."""
         with self._lock:
-            self._await_copies()
+            self.reserved.wait()
             return {
                 number: Posted(
                     flight.step, flight.header, [leaf.copy() for leaf in flight.staging.leaves]
@@ -222,27 +223,18 @@ class Courier:
     def post_again(self, posted: dict[int, Posted]) -> None:
         """Forgets what is in flight, once it has landed, and lets what was saved fly."""
         with self._lock:
-            self._await_copies()
+            self.reserved.wait()
             flights = list(self._flights.values())
         for flight in flights:
             self._progress.wait(flight.request)
         with self._lock:
             self._flights.clear()
             self._asked_for.clear()
-            self._reserved.clear()
             self._highest = UNCOUNTED
         for number, (step, header, leaves) in sorted(posted.items()):
             specs = [Spec(leaf.shape, leaf.dtype) for leaf in leaves]
             self.reserve(number, specs).put(leaves)
             self.post(number, step, header)
-
-    def _await_copies(self) -> None:
-        """Until what a device has begun to post flies; its step ends before its copies do."""
-        if not self._lock.wait_for(lambda: not self._reserved, POST_SECONDS):
-            raise JdasoError(
-                f"{_called(min(self._reserved))} was begun in {self._name} and not posted within "
-                f"{POST_SECONDS:g} s: copying the parameters to the host has failed."
-            )
 
     def anyone(self, flag: bool) -> bool:
         """Whether any process said True some calls ago; seldom waits, so long it has had."""

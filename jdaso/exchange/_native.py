@@ -12,11 +12,9 @@ import ctypes
 import functools
 import importlib.util
 import itertools
-import mmap
 import pathlib
 import threading
 import warnings
-import weakref
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -24,10 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdaso._at_exit import at_exit
-from jdaso._base import HEADER_SIZE, Leaves, Number
+from jdaso._base import HEADER_SIZE, UNCOUNTED, Leaves, Number
 from jdaso._wire import pack
 from jdaso.exchange._carrier import Carrier
-from jdaso.exchange._staging import Spec, Staging
+from jdaso.exchange._pinning import Pins
+from jdaso.exchange._staging import Spec
 
 _LIBRARY = "jdaso.exchange._copies"
 _DRIVER = b"libcuda.so.1"
@@ -127,15 +126,6 @@ def _warn_once(reason: str) -> None:
     )
 
 
-@functools.cache
-def _warn_unpinned() -> None:
-    warnings.warn(
-        "CUDA cannot pin host memory for exchanges: copies take longer, and training waits for "
-        "them. More memory may have to be allowed.",
-        stacklevel=2,
-    )
-
-
 class Desk:
     """Where programs ask a carrier for memory, to carry it, and for what has arrived.
 
@@ -152,8 +142,7 @@ class Desk:
         self._desk = library.jdaso_open()
         self._narrows = platform == "cpu"
         self._specs: list[tuple[Spec, ...]] = []
-        self._pinned: set[int] = set()
-        self._pinning = threading.Lock()
+        self._pins = Pins(library.jdaso_pin, library.jdaso_unpin)
         self._thread = threading.Thread(target=self._run, name="jdaso-desk", daemon=True)
         self._thread.start()
         at_exit(self._close)
@@ -235,32 +224,15 @@ class Desk:
                     staging, header = self._carrier.collect(asked.number, asked.about)
                     rows = staging.addresses.of_sums
                 else:
+                    self._carrier.reserved.forget(asked.number)
                     raise RuntimeError(asked.problem.decode())
-                if asked.pins:
-                    self._pin(staging)
+                if asked.pins and asked.number != UNCOUNTED:  # whose memory is used only once
+                    self._pins.add(staging)
         except Exception as problem:
             error = f"{type(problem).__name__}: {problem}".encode()
         # The call is gone with its answer. Its rows live as long as the memory they lead to.
         places = [None if array is None else array.ctypes.data for array in (rows, header)]
         self._library.jdaso_answer(self._desk, call, error, *places)
-
-    def _pin(self, staging: Staging) -> None:
-        """Pins memory for devices, until it is freed; where it cannot be, copies take longer."""
-        staging.pinned = True
-        with self._pinning:
-            for array in itertools.chain(*staging.pairs):
-                place, pages = array.ctypes.data, -(-array.nbytes // mmap.PAGESIZE)
-                if place in self._pinned or not pages:
-                    continue
-                if not self._library.jdaso_pin(place, pages * mmap.PAGESIZE):
-                    _warn_unpinned()
-                    continue
-                self._pinned.add(place)
-                weakref.finalize(array.base, self._unpin, place).atexit = False
-
-    def _unpin(self, place: int) -> None:
-        self._pinned.discard(place)  # whichever thread it is, and whatever lock it holds
-        self._library.jdaso_unpin(place)
 
     def _close(self) -> None:
         self._library.jdaso_close(self._desk)

@@ -81,8 +81,8 @@ class Staging:
             for (shape, dtype), place in zip(self.specs, places, strict=True)
         ]
         self.record = np.zeros((), RECORD)
-        #: Whether devices copy to it and from it.
-        self.pinned = False
+        #: Whether devices copy to it and from it by themselves.
+        self.for_devices = False
 
     def put(self, leaves: Sequence[np.ndarray]) -> None:
         """Copies the leaves to where they are sent from."""
@@ -157,7 +157,7 @@ class Pool:
         # Sums of another wire will not be asked for again soon: their memory goes. But to unpin it
         # may take until a device has nothing to do, and that may wait for the one that asks here.
         kept = _dtypes(specs)
-        spare[:] = [old for old in spare if old.pinned or _dtypes(old.specs) == kept]
+        spare[:] = [old for old in spare if old.for_devices or _dtypes(old.specs) == kept]
         staging = next((staging for staging in spare if staging.specs == tuple(specs)), None)
         if staging is None:
             return Staging(specs)

@@ -54,7 +54,7 @@ struct Device {
   CUevent left = nullptr;                  // at the desk
 };
 
-// Guards what follows and the use of events. Never destroyed: the driver's threads outlive main.
+// Guards what follows and the use of events. Never destroyed: threads of XLA's may outlive main.
 auto& mutex = *new std::mutex;
 auto& devices = *new std::deque<Device>;  // whose elements stay where they are
 CUevent last_left = nullptr;              // of all devices
@@ -94,9 +94,26 @@ void Read(void* to, const Array& array, CUstream stream) {
   CUDA(cuMemcpyDtoHAsync_v2, to, On(array.untyped_data()), array.size_bytes(), stream);
 }
 
-// Tells Python, too: other devices may be waiting for this one.
-ffi::Error Failed(int32_t desk, const std::exception& problem) {
-  Call call{kFail, 0, 0, 0, 0};
+// Until nothing is on its way to or from the host, and all that was posted is left at a desk.
+void AwaitCopies() {
+  std::deque<Device> all;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    all = devices;
+  }
+  for (const Device& device : all) {
+    if (driver.cuCtxPushCurrent_v2(device.context) != 0) continue;
+    driver.cuStreamSynchronize(device.out);  // what fails here has been told, or will be
+    driver.cuStreamSynchronize(device.back);
+    CUcontext context;
+    driver.cuCtxPopCurrent_v2(&context);
+  }
+}
+
+// Tells Python, too: other devices may be waiting for this one, and the memory is given up.
+ffi::Error Failed(int32_t desk, int32_t number, const std::exception& problem) {
+  AwaitCopies();
+  Call call{kFail, number, 0, 0, 0};
   std::strncpy(call.problem, problem.what(), sizeof(call.problem) - 1);
   auto error = Ask(desk, &call);
   return error.failure() ? error : ffi::Error::Internal(problem.what());
@@ -113,8 +130,8 @@ void CopyOut(const Device& device, CUstream stream, ffi::RemainingArgs leaves, v
   if (bytes == 0) return;
   CUdeviceptr snapshot;
   Check(driver.cuMemAllocAsync(&snapshot, bytes, stream),
-        ("an exchange needs " + std::to_string(bytes) + " bytes of the device that XLA has not "
-         "taken (XLA_PYTHON_CLIENT_MEM_FRACTION)").c_str());
+        ("cuMemAllocAsync of " + std::to_string(bytes) + " bytes beside what XLA has taken "
+         "(XLA_PYTHON_CLIENT_MEM_FRACTION)").c_str());
   CUdeviceptr at = snapshot;
   for (size_t i = 0; i < leaves.size(); at += sizes[i++]) {
     CUDA(cuMemcpyDtoDAsync_v2, at, On(leaves.get<ffi::AnyBuffer>(i)->untyped_data()), sizes[i],
@@ -149,41 +166,43 @@ void LetFly(void* argument) {
 ffi::Error Post(CUstream stream, ffi::Buffer<ffi::S32> ticket, ffi::Buffer<ffi::S32> number,
                 ffi::Buffer<ffi::S32> step, ffi::Buffer<ffi::F32> header,
                 ffi::RemainingArgs leaves, ffi::Result<ffi::Buffer<ffi::S32>> done, int32_t desk,
-                int32_t specs, ffi::Span<const int32_t>) try {
-  Device& device = Of(stream);
-  InContext in(device.context);
+                int32_t specs, ffi::Span<const int32_t>) {
   Numbers read;
-  Read(&read.number, number, stream);
-  Read(&read.step, step, stream);
-  Read(read.header, header, stream);
-  CUDA(cuStreamSynchronize, stream);
-  Call call{kReserve, read.number, read.step, specs, 1};
-  if (auto error = Ask(desk, &call); error.failure()) return error;
-  auto* record = static_cast<Record*>(call.rows[leaves.size()]);
-  record->fill[0] = Now();
-  if (read.header[0] > 0) {
-    CopyOut(device, stream, leaves, call.rows);
-  } else {
-    for (size_t i = 0; i < leaves.size(); ++i) {
-      std::memset(call.rows[i], 0, leaves.get<ffi::AnyBuffer>(i)->size_bytes());
+  try {
+    Device& device = Of(stream);
+    InContext in(device.context);
+    Read(&read.number, number, stream);
+    Read(&read.step, step, stream);
+    Read(read.header, header, stream);
+    CUDA(cuStreamSynchronize, stream);
+    Call call{kReserve, read.number, read.step, specs, 1};
+    if (auto error = Ask(desk, &call); error.failure()) return error;
+    auto* record = static_cast<Record*>(call.rows[leaves.size()]);
+    record->fill[0] = Now();
+    if (read.header[0] > 0) {
+      CopyOut(device, stream, leaves, call.rows);
+    } else {
+      for (size_t i = 0; i < leaves.size(); ++i) {
+        std::memset(call.rows[i], 0, leaves.get<ffi::AnyBuffer>(i)->size_bytes());
+      }
     }
+    auto posting = std::make_unique<Posting>();
+    *posting = {desk, Call{kPost, read.number, read.step, specs, 0}, record};
+    std::copy_n(read.header, kHeader, posting->call.header);
+    {
+      // In the order of the program, whichever device it was that posted before: all nodes alike.
+      std::lock_guard<std::mutex> lock(mutex);
+      if (last_left != nullptr) CUDA(cuStreamWaitEvent, device.out, last_left, 0);
+      CUDA(cuLaunchHostFunc, device.out, LetFly, posting.get());
+      posting.release();
+      CUDA(cuEventRecord, device.left, device.out);
+      last_left = device.left;
+    }
+    CUDA(cuMemcpyDtoDAsync_v2, On(done->untyped_data()), On(ticket.untyped_data()), 4, stream);
+    return ffi::Error::Success();
+  } catch (const std::exception& problem) {
+    return Failed(desk, read.number, problem);
   }
-  auto posting = std::make_unique<Posting>();
-  *posting = {desk, Call{kPost, read.number, read.step, specs, 0}, record};
-  std::copy_n(read.header, kHeader, posting->call.header);
-  {
-    // In the order of the program, whichever device it was that posted before: all nodes alike.
-    std::lock_guard<std::mutex> lock(mutex);
-    if (last_left != nullptr) CUDA(cuStreamWaitEvent, device.out, last_left, 0);
-    CUDA(cuLaunchHostFunc, device.out, LetFly, posting.get());
-    posting.release();
-    CUDA(cuEventRecord, device.left, device.out);
-    last_left = device.left;
-  }
-  CUDA(cuMemcpyDtoDAsync_v2, On(done->untyped_data()), On(ticket.untyped_data()), 4, stream);
-  return ffi::Error::Success();
-} catch (const std::exception& problem) {
-  return Failed(desk, problem);
 }
 
 struct Taking {
@@ -201,32 +220,34 @@ void HasTaken(void* argument) {
 ffi::Error Collect(CUstream stream, ffi::Buffer<ffi::S32> ticket, ffi::Buffer<ffi::S32> number,
                    ffi::Result<ffi::Buffer<ffi::S32>> done,
                    ffi::Result<ffi::Buffer<ffi::F32>> header, ffi::RemainingRets sums,
-                   int32_t desk, int32_t takers) try {
-  Device& device = Of(stream);
-  InContext in(device.context);
+                   int32_t desk, int32_t takers) {
   Numbers read;
-  Read(&read.number, number, stream);
-  CUDA(cuStreamSynchronize, stream);  // so nothing uses the memory of the sums either
-  Call call{kCollect, read.number, 0, takers, 1};
-  if (auto error = Ask(desk, &call); error.failure()) return error;
-  auto taking = std::make_unique<Taking>();
-  taking->record = static_cast<Record*>(call.rows[sums.size()]);
-  std::copy_n(call.header, kHeader, taking->header);
-  taking->record->take[0] = Now();
-  for (size_t i = 0; i < sums.size(); ++i) {
-    auto sum = *sums.get<ffi::AnyBuffer>(i);
-    CUDA(cuMemcpyHtoDAsync_v2, On(sum->untyped_data()), call.rows[i], sum->size_bytes(),
+  try {
+    Device& device = Of(stream);
+    InContext in(device.context);
+    Read(&read.number, number, stream);
+    CUDA(cuStreamSynchronize, stream);  // so nothing uses the memory of the sums either
+    Call call{kCollect, read.number, 0, takers, 1};
+    if (auto error = Ask(desk, &call); error.failure()) return error;
+    auto taking = std::make_unique<Taking>();
+    taking->record = static_cast<Record*>(call.rows[sums.size()]);
+    std::copy_n(call.header, kHeader, taking->header);
+    taking->record->take[0] = Now();
+    for (size_t i = 0; i < sums.size(); ++i) {
+      auto sum = *sums.get<ffi::AnyBuffer>(i);
+      CUDA(cuMemcpyHtoDAsync_v2, On(sum->untyped_data()), call.rows[i], sum->size_bytes(),
+           device.back);
+    }
+    CUDA(cuMemcpyHtoDAsync_v2, On(header->untyped_data()), taking->header, sizeof(taking->header),
          device.back);
+    Order(device.back, device.arrived, stream);
+    CUDA(cuLaunchHostFunc, device.back, HasTaken, taking.get());
+    taking.release();
+    CUDA(cuMemcpyDtoDAsync_v2, On(done->untyped_data()), On(ticket.untyped_data()), 4, stream);
+    return ffi::Error::Success();
+  } catch (const std::exception& problem) {
+    return Failed(desk, read.number, problem);
   }
-  CUDA(cuMemcpyHtoDAsync_v2, On(header->untyped_data()), taking->header, sizeof(taking->header),
-       device.back);
-  Order(device.back, device.arrived, stream);
-  CUDA(cuLaunchHostFunc, device.back, HasTaken, taking.get());
-  taking.release();
-  CUDA(cuMemcpyDtoDAsync_v2, On(done->untyped_data()), On(ticket.untyped_data()), 4, stream);
-  return ffi::Error::Success();
-} catch (const std::exception& problem) {
-  return Failed(desk, problem);
 }
 
 CUcontext AnyContext() {
@@ -271,19 +292,7 @@ void jdaso_unpin(void* memory) try {
 } catch (const std::exception&) {  // CUDA has ended before
 }
 
-// Waits until all that was posted has been left at a desk.
-void jdaso_await_copies() try {
-  std::deque<Device> all;
-  {
-    std::lock_guard<std::mutex> lock(mutex);
-    all = devices;
-  }
-  for (const Device& device : all) {
-    InContext in(device.context);
-    CUDA(cuStreamSynchronize, device.out);
-  }
-} catch (const std::exception&) {  // at exit, after an error that was told
-}
+void jdaso_await_copies() { AwaitCopies(); }
 
 }  // extern "C"
 

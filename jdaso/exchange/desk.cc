@@ -1,3 +1,5 @@
+// A desk: a queue of calls, which a thread of Python takes one by one.
+
 #include "desk.h"
 
 #include <chrono>
@@ -45,7 +47,7 @@ class Desk {
   void Answer(Call* call, const char* error, void* const* rows, const float* header) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (call->left) {
-      if (error != nullptr) failure_ = error;
+      if (error != nullptr && failure_.empty()) failure_ = error;
       delete call;
       return;
     }

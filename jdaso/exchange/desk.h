@@ -28,7 +28,7 @@ struct Record {
 };
 static_assert(sizeof(Record) == 40);
 
-// A call of the program, and Python's answer. Call of _native.py, down to the first comment.
+// A call of the program, and Python's answer. Call of _native.py, down to `problem`.
 struct Call {
   int32_t kind, number, step, about;
   int32_t pins;  // whether devices copy from and to the memory that is asked for

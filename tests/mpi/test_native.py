@@ -45,6 +45,7 @@ ALIKE = [
     ("--wire", "bfloat16", "--blocking-wire", "float16"),
     ("--wire", "int8", "--blocking-wire", "bfloat16"),
     ("--devices", 2),
+    ("--devices", 2, "--fragments", 3),
 ]
 UNOPTIMIZED = "--xla_backend_optimization_level=0"
 

@@ -51,12 +51,19 @@ def run(native):
     # Programs with effects, as callbacks are, are dispatched the slow way.
     assert bool(jax.make_jaxpr(step)(*first).effects) == (not native)
     history = []
+    waited = library.stand_in_waited_for() if arguments.stand_in else 0
     for t in range(30):
         grads = gradients(params, topology.node, t)
         if t == 20 and topology.node == 1:  # from now on its momentum is infinite: it is left out
             grads = jax.tree.map(lambda g: g * jnp.inf, grads)
         params, state = jax.block_until_ready(step(params, state, grads, loss(topology.node, t)))
         history.append(bits((params, jdaso.averaging_state(state))))
+        if t % 7 == 6:  # right after a step whose copies may be under way; the mean is blocking
+            if arguments.stand_in:
+                assert library.stand_in_waited_for() == waited
+            mean = jdaso.consensus(exchange, {"node": jnp.full(40, topology.node, jnp.float32)})
+            history[-1] += bits(mean)
+            waited = library.stand_in_waited_for() if arguments.stand_in else 0
         if t % 5 == 4:  # and not after every step, as it waits for copies
             posted = {number: (p.step, p.leaves) for number, p in exchange.posted().items()}
             history[-1] += [b"in flight", *bits(posted)]

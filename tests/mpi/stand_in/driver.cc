@@ -1,12 +1,12 @@
 // A stand-in for CUDA's driver. Memory of the device is memory of the host; streams are threads
 // that do what they are given one after the other, and are late, now more and now less, so that
-// whoever does not wait as CUDA demands finds what is not there yet, or there no more. It is
-// stricter than the driver where that may be slow: about memory that is not pinned, and about
-// contexts. What it does not have: memory that the host cannot read, and a device that is busy.
+// whoever does not wait as CUDA demands finds what is not there yet, or there no more. What it does
+// not have: memory that the host cannot read, and a device that is busy.
 
 #include "driver.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -26,7 +26,7 @@ namespace {
 
 constexpr int kInvalidValue = 1, kAlreadyRegistered = 712, kNotRegistered = 713;
 constexpr int kNotPermitted = 800, kNoContext = 201;
-constexpr size_t kStaged = 64;  // of pageable memory, more would make whoever copies wait
+constexpr size_t kStaged = 64;  // bytes
 
 thread_local bool in_host_function = false;
 thread_local std::deque<CUcontext> contexts;
@@ -112,6 +112,20 @@ struct CUevent_st {
   std::shared_ptr<Over> over;
 };
 
+namespace {
+
+std::atomic<int64_t> waited_for{0};
+
+// Whoever copies more than a little of memory that is not pinned waits for it.
+int Copy(bool pinned, size_t bytes, CUstream stream, std::function<void()> work) {
+  const int problem = stream->Give(std::move(work));
+  if (problem != 0 || pinned || bytes <= kStaged) return problem;
+  waited_for += bytes;
+  return stream->Wait();
+}
+
+}  // namespace
+
 namespace stand_in {
 
 CUstream Begin(int device) {
@@ -127,6 +141,10 @@ void End(CUstream stream) {
 
 extern "C" {
 
+// Bytes that were copied while a program waited.
+int64_t stand_in_waited_for() { return waited_for; }
+
+
 int cuCtxPushCurrent_v2(CUcontext context) {
   if (in_host_function) return kNotPermitted;
   contexts.push_back(context);
@@ -141,7 +159,9 @@ int cuCtxPopCurrent_v2(CUcontext* context) {
 
 int cuStreamCreate(CUstream* stream, unsigned) {
   if (contexts.empty()) return kNoContext;
-  *stream = new CUstream_st(contexts.back(), 2000);
+  // The first device's copies are much later than those of others, which may not overtake them.
+  const bool first = contexts.back() == reinterpret_cast<CUcontext>(1);
+  *stream = new CUstream_st(contexts.back(), first ? 10000 : 1000);
   return 0;
 }
 
@@ -210,17 +230,17 @@ int cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstrea
 }
 
 int cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {
-  if (bytes > kStaged && !Pinned(to, bytes)) return kInvalidValue;
-  return stream->Give([=] {
-    if (bytes > kStaged && !Pinned(to, bytes)) std::abort();  // no more
+  const bool pinned = Pinned(to, bytes);
+  return Copy(pinned, bytes, stream, [=] {
+    if (pinned && !Pinned(to, bytes)) std::abort();  // no more
     std::memcpy(to, reinterpret_cast<void*>(from), bytes);
   });
 }
 
 int cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
-  if (bytes > kStaged && !Pinned(from, bytes)) return kInvalidValue;
-  return stream->Give([=] {
-    if (bytes > kStaged && !Pinned(from, bytes)) std::abort();
+  const bool pinned = Pinned(from, bytes);
+  return Copy(pinned, bytes, stream, [=] {
+    if (pinned && !Pinned(from, bytes)) std::abort();
     std::memcpy(reinterpret_cast<void*>(to), from, bytes);
   });
 }
