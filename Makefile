@@ -1,5 +1,7 @@
 # make demo   sets up .venv (MPI runtime included) and trains a ResNet with DASO on two processes
-# make test   passes lint, types and tests
+# make test-fast  runs the tests that need one process; 4 minutes
+# make test   passes lint, types and the tests of a contributor; 20 to 24 minutes
+# make test-all  adds whole trainings, and compiles with optimizations
 # make bench  prints two of the tables of bench/README.md
 PYTHON ?= python3
 MPI ?= mpich
@@ -10,12 +12,12 @@ export PATH := $(BIN):$(PATH)
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test-fast test test-all lint bench clean
 
 # mpi4jax is built from source: mpicc must be on PATH first, hence an earlier pip call for the
 # MPI runtime. Its build takes any nvcc on PATH for a sign of CUDA beside it; CUDA_PATH set to an
 # existing folder overrules that guess, so an empty one leaves the CUDA extension out.
-$(VENV)/.installed: pyproject.toml setup.py $(wildcard jdaso/exchange/*.cc jdaso/exchange/*.h) Makefile
+$(VENV)/.installed: pyproject.toml setup.py $(wildcard jdaso/exchange/host/*.cc jdaso/exchange/host/*.h) Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check $(MPI) mpi4py
 	mkdir -p $(VENV)/no-cuda
@@ -33,12 +35,22 @@ lint: $(VENV)/.installed
 	ruff format --check .
 	mypy
 
-# What starts processes of its own needs all cores for them; the rest takes a core for each worker.
-STARTERS := tests/mpi tests/slurm tests/bench tests/examples
+# Tests that start processes of their own begin first. Each file stays with one worker. A third
+# worker uses the time in which jobs of Slurm wait.
+STARTERS := tests/slurm tests/mpi tests/examples tests/bench
+OTHERS := $(filter-out $(STARTERS) tests/support tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/))) \
+	$(wildcard tests/test_*.py)
+BY_FILE := --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest --durations 15 -n
+
+test-fast: $(VENV)/.installed
+	$(PYTEST) 2 -m "not slow" $(OTHERS)
 
 test: lint
-	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 $(STARTERS:%=--ignore=%) --durations=10
-	$(BIN)/python -m pytest $(STARTERS) --durations=25
+	$(PYTEST) 3 $(BY_FILE) -m "not slow" $(STARTERS) $(OTHERS)
+
+test-all: lint
+	JDASO_TEST_OPTIMIZED=1 $(PYTEST) 2 $(BY_FILE) $(STARTERS) $(OTHERS)
 
 bench: $(VENV)/.installed
 	mpiexec -n 2 $(BIN)/python bench/overlap.py

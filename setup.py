@@ -1,6 +1,6 @@
-"""The compiled copies of jdaso/exchange/copies*.cc; all else is in pyproject.toml.
+"""Builds the extension jdaso.exchange.host._copies. All other settings are in pyproject.toml.
 
-Where they cannot be compiled, installing goes on without them, and exchanges use host callbacks.
+If it cannot be compiled, the installation continues, and exchanges use host callbacks.
 """
 
 from importlib.util import find_spec
@@ -13,9 +13,12 @@ extensions = []
 if jaxlib is not None and jaxlib.origin is not None:
     extensions.append(
         Extension(
-            "jdaso.exchange._copies",
-            sources=[f"jdaso/exchange/{name}.cc" for name in ("desk", "copies", "copies_cuda")],
-            depends=["jdaso/exchange/desk.h", "jdaso/exchange/driver.h"],
+            "jdaso.exchange.host._copies",
+            sources=[
+                f"jdaso/exchange/host/{name}.cc"
+                for name in ("ffi_queue", "copies_cpu", "copies_cuda")
+            ],
+            depends=["jdaso/exchange/host/ffi_queue.h", "jdaso/exchange/host/cuda_driver.h"],
             include_dirs=[str(Path(jaxlib.origin).parent / "include")],
             extra_compile_args=["-std=c++17", "-O3"],
             libraries=["dl"],

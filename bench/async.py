@@ -1,13 +1,13 @@
-"""Figure 2 of the EASGD paper in small: loss over time of workers around a centre.
+"""Repeats Figure 2 of the EASGD paper in small: the loss over time of workers around a centre.
 
     python bench/async.py [--seconds 5] [--runs runs/async] [--limit 170]
 
-EASGD, EAMSGD and DOWNPOUR with 4 workers, each an MPI process with a clock of its own, at period
-1, 4, 16 and 64, on digits; for each the best of some learning rates, by the last training loss of
-the centre (the paper's is the best by test error). Node 0 copies the centre once in a while; what
-these copies are worth is found after the run. Runs that are in the folder already are not done
-again, so that it can be called until all are. "Rise" is by how much a loss has been larger than an
-earlier one.
+Trains with EASGD, EAMSGD and DOWNPOUR on digits, at period 1, 4, 16 and 64. There are 4 workers,
+each an MPI process. For each method and period the table shows the learning rate with the lowest
+last training loss of the centre. (The paper selects by test error.) Node 0 copies the centre now
+and then, and the losses of the copies are computed after the run. Runs whose results are in the
+folder already are skipped, so the script can be called again until all runs are done. "Rise" is
+the largest ratio of a loss to an earlier one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ import optax
 from machine import machine
 
 import jdaso
-from jdaso import study
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+import study
 
 WORKERS, BATCH_SIZE = 4, 32
 PERIODS = (1, 4, 16, 64)
@@ -39,20 +41,22 @@ RATES = {
 }
 OPTIMIZERS = {
     "easgd": lambda center, period, rate: optax.chain(
-        optax.sgd(rate), jdaso.async_easgd(center, period)
+        optax.sgd(rate), jdaso.center.async_easgd(center, period)
     ),
-    "eamsgd": lambda center, period, rate: jdaso.async_eamsgd(center, period, rate, MOMENTUM),
+    "eamsgd": lambda center, period, rate: jdaso.center.async_eamsgd(
+        center, period, rate, MOMENTUM
+    ),
     "downpour": lambda center, period, rate: optax.chain(
-        optax.sgd(rate), jdaso.downpour(center, period)
+        optax.sgd(rate), jdaso.center.downpour(center, period)
     ),
 }
-COPIES = 20  # of the centre, in a run
+COPIES = 20  # copies of the centre in a run
 
 
 def work(method: str, period: int, rate: float, seconds: float) -> None:
-    """One worker of one run; node 0 prints what it has seen, as JSON."""
+    """Trains as one worker of a run. Node 0 prints the results as JSON."""
     topology = jdaso.discover_topology()
-    center = jdaso.mpi_center(topology)
+    center = jdaso.center.mpi_center(topology)
     tx = OPTIMIZERS[method](center, period, rate)
     data, model = study.digits(), study.SmallCNN()
 
@@ -70,8 +74,8 @@ def work(method: str, period: int, rate: float, seconds: float) -> None:
     rng = np.random.default_rng(topology.rank)
 
     def batch():
-        places = rng.integers(len(data.labels), size=BATCH_SIZE)
-        return data.images[places], data.labels[places]
+        indices = rng.integers(len(data.labels), size=BATCH_SIZE)
+        return data.images[indices], data.labels[indices]
 
     params = model.init(jax.random.key(0), jnp.asarray(data.images[:1]))
     params = center.join(params)
@@ -85,23 +89,24 @@ def work(method: str, period: int, rate: float, seconds: float) -> None:
         try:
             params, state = jax.block_until_ready(step(params, state, *batch()))
         except jax.errors.JaxRuntimeError as error:
-            if "would not be finite" not in str(error):
+            if "the centre would overflow" not in str(error):
                 raise
-            break  # the centre has grown beyond all numbers, and takes no more of them
+            break  # the centre has diverged and accepts no more messages
         steps += 1
     copies.append((now, center.read(params).center))
     if topology.rank == 0:
         whole = jax.jit(loss_fn)
         losses = [float(whole(c, data.images, data.labels)) for _, c in copies]
         accuracy = study.accuracy(model, copies[-1][1], data.test_images, data.test_labels)
-        seen = {"times": [t for t, _ in copies], "losses": losses, "steps": steps}
-        print(json.dumps({**seen, "accuracy": accuracy, **center.report()}), flush=True)
+        result = {"times": [t for t, _ in copies], "losses": losses, "steps": steps}
+        print(json.dumps({**result, "accuracy": accuracy, **center.report()}), flush=True)
 
 
 def launch(method: str, period: int, rate: float, seconds: float) -> dict:
+    """Runs a training in a job of its own, and returns its results."""
     launcher = shutil.which("mpiexec")
     if launcher is None:
-        raise SystemExit("no mpiexec on PATH: pip install mpich")
+        raise SystemExit("mpiexec is not on PATH: pip install mpich")
     command = [launcher, "-n", str(WORKERS), sys.executable, __file__, "--work", method]
     command += [str(period), str(rate), str(seconds)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 120)
@@ -111,7 +116,7 @@ def launch(method: str, period: int, rate: float, seconds: float) -> dict:
 
 
 def best(found: list[dict]) -> dict:
-    """By the last training loss; one that is no number is worst."""
+    """The run with the lowest last training loss. NaN counts as the highest loss."""
     return min(found, key=_last)
 
 
@@ -120,7 +125,7 @@ def _last(run: dict) -> float:
 
 
 def show(runs: dict[tuple[str, int], list[dict]], out: Path) -> None:
-    """A table, and losses over time for each period."""
+    """Prints a table, and draws the losses over time for each period."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -163,10 +168,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=5.0, help="of training, in each run")
-    parser.add_argument("--runs", type=Path, default=Path("runs/async"))
-    parser.add_argument("--limit", type=float, default=np.inf, help="seconds after which to stop")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".png"))
+    parser.add_argument("--seconds", type=float, default=5.0, help="training time of each run")
+    parser.add_argument("--runs", type=Path, default=Path("runs/async"), help="folder of results")
+    parser.add_argument(
+        "--limit", type=float, default=np.inf, help="seconds after which no run is started"
+    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".png"), help="plot")
     parser.add_argument("--work", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
@@ -182,7 +189,7 @@ def main() -> None:
                 path = args.runs / f"{method}-{period}-{rate}-{args.seconds:g}.json"
                 if not path.exists():
                     if time.monotonic() - start > args.limit:
-                        raise SystemExit("the time is over; call it again for the rest")
+                        raise SystemExit("the time limit has passed; call the script again")
                     path.write_text(json.dumps(launch(method, period, rate, args.seconds)))
                 run = {**json.loads(path.read_text()), "rate": rate}
                 runs.setdefault((method, period), []).append(run)

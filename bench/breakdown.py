@@ -1,14 +1,14 @@
-"""Where the time of an exchange goes: copies, flight, waiting and merging.
+"""Measures the parts of an exchange: copies, transfer, waiting and merging.
 
     mpiexec -n 2 python bench/breakdown.py [--megabytes 100] [--period 4] [--delay 2]
         [--seconds 0.5] [--trace trace.json] [--callbacks]
 
-Every process takes steps with DASO: a gradient that takes about the given time on a core of its
-own, SGD with momentum, and exchanges. The host's part of an exchange is what it has noted itself;
-the device's part is how much longer a step takes that posts or merges than one that does neither,
-beside no flight or, before the merge, beside one.
-Costs are printed in seconds and in copies (memcpy) of the parameters. The trace opens in
-https://ui.perfetto.dev: steps and exchanges of all processes, side by side.
+Every process takes steps with DASO: a gradient that takes about the given time on one core, SGD
+with momentum, and exchanges. The records of the exchanges give the times on the host. The times on
+the device are differences between steps that post or merge and steps that do neither. A step that
+merges is compared with a step without a transfer. The time of a step during a transfer is listed
+as well. Times are printed in seconds and in units of one copy (memcpy) of the parameters. The
+trace shows steps and exchanges of all processes in https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ import jdaso  # noqa: E402
 
 
 def train(tx, params, matmuls: int, steps: int):
-    """Takes steps; returns from when until when each lasted, what it did, and the last state."""
+    """Takes steps. Returns (begin, end, kind) of each step, the last state and the parameters."""
     matrix = jnp.full((384, 384), 1 / 384)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, grads):
         product = jax.lax.fori_loop(0, matmuls, lambda _, m: m @ matrix, matrix)
-        # The gradient depends on the matmuls, so nothing can run before they have ended.
+        # The gradient depends on the matmuls, so the update cannot run before they have ended.
         grads = jax.tree.map(lambda g: g * (1.0 + 0.0 * product[0, 0]), grads)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, jdaso.metrics(state)
@@ -54,7 +54,7 @@ def train(tx, params, matmuls: int, steps: int):
         kinds = {
             "merges": metrics.merged,
             "posts": metrics.exchanges > posted,
-            "beside a flight": metrics.in_flight > 0,
+            "during a transfer": metrics.in_flight > 0,
             "neither": True,
         }
         kind = next(name for name, is_so in kinds.items() if is_so)
@@ -64,10 +64,10 @@ def train(tx, params, matmuls: int, steps: int):
 
 
 def events(rank: int, host: str, zero: float, steps, history) -> list[dict]:
-    """The trace of a process, in Chrome's format: microseconds since zero, a row for each kind."""
+    """The trace of a process in Chrome's format, in microseconds since ``zero``."""
     rows = {"steps": [(start, end, kind) for start, end, kind in steps]}
-    for row in ("fill", "flight", "wait", "take"):
-        rows[row] = [(*getattr(flown, row), f"exchange {flown.number}") for flown in history]
+    for row in ("copy_to_host", "transfer", "wait", "copy_to_device"):
+        rows[row] = [(*getattr(record, row), f"exchange {record.number}") for record in history]
     found = [{"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"{rank} {host}"}}]
     for thread, (row, spans) in enumerate(rows.items()):
         about = {"pid": rank, "tid": thread}
@@ -81,18 +81,18 @@ def events(rank: int, host: str, zero: float, steps, history) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=float, default=100)
-    parser.add_argument("--leaves", type=int, default=160, help="as many as ResNet-50 has")
+    parser.add_argument("--leaves", type=int, default=160, help="arrays; ResNet-50 has 160")
     parser.add_argument("--period", type=int, default=4)
     parser.add_argument("--delay", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=0.5, help="computing time of a step")
     parser.add_argument("--exchanges", type=int, default=12)
-    parser.add_argument("--callbacks", action="store_true", help="copy by host callbacks")
-    parser.add_argument("--trace", help="file to write")
+    parser.add_argument("--callbacks", action="store_true", help="copy with host callbacks")
+    parser.add_argument("--trace", help="file for a trace of all processes")
     options = parser.parse_args()
     if not 1 < options.delay < options.period - 1:
         parser.error(
-            "--delay must be above 1 and below --period - 1, or no step would do one thing alone; "
-            f"got {options.delay} and {options.period}"
+            f"--delay must be above 1 and below --period - 1, got {options.delay} and "
+            f"{options.period}: otherwise no step only posts or only merges."
         )
     keep_memory()
     topology = jdaso.discover_topology(processes_per_node=1)
@@ -105,9 +105,9 @@ def main() -> None:
     tx = optax.chain(optax.sgd(1.0, momentum=0.9), averaging)
     copy = max(comm.allgather(memcpy_seconds(options.megabytes)))
     comm.Barrier()
-    zero = time.monotonic()  # hosts have clocks of their own
+    zero = time.monotonic()  # the clocks of hosts differ
     steps, state, params = train(tx, params, matmuls, (options.exchanges + 2) * options.period)
-    steps = steps[2 * options.period :]  # compilation, and memory
+    steps = steps[2 * options.period :]  # without compilation and first use of memory
     jax.block_until_ready(jdaso.drain(averaging, state, params))
     history = exchange.history()[2:]
 
@@ -116,18 +116,18 @@ def main() -> None:
 
     took = {
         kind: seconds([(start, end) for start, end, k in steps if k == kind])
-        for kind in ("neither", "posts", "beside a flight", "merges")
+        for kind in ("neither", "posts", "during a transfer", "merges")
     }
     rows = {
-        "copy to the host, cast": seconds([flown.fill for flown in history]),
-        "in flight": seconds([flown.flight for flown in history]),
-        "training waits": seconds([flown.wait for flown in history]),
-        "copy to the device": seconds([flown.take for flown in history]),
+        "copy to the host, cast": seconds([record.copy_to_host for record in history]),
+        "transfer": seconds([record.transfer for record in history]),
+        "training waits": seconds([record.wait for record in history]),
+        "copy to the device": seconds([record.copy_to_device for record in history]),
         "a step that posts, beyond others": took["posts"] - took["neither"],
         "a step that merges, beyond others and waiting": took["merges"]
         - took["neither"]
-        - seconds([flown.wait for flown in history]),
-        "a step beside a flight, beyond others": took["beside a flight"] - took["neither"],
+        - seconds([record.wait for record in history]),
+        "a step during a transfer, beyond others": took["during a transfer"] - took["neither"],
     }
     traces = comm.gather(events(topology.rank, topology.host, zero, steps, history))
     if topology.rank:

@@ -1,9 +1,10 @@
-"""Figure 1 of the EASGD paper: in turns ADMM can diverge, EASGD within its bound cannot.
+"""Repeats Figure 1 of the EASGD paper: with workers in turns, ADMM can diverge and EASGD cannot.
 
     python bench/center_stability.py [--out bench/center_stability.png]
 
-On F(x) = x^2/2 a round, in which each worker has one turn, is a linear map. Its matrix is what
-jdaso's simulation makes of each unit vector; drawn is its largest absolute eigenvalue, less 1.
+On F(x) = x^2/2 a round, in which each worker has one turn, is a linear map. jdaso's simulation
+gives its matrix, column by column, from the unit vectors. The plot shows the largest absolute
+eigenvalue minus 1. EASGD is stable within the bound of the paper.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import numpy as np
 import optax
 
 import jdaso
-from jdaso.center import Cluster, gather, round_robin, take_turns
+from jdaso.center import SimulatedCluster, init_cluster, round_robin, take_turns
 
 GRID = 50
 
 
-def one_round(tx, cluster: Cluster, workers: int) -> Cluster:
+def one_round(tx, cluster: SimulatedCluster, workers: int) -> SimulatedCluster:
     """Each worker takes one step on x^2/2, whose gradient is x."""
 
     def step(params, opt_state, _):
@@ -34,32 +35,34 @@ def one_round(tx, cluster: Cluster, workers: int) -> Cluster:
 
 
 def admm(eta, rho, workers: int):
-    """The matrix of a round on the workers' lambda and x; c is as Eq. 11 has left it."""
-    tx = jdaso.admm(jdaso.simulated_center(workers), eta, rho)
+    """The matrix of a round for the workers' lambda and x. c is the result of Eq. 11."""
+    tx = jdaso.center.admm(jdaso.center.simulated_center(workers), eta, rho)
     unit = jnp.eye(2 * workers)
     multipliers, params = unit[:workers], unit[workers:]
-    first = gather(tx, unit[0], workers)
+    first = init_cluster(tx, unit[0], workers)
     state = first.opt_state._replace(multiplier=multipliers)
     center = first.center._replace(center=[jnp.mean(params - multipliers, axis=0)])
-    last = one_round(tx, Cluster(params, state, center), workers)
+    last = one_round(tx, SimulatedCluster(params, state, center), workers)
     return jnp.concatenate([last.opt_state.multiplier, last.params])
 
 
 def easgd(eta, alpha, workers: int):
-    """The matrix of a round on the workers' x and c."""
-    tx = optax.chain(optax.sgd(eta), jdaso.async_easgd(jdaso.simulated_center(workers), 1, alpha))
+    """The matrix of a round for the workers' x and c."""
+    tx = optax.chain(
+        optax.sgd(eta), jdaso.center.async_easgd(jdaso.center.simulated_center(workers), 1, alpha)
+    )
     unit = jnp.eye(workers + 1)
-    first = gather(tx, unit[0], workers)
-    # Past the first step, before which nobody meets the centre.
+    first = init_cluster(tx, unit[0], workers)
+    # Workers do not exchange with the centre before their first step, so begin after it.
     sgd, elastic = first.opt_state
     state = sgd, elastic._replace(step=jnp.ones_like(elastic.step))
     center = first.center._replace(center=[unit[-1]])
-    last = one_round(tx, Cluster(unit[:-1], state, center), workers)
+    last = one_round(tx, SimulatedCluster(unit[:-1], state, center), workers)
     return jnp.concatenate([last.params, last.center.center[0][None]])
 
 
 def radii(matrix, workers: int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Largest absolute eigenvalues, [y, x]."""
+    """The largest absolute eigenvalues, indexed [y, x]."""
     rounds = jax.jit(jax.vmap(functools.partial(matrix, workers=workers)))
     every_x, every_y = np.meshgrid(x, y)
     matrices = np.asarray(rounds(every_x.ravel(), every_y.ravel()))
@@ -68,7 +71,7 @@ def radii(matrix, workers: int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".png"))
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".png"), help="plot")
     args = parser.parse_args()
     jax.config.update("jax_enable_x64", True)  # radii differ from 1 by 1e-4 and less
     import matplotlib
@@ -104,7 +107,7 @@ def main() -> None:
 
 
 def _seen(found: np.ndarray) -> str:
-    """The largest of radii, and the share of those above 1 by more than rounding."""
+    """The largest radius, and the fraction of radii above 1 by more than rounding errors."""
     return f"{found.max():.5f} | {(found > 1 + 1e-9).mean():.3f}"
 
 

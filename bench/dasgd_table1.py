@@ -1,16 +1,18 @@
-"""Table I of the DaSGD paper in small: does averaging rarely, and late, cost accuracy?
+"""Repeats Table I of the DaSGD paper in small: what do rare and delayed means cost in accuracy?
 
     python bench/dasgd_table1.py --data cifar10
 
-A small CNN on CIFAR-10 on a virtual cluster of 8 nodes; minibatch SGD, Local SGD (tau 4) and DaSGD
-(tau 4, d 1, xi 0.25) take the same number of steps at the same learning rate. As in the paper, that
-rises for 30 % of the steps and then falls, momentum is 0.9 and a node's batch 32; nobody's
-hyperparameters are tuned. ``--data`` is a folder with train/<class>/*.jpg and test/<class>/*.jpg.
+Trains a small CNN on CIFAR-10 on a virtual cluster of 8 nodes. Minibatch SGD, Local SGD (tau 4) and
+DaSGD (tau 4, d 1, xi 0.25) take the same number of steps with the same learning rate. As in the
+paper, the learning rate rises for 30 % of the steps and then falls, momentum is 0.9, and a node's
+batch has 32 images. No hyperparameters are tuned for one of the algorithms. ``--data`` is a folder
+with train/<class>/*.jpg and test/<class>/*.jpg.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,9 @@ import optax
 from machine import machine
 
 import jdaso
-from jdaso import study
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+import study
 
 NODES, BATCH_SIZE = 8, 32
 WIDTHS = (16, 32, 64)
@@ -32,7 +36,7 @@ PAPER = {
 
 
 def algorithms(steps: int):
-    """Name and ``exchange -> transformation`` of the three."""
+    """Yields name and ``exchange -> transformation`` of each algorithm."""
     rise = 3 * steps // 10
     learning_rate = optax.join_schedules(
         [
@@ -54,12 +58,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=Path, default=Path("cifar10"))
-    parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--data", type=Path, default=Path("cifar10"), help="folder of images")
+    parser.add_argument("--epochs", type=int, default=6, help="passes over the images")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of each algorithm")
     args = parser.parse_args()
     if not args.data.is_dir():
-        print(f"skipped: {args.data} is not there; give --data a folder with train/ and test/")
+        print(f"skipped: --data {args.data} does not exist; give a folder with train/ and test/")
         return
     data = study.folder(args.data)
     steps = len(study.batches(len(data.labels), NODES, BATCH_SIZE, args.epochs))

@@ -1,11 +1,11 @@
-"""The smallest delay at which training never waits, beside the one that is recommended.
+"""Compares the smallest delay at which training never waits with the recommended one.
 
     python bench/lab/lab.py up --nodes 2 --rate 200mbit --delay 1ms
     python bench/lab/lab.py run --pin -- python bench/delays.py [--megabytes 10] [--seconds 0.8 0.4]
 
-For each time of a step it measures a step without exchanges and the flight of an exchange beside
-training, asks jdaso.perf.recommend, and trains with the recommended delay and its neighbours.
-A step counts as not waiting when that takes less than a hundredth of it.
+For each step time the script measures a step without exchanges and the transfer of an exchange
+during training. It passes both to jdaso.perf.recommend, and trains with the recommended delay and
+its neighbours. A step counts as not waiting if the wait is less than a hundredth of the step.
 """
 
 from __future__ import annotations
@@ -26,14 +26,20 @@ from step import make_step, matmuls_for
 import jdaso
 
 LEAVES = 100
-NOTHING = 0.01
+NEGLIGIBLE = 0.01
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", type=float, default=10)
-    parser.add_argument("--seconds", type=float, nargs="+", default=[0.8, 0.4, 0.25, 0.15, 0.1])
-    parser.add_argument("--exchanges", type=int, default=12)
+    parser.add_argument("--megabytes", type=float, default=10, help="of parameters")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        nargs="+",
+        default=[0.8, 0.4, 0.25, 0.15, 0.1],
+        help="times of a step",
+    )
+    parser.add_argument("--exchanges", type=int, default=12, help="exchanges of a run")
     options = parser.parse_args()
     keep_memory()
     topology = jdaso.discover_topology(processes_per_node=1)
@@ -45,11 +51,11 @@ def main() -> None:
     say = print if topology.rank == 0 else lambda *_, **__: None
 
     def longest(values: list[float]) -> float:
-        """The median of what took how long on the slowest node."""
+        """The median of the times of the slowest node."""
         return statistics.median(max(found) for found in zip(*comm.allgather(values), strict=True))
 
     def train(matmuls: int, steps: int, *averaging) -> list[float]:
-        """Takes steps; returns the seconds of each."""
+        """Takes steps and returns the seconds of each."""
         tx = optax.chain(optax.sgd(1.0), *averaging)
         step, times = make_step(tx, matmuls), []
         state = [jax.tree.map(jnp.copy, params), tx.init(params)]
@@ -62,13 +68,14 @@ def main() -> None:
         return times
 
     def with_exchanges(matmuls: int, delay: int) -> tuple[float, float]:
-        """Seconds of flight and of waiting of an exchange."""
+        """Measures the transfer and the wait of an exchange, in seconds."""
         schedule = jdaso.constant(delay + 1, delay)
         train(matmuls, (options.exchanges + 3) * (delay + 1), jdaso.daso(exchange, schedule))
-        # The first two compile, and touch memory for the first time.
-        flown = exchange.history()[-options.exchanges :]
-        flights = [end - start for start, end in (f.flight for f in flown)]
-        return longest(flights), longest([f.wait[1] - f.wait[0] for f in flown])
+        # The first exchanges include compilation and the first use of memory.
+        records = exchange.history()[-options.exchanges :]
+        transfers = [end - start for start, end in (record.transfer for record in records)]
+        waits = [end - start for start, end in (record.wait for record in records)]
+        return longest(transfers), longest(waits)
 
     say(machine())
     say(f"{topology.num_nodes} nodes, one core each; {options.megabytes:g} MB of float32")
@@ -77,17 +84,17 @@ def main() -> None:
     for seconds in options.seconds:
         matmuls = max(comm.allgather(matmuls_for(seconds)))
         alone = longest(train(matmuls, 10)[2:])
-        awaited, _ = with_exchanges(matmuls, 0)
-        flight, _ = with_exchanges(matmuls, int(awaited / alone) + 2)
-        recommended = jdaso.perf.recommend(alone, flight).delay
+        blocking, _ = with_exchanges(matmuls, 0)
+        transfer, _ = with_exchanges(matmuls, int(blocking / alone) + 2)
+        recommended = jdaso.perf.recommend(alone, transfer).delay
         waits = {
             delay: with_exchanges(matmuls, delay)[1]
             for delay in range(max(recommended - 1, 0), recommended + 3)
         }
-        enough = [delay for delay, wait in waits.items() if wait < NOTHING * alone]
+        enough = [delay for delay, wait in waits.items() if wait < NEGLIGIBLE * alone]
         listed = ", ".join(f"{delay}: {1e3 * wait:.1f}" for delay, wait in waits.items())
         found = min(enough) if enough else f"above {max(waits)}"
-        times = f"{alone:.3f} | {flight:.3f} | {flight / alone:.2f}"
+        times = f"{alone:.3f} | {transfer:.3f} | {transfer / alone:.2f}"
         say(f"| {times} | {recommended} | {listed} | {found} |", flush=True)
 
 

@@ -1,15 +1,18 @@
-"""One exchange, and nothing else: its rate beside MPI's own, its cost by number of leaves, memory.
+"""Measures a single exchange: its rate relative to MPI's, its cost by leaves, and its memory.
 
     mpiexec -n 2 python bench/exchange.py [--megabytes 40] [--leaves 10 100 1000 10000]
     python bench/lab/lab.py run --pin -- python bench/exchange.py       the same on shaped links
 
-An exchange is awaited at once. "rate" is its time from post to arrival, and MPI's blocking
-Allreduce of the same bytes divided by that, in pairs. "call" is a program that takes the parameters
-and returns them, as a training step does, and nothing else; "start" and "finish" are what copying
-them to the host, and the sums back, adds to it. "beyond" is both together, in copies (memcpy) of
-the parameters. Host memory is what the process has grown by, from before the first exchange to
-after the last, in units of the parameters' bytes; in the first row only, since what that has freed
-serves the others.
+Training waits for each exchange at once. The columns are:
+
+- "call": the time of a compiled program that takes the parameters and returns them.
+- "start" and "finish": the additional time to copy parameters to the host, and to copy sums back.
+- "transfer": the time from the post to the arrival of the sums.
+- "allreduce": the time of MPI's blocking Allreduce of the same bytes, right before.
+- "rate": the time of the Allreduce divided by that of the transfer.
+- "beyond": start and finish together, in units of one copy (memcpy) of the parameters.
+- "memory": the growth of the process in units of the parameters' bytes. It is printed in the first
+  row only, because the other rows use memory that the first one has freed.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ import numpy as np
 from machine import keep_memory, machine, memcpy_seconds
 
 import jdaso
-from jdaso._base import HEADER_SIZE
+from jdaso.core.types import HEADER_SIZE
 
 
 def resident_bytes() -> int:
@@ -39,20 +42,20 @@ def resident_bytes() -> int:
 
 
 class Seconds(NamedTuple):
-    """Of an exchange, and of MPI's."""
+    """Times of the parts of an exchange, and of MPI's Allreduce."""
 
     call: float
     start: float
-    flight: float
+    transfer: float
     finish: float
     allreduce: float
 
 
 def prepare(exchange: jdaso.Exchange, leaves: list[jax.Array], allreduce: Callable[[], float]):
-    """``once() -> Seconds``."""
+    """Returns a function that measures one exchange."""
     header = jnp.zeros(HEADER_SIZE).at[0].set(1.0)
 
-    # As in a training step, the parameters go in and come out in the same memory.
+    # As in a training step, the parameters are donated and keep their memory.
     @functools.partial(jax.jit, donate_argnums=2)
     def call(state, number, leaves):
         return state, number, leaves
@@ -81,19 +84,25 @@ def prepare(exchange: jdaso.Exchange, leaves: list[jax.Array], allreduce: Callab
         following, carried = carried[1], (carried[0], number, carried[2])
         finished = timed(finish)
         carried = carried[0], following, carried[2]
-        flown = exchange.history()[-1]
-        waited = flown.wait[1] - flown.wait[0]
-        flight = flown.flight[1] - flown.flight[0]
-        return Seconds(alone, started - alone, flight, finished - waited - alone, base)
+        record = exchange.history()[-1]
+        waited = record.wait[1] - record.wait[0]
+        transfer = record.transfer[1] - record.transfer[0]
+        return Seconds(alone, started - alone, transfer, finished - waited - alone, base)
 
     return once
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", type=float, default=40)
-    parser.add_argument("--leaves", type=int, nargs="+", default=[10, 100, 1000, 10_000])
-    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--megabytes", type=float, default=40, help="of parameters")
+    parser.add_argument(
+        "--leaves",
+        type=int,
+        nargs="+",
+        default=[10, 100, 1000, 10_000],
+        help="numbers of arrays",
+    )
+    parser.add_argument("--pairs", type=int, default=9, help="pairs of exchange and Allreduce")
     options = parser.parse_args()
     keep_memory()
     topology = jdaso.discover_topology(processes_per_node=1)
@@ -130,7 +139,7 @@ def main() -> None:
         times = slowest([once() for _ in range(options.pairs + 2)][2:])
         grown = f"{(resident_bytes() - before) / (4 * total):.2f}" if row == 0 else "-"
         found = Seconds(*map(statistics.median, zip(*times, strict=True)))
-        rate = statistics.median(pair.allreduce / pair.flight for pair in times)
+        rate = statistics.median(pair.allreduce / pair.transfer for pair in times)
         beyond = (found.start + found.finish) / copy
         milliseconds = "".join(f"{1e3 * value:10.1f}" for value in found)
         say(f"{leaves:10}{milliseconds}{rate:10.2f}{beyond:10.1f}{grown:>10}", flush=True)

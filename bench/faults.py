@@ -1,12 +1,12 @@
-"""What becomes of a training when something goes wrong: every fault, in every phase.
+"""Injects every fault in every phase of a training, and checks how the training ends.
 
     python bench/faults.py [--faults STUCK NAN ...] [--phases "DaSGD" ...]
 
-Two processes train for some seconds, and to the second one a fault happens (jdaso.testing). What
-ends is started again. A fault is detected when a process says what is wrong; steps are lost when
-they are taken a second time; a process that is still there five seconds after the launcher has
-ended is an orphan. Faults of links need root, and what else bench/lab does. The exit status is 1
-if one of the outcomes was not the promised one.
+Two processes train for some seconds, and a fault is injected into the second one (jdaso.faults).
+A training that ends is started again. A fault is detected when a process prints what is wrong.
+Steps are lost if they are taken a second time. A process that runs five seconds after the launcher
+has ended is an orphan. Faults of links need root and the other requirements of bench/lab. The exit
+status is 1 if an outcome is not the promised one.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import lab
 
 PROCESSES, LONGEST_SECONDS = 2, 90.0
 
-# A phase: which algorithm, and at which step something goes wrong; some steps before the end, since
-# a signal is heeded by all four steps later.
+# The algorithm of each phase, and the step of the fault. It is some steps before the end, because
+# all processes react to a signal up to four steps later.
 PHASES = {
     "DASO, warm-up": ("daso", 8),
     "DASO, cycling": ("daso", 17),
@@ -39,15 +39,22 @@ PHASES = {
 }
 CENTER, CENTER_STEP = "the centre", 17
 GOES_ON, ENDS, LOST, SAVES = "goes on", "ends", "ends, status 69", "saves, status 75"
-# mpiexec waits for a host that is gone until it is killed, with the process that asked it to end.
+# mpiexec waits for a lost host. The aborting process kills it after some seconds.
 KILLED, STATUS_KILLED = "ends, killed", 9
 
 
 class Case(NamedTuple):
-    """A fault, what is promised, and what says that it was noticed.
+    """A fault, the promised outcome, and how the fault is detected.
 
-    ``unnoticed``: the launcher must not see the death of a process, as srun without -K does not;
-    mpiexec would end all others before they could say a word. ``within``: seconds to detect it.
+    Attributes:
+        kind: Name of the fault, a member of ``jdaso.faults.Kind``.
+        promise: The promised outcome.
+        notice: Pattern of the line that shows the detection.
+        seconds: Duration of the fault.
+        unnoticed: Whether the launcher must not see the death of a process, like srun without -K.
+            mpiexec would end all other processes before they can print what is wrong.
+        in_lab: Whether the fault needs the network lab.
+        within: Longest time until the detection, in seconds.
     """
 
     kind: str
@@ -80,12 +87,13 @@ CASES = {
 }
 
 
-# What is said where it happens to a worker around a centre, and whether that comes to its end, too.
+# For a fault in a worker around a centre: the pattern of the line that shows the detection, and
+# whether the worker itself reaches the end of the training.
 CENTER_CASES = {
     "FAIL_BEFORE_POST": ("rank 1 .* has died; the others go on", False),
     "FAIL_IN_FLIGHT": ("rank 1 .* has died; the others go on", False),
     "FAIL_IN_FINISH": ("rank 1 .* has died; the others go on", False),
-    "STUCK": ("stopped .SIGSTOP", True),  # and continued when the other has ended
+    "STUCK": ("stopped .SIGSTOP", True),  # continued when the other worker has ended
     "SLOW_POST": ("sleeps for some seconds", True),
     "NAN": ("rank 1 ended, finite: True, left out: 1", True),
     "WRONG_SHAPE": ("rank 1 .* failed; the others go on", False),
@@ -94,7 +102,7 @@ CENTER_CASES = {
 
 
 class Row(NamedTuple):
-    """A measured cell of the table."""
+    """A measured row of the table."""
 
     fault: str
     phase: str
@@ -105,7 +113,7 @@ class Row(NamedTuple):
 
 
 def measure(fault: str, phase: str) -> Row:
-    """One training with a fault, and another one if it has to be resumed."""
+    """Runs a training with a fault, and resumes it if it ends early."""
     case, (algorithm, step) = CASES[fault], PHASES[phase]
     with tempfile.TemporaryDirectory(prefix="jdaso-faults-") as folder:
         common = ["--folder", folder, "--algorithm", algorithm]
@@ -117,7 +125,7 @@ def measure(fault: str, phase: str) -> Row:
             unnoticed=case.unnoticed,
             in_lab=case.in_lab,
         )
-        happened = job.first("jdaso.testing: rank 1")
+        happened = job.first("fault: rank 1, step")
         noticed = job.first(case.notice)
         detected = "-"
         if happened is not None and noticed is not None and case.kind != "NAN":
@@ -129,7 +137,7 @@ def measure(fault: str, phase: str) -> Row:
             if case.kind == "NAN":
                 kept &= noticed is not None
                 outcome += ", without that step" if noticed else ""
-                # EASGD posts what it had before the step.
+                # EASGD posts the parameters before the step.
                 outcome += " and a sum without its node" if job.first("left out: 1") else ""
         else:
             again = run(common, PROCESSES, LONGEST_SECONDS, in_lab=case.in_lab)
@@ -137,7 +145,7 @@ def measure(fault: str, phase: str) -> Row:
             done = max(job.numbers(r"has done (\d+) steps"), default=0)
             sound = again.status == 0 and not again.orphans
             if not sound:
-                job.lines.extend([(0.0, f"and again, status {again.status}:"), *again.lines])
+                job.lines.extend([(0.0, f"resumed, status {again.status}:"), *again.lines])
             outcome = f"ends, status {job.status}"
             outcome += f"; resumed from step {resumed}" if sound else "; NOT RESUMED"
             lost = str(done - resumed)
@@ -157,11 +165,11 @@ def measure(fault: str, phase: str) -> Row:
 
 
 def measure_center(fault: str) -> Row:
-    """Two workers around a centre, and what the first does when it happens to the second."""
+    """Runs two workers around a centre with a fault in the second one."""
     notice, survives = CENTER_CASES[fault]
     text = f"{fault}:1:{CENTER_STEP}:{CASES[fault].seconds}"
     job = run(["--fault", text], PROCESSES, LONGEST_SECONDS, around_center=True)
-    happened, noticed = job.first("jdaso.testing: rank 1"), job.first(notice)
+    happened, noticed = job.first("fault: rank 1, step"), job.first(notice)
     detected = "-"
     if happened is not None and noticed is not None and fault not in ("NAN", "SLOW_POST", "STUCK"):
         detected = f"{max(0.0, noticed - happened):.2f}"
@@ -182,9 +190,9 @@ def main() -> int:
     options = parser.parse_args()
     if any(CASES[fault].in_lab for fault in options.faults) and (lack := lab.missing()):
         others = shlex.join(fault for fault in CASES if not CASES[fault].in_lab)
-        print(f"{lack}; without it: --faults {others}")
+        print(f"{lack}; the faults that do not need it: --faults {others}")
         return lab.SKIPPED
-    # A job that is under way ends, too, when this program is asked to.
+    # When this program is asked to end, the running job ends as well.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     print(machine(), flush=True)
     print("| fault | phase | outcome | seconds to detect | steps lost | as promised |")
@@ -193,7 +201,7 @@ def main() -> int:
     for fault in options.faults:
         for phase in options.phases:
             if phase == CENTER and fault not in CENTER_CASES:
-                continue  # it has no checkpoints, and its links are those of all
+                continue  # workers have no checkpoints, and the faults of links are covered above
             row = measure_center(fault) if phase == CENTER else measure(fault, phase)
             rows.append(row)
             print(f"| {' | '.join(row[:-1])} | {'yes' if row.kept else 'NO'} |", flush=True)

@@ -1,9 +1,9 @@
-"""Workers around a centre, to one of which a fault may happen: what becomes of the others.
+"""Runs workers around a centre, with faults in some of them.
 
     mpiexec -disable-auto-cleanup -n 2 sh -c 'trap "" USR1; "$@"; exit $?' - \\
         python bench/faulty_center.py [--fault STUCK:1:17]
 
-``bench/faults.py`` starts it, and judges what becomes of it by what it prints.
+``bench/faults.py`` starts it and reads its output.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import optax
 from faulty_training import STEP_SECONDS, STEPS, TIMEOUT, classifier, digits, fault, loss
 
 import jdaso
-from jdaso import testing
+from jdaso.faults import faulty, faulty_gradients
 
 PERIOD, SILENT_SECONDS = 3, 6.0
 
@@ -30,10 +30,12 @@ def main() -> int:
     faults = parser.parse_args().fault
     topology = jdaso.discover_topology()
     rank = topology.rank
-    center = jdaso.mpi_center(topology, timeout=TIMEOUT, gone_after=SILENT_SECONDS)
-    suffering = center._replace(serve=lambda rule: testing.faulty(center.serve(rule), faults, rank))
-    averaging = jdaso.async_easgd(suffering, PERIOD)
-    tx = optax.chain(testing.faulty_gradients(faults, rank), optax.sgd(0.1), averaging)
+    center = jdaso.center.mpi_center(topology, timeout=TIMEOUT, gone_after=SILENT_SECONDS)
+    faulty_center = center._replace(
+        make_exchange=lambda rule: faulty(center.make_exchange(rule), faults, rank)
+    )
+    averaging = jdaso.center.async_easgd(faulty_center, PERIOD)
+    tx = optax.chain(faulty_gradients(faults, rank), optax.sgd(0.1), averaging)
     images, labels = digits()
     params = center.join(classifier())
     state = (params, tx.init(params))
@@ -51,7 +53,7 @@ def main() -> int:
         state = jax.block_until_ready(train_step(state, step))
         time.sleep(max(0.0, begin + STEP_SECONDS - time.monotonic()))
         print(f"rank {rank} has done {step + 1} steps", flush=True)
-    left_out = jdaso.averaging_state(state[1]).left_out
+    left_out = jdaso.core.averaging_state(state[1]).left_out
     read = center.read(state[0])
     finite = all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves((state[0], read.center)))
     print(f"rank {rank} ended, finite: {finite}, left out: {left_out}", flush=True)

@@ -1,4 +1,4 @@
-"""Jobs of faulty_training.py: started, listened to, and looked at for what they leave behind."""
+"""Runs jobs of faulty_training.py, records their output, and finds processes that outlive them."""
 
 from __future__ import annotations
 
@@ -18,27 +18,33 @@ from typing import NamedTuple
 HERE = Path(__file__).parent
 TRAINING = [sys.executable, str(HERE / "faulty_training.py")]
 AROUND_CENTER = [sys.executable, str(HERE / "faulty_center.py")]
-ORPHAN_SECONDS, CLEARING_SECONDS = 5.0, 10.0
+ORPHAN_SECONDS, CLEANUP_SECONDS = 5.0, 10.0
 MARK = "JDASO_FAULTS"
 WHEN_IT_ENDS = "status=$?; echo exit status $status; [ $status = 137 ] && kill -STOP $$"
 UNNOTICED = ["sh", "-c", f'"$@"; {WHEN_IT_ENDS}; exit $status', "-"]
-# As README says: so mpiexec lets the others live.
-OUTLIVED = ["sh", "-c", 'trap "" USR1; "$@"; exit $?', "-"]
+# Lets mpiexec keep the other workers when one is killed, see README.md.
+INDEPENDENT = ["sh", "-c", 'trap "" USR1; "$@"; exit $?', "-"]
 
 
 class Ended(NamedTuple):
-    """A job: its status (None: killed here, after too long), and its lines and when they came."""
+    """A job that has ended.
+
+    Attributes:
+        status: Its exit status, or None if it was killed after its time limit.
+        lines: The lines of its output, each with the time when it arrived.
+        orphans: Number of processes that outlived the job.
+    """
 
     status: int | None
     lines: list[tuple[float, str]]
     orphans: int
 
     def first(self, pattern: str) -> float | None:
-        """When a line came that has this pattern."""
+        """The time of the first line that matches the pattern, or None."""
         return next((when for when, line in self.lines if re.search(pattern, line)), None)
 
     def numbers(self, pattern: str) -> list[int]:
-        """What the pattern's group was, wherever it is found; mpiexec may join two lines."""
+        """The pattern's group in all of its matches. mpiexec may join two lines."""
         return [int(number) for _, line in self.lines for number in re.findall(pattern, line)]
 
 
@@ -50,16 +56,16 @@ def run(
     in_lab: bool = False,
     around_center: bool = False,
 ) -> Ended:
-    """Runs the training as a job, and looks what is left of it.
+    """Runs the training as a job, and kills the processes that outlive it.
 
     Args:
-        arguments: of ``faulty_training.py``, or of ``faulty_center.py``.
-        processes: how many.
-        seconds: for which it may run.
-        unnoticed: whether the launcher is kept from seeing that a process dies.
-        in_lab: whether every process is on a host of its own, with links between them.
-        around_center: whether they are workers around a centre, which outlive each other; one that
-            is stopped is continued when the first has come to its end.
+        arguments: Arguments of ``faulty_training.py`` or ``faulty_center.py``.
+        processes: Number of processes.
+        seconds: Time limit.
+        unnoticed: Whether the death of a process is hidden from the launcher.
+        in_lab: Whether each process runs on a host of its own in the network lab.
+        around_center: Whether the processes are workers around a centre. A worker that is stopped
+            is continued when the first worker has ended.
     """
     mark = uuid.uuid4().hex
     environment = {**os.environ, MARK: mark, "JAX_PLATFORMS": "cpu"}
@@ -68,11 +74,13 @@ def run(
     if in_lab:
         command = [sys.executable, __file__, str(processes), str(seconds), *arguments]
     else:
-        mpiexec = shutil.which("mpiexec", path=path) or sys.exit("no mpiexec on PATH")
+        mpiexec = shutil.which("mpiexec", path=path) or sys.exit(
+            "mpiexec is not on PATH: pip install mpich"
+        )
         command = [mpiexec, "-n", str(processes), *(UNNOTICED if unnoticed else []), *TRAINING]
         if around_center:
             options = ["-disable-auto-cleanup", "-n", str(processes)]
-            command = [mpiexec, *options, *OUTLIVED, *AROUND_CENTER]
+            command = [mpiexec, *options, *INDEPENDENT, *AROUND_CENTER]
         command += arguments
     lines: list[tuple[float, str]] = []
     job = subprocess.Popen(
@@ -105,14 +113,14 @@ def run(
     listener.join(ORPHAN_SECONDS)
     ended = Ended(status, lines, len(left))
     if unnoticed and status is not None:
-        # mpiexec may take the status of the shell whose process was killed for that of the job.
+        # mpiexec may return the status of the shell whose process was killed.
         others = [own for own in ended.numbers(r"^exit status (\d+)") if own != 137]
         return ended._replace(status=next(iter(others), status))
     return ended
 
 
 def marked(mark: str) -> list[int]:
-    """The processes of a job, wherever they have gone."""
+    """The running processes of a job, found by a variable in their environment."""
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
@@ -124,14 +132,14 @@ def marked(mark: str) -> list[int]:
 
 
 def main(processes: int, seconds: float, arguments: list[str]) -> int:
-    """The same job on nodes that have a network between them."""
+    """Runs the job on nodes of the network lab."""
     sys.path.insert(0, str(HERE / "lab"))
     import lab
 
     with lab.up(nodes=processes) as cluster:
         job = [*TRAINING, *arguments]
-        # What ends the job from here leaves no time to take the network down.
-        return cluster.run(job, timeout=seconds - CLEARING_SECONDS, capture=False).returncode
+        # End the job early enough to remove the network before this process is killed.
+        return cluster.run(job, timeout=seconds - CLEANUP_SECONDS, capture=False).returncode
 
 
 if __name__ == "__main__":

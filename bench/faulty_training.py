@@ -1,8 +1,8 @@
-"""A training that saves itself and can be resumed, and to which faults may happen.
+"""A training with checkpoints and injected faults, which can be resumed.
 
     mpiexec -n 2 python bench/faulty_training.py --folder FOLDER [--fault STUCK:1:17]
 
-``bench/faults.py`` and ``bench/soak.py`` start it, and judge what becomes of it by what it prints.
+``bench/faults.py`` and ``bench/soak.py`` start it and read its output.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import optax
 from sklearn.datasets import load_digits
 
 import jdaso
-from jdaso import testing
+from jdaso import faults
 
 STEPS, SAVE_EVERY, BATCH, HIDDEN = 30, 5, 16, 64
-STEP_SECONDS = 0.1  # at least, as if there were more to compute
+STEP_SECONDS = 0.1  # shortest time of a step
 TEST_IMAGES = 360
-TIMEOUT = 12.0  # of exchanges: warnings come after half of it
+TIMEOUT = 12.0  # of exchanges; warnings are printed after half of it
 LAB = "10.77.0."
 SLOW = "tbf rate 64kbit burst 3000 limit 1000000"
 
@@ -40,13 +40,13 @@ ALGORITHMS = {
 }
 
 
-def link(fault: testing.Fault) -> None:
-    """Cuts or slows eth0 of a node of bench/lab, and of nothing else."""
+def link(fault: faults.Fault) -> None:
+    """Disables or slows eth0. Refuses to do so outside the network lab."""
     own = subprocess.run(["ip", "addr", "show", "eth0"], capture_output=True, text=True).stdout
     if f"inet {LAB}" not in own:
-        raise RuntimeError("faults of a link need the network lab: start with bench/faults.py")
-    if fault.kind is testing.Kind.LINK_DOWN:
-        time.sleep(0.2)  # what was said of it has to leave before
+        raise RuntimeError("a fault of a link requires the network lab: use bench/faults.py")
+    if fault.kind is faults.Kind.LINK_DOWN:
+        time.sleep(0.2)  # so that the line about the fault is still transmitted
         do, undo = "ip link set eth0 down", "ip link set eth0 up"
     else:
         do, undo = f"tc qdisc add dev eth0 root {SLOW}", "tc qdisc del dev eth0 root"
@@ -56,10 +56,10 @@ def link(fault: testing.Fault) -> None:
     again.start()
 
 
-def fault(text: str) -> testing.Fault:
+def fault(text: str) -> faults.Fault:
     """KIND:RANK:STEP or KIND:RANK:STEP:SECONDS."""
     kind, rank, step, *seconds = text.split(":")
-    return testing.Fault(testing.Kind[kind], int(rank), int(step), *map(float, seconds))
+    return faults.Fault(faults.Kind[kind], int(rank), int(step), *map(float, seconds))
 
 
 def parse() -> argparse.Namespace:
@@ -74,14 +74,14 @@ def parse() -> argparse.Namespace:
 
 
 def digits() -> tuple[jax.Array, jax.Array]:
-    """Images, flat, and labels, in an order that is the same everywhere."""
+    """Flattened images and labels, in the same order on all nodes."""
     images, labels = load_digits(return_X_y=True)
     order = jax.random.permutation(jax.random.key(2), len(labels))
     return jnp.asarray(images / 16.0, jnp.float32)[order], jnp.asarray(labels)[order]
 
 
 def classifier() -> dict[str, jax.Array]:
-    """First parameters, the same everywhere."""
+    """Initial parameters, the same on all nodes."""
     keys = jax.random.split(jax.random.key(0))
     initial = jax.nn.initializers.he_normal()
     return {"in": initial(keys[0], (64, HIDDEN)), "out": initial(keys[1], (HIDDEN, 10))}
@@ -92,7 +92,7 @@ def scores(params, images: jax.Array) -> jax.Array:
 
 
 def loss(params, key: jax.Array, images: jax.Array, labels: jax.Array) -> jax.Array:
-    """Of a random batch of the images that are for training."""
+    """The loss of a random batch of the training images."""
     batch = jax.random.randint(key, (BATCH,), TEST_IMAGES, len(labels))
     cross_entropy = optax.softmax_cross_entropy_with_integer_labels
     return jnp.mean(cross_entropy(scores(params, images[batch]), labels[batch]))
@@ -109,10 +109,10 @@ def main() -> int:
     rank = topology.rank
     exchange = jdaso.mpi_exchange(topology, timeout=TIMEOUT)
     averaging = ALGORITHMS[options.algorithm](
-        testing.faulty(exchange, options.fault, rank, link), options.steps
+        faults.faulty(exchange, options.fault, rank, link), options.steps
     )
     rate = optax.cosine_decay_schedule(0.1, options.steps)
-    gradients = testing.faulty_gradients(options.fault, rank)
+    gradients = faults.faulty_gradients(options.fault, rank)
     tx = optax.chain(gradients, jdaso.chain(optax.sgd(rate, momentum=0.9), averaging))
 
     images, labels = digits()
@@ -127,7 +127,7 @@ def main() -> int:
         updates, opt_state = tx.update(grads, opt_state, params, value=value)
         return optax.apply_updates(params, updates), opt_state
 
-    checkpoints = testing.FaultyCheckpoints(
+    checkpoints = faults.FaultyCheckpoints(
         jdaso.checkpoint.Checkpoints(options.folder, topology, exchange), options.fault, rank
     )
     restored = checkpoints.restore(state)
@@ -136,26 +136,26 @@ def main() -> int:
         first, state = restored.step, restored.state
         print(f"rank {rank} resumed from step {first}", flush=True)
     stop = False
-    with jdaso.Interruption() as interruption:
+    with jdaso.cluster.Preemption() as preemption:
         for step in range(first, options.steps):
             begin = time.monotonic()
             state = jax.block_until_ready(train_step(state, step))
             time.sleep(max(0.0, begin + options.step_seconds - time.monotonic()))
             print(f"rank {rank} has done {step + 1} steps", flush=True)
-            if stop := interruption.wanted(exchange):
+            if stop := preemption.requested(exchange):
                 checkpoints.save(step + 1, state)
                 break
             if (step + 1) % options.save_every == 0:
                 checkpoints.save(step + 1, state)
                 print(f"rank {rank} holds {resident_megabytes():.1f} MB", flush=True)
     checkpoints.close()
-    averaged = jdaso.averaging_state(state[1])
+    averaged = jdaso.core.averaging_state(state[1])
     counts = f"skipped: {averaged.skipped}, left out: {averaged.left_out}"
     finite = all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(state[0]))
     print(f"rank {rank} ended, finite: {finite}, {counts}", flush=True)
     right = scores(state[0], images[:TEST_IMAGES]).argmax(-1) == labels[:TEST_IMAGES]
     print(f"rank {rank} has {100 * float(right.mean()):.2f} % right", flush=True)
-    return jdaso.EXIT_TRY_AGAIN if stop else 0
+    return jdaso.cluster.EXIT_TRY_AGAIN if stop else 0
 
 
 if __name__ == "__main__":

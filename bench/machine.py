@@ -1,4 +1,4 @@
-"""On what a figure was measured, and the allocator under it."""
+"""Describes the machine of a measurement, and prepares its cores and memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 
 def machine() -> str:
-    """Processor, cores, memory, and the versions that matter."""
+    """A line with processor, cores, memory, and the versions of JAX and MPI."""
     model = platform.processor() or platform.machine()
     with open("/proc/cpuinfo") as lines:
         for line in lines:
@@ -31,7 +31,7 @@ def machine() -> str:
 
 
 def own_core() -> None:
-    """Binds this process to a core that no other of its host has; before anything makes threads."""
+    """Binds this process to a core of its own. Call it before anything creates threads."""
     names = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "PMI_RANK")
     place = next((os.environ[name] for name in names if name in os.environ), "0")
     cores = sorted(os.sched_getaffinity(0))
@@ -39,15 +39,15 @@ def own_core() -> None:
 
 
 def keep_memory() -> None:
-    """Makes glibc keep what a step has freed, as a GPU's allocator does.
+    """Makes glibc keep the memory that a step has freed, as a GPU's allocator does.
 
-    XLA's CPU client allocates the temporaries of a step anew every time; by default they go back
-    to the system and come again page by page, which can take longer than the exchange. One arena,
-    because those of other threads give back whatever is free, with any setting. Must be called
-    before threads allocate; the environment variables MALLOC_ARENA_MAX=1, MALLOC_MMAP_MAX_=0 and
-    MALLOC_TRIM_THRESHOLD_=2147483647 do the same for any program.
+    XLA's CPU client allocates the temporaries of every step. By default glibc returns them to the
+    system and gets them back page by page, which can take longer than the exchange. There is one
+    arena, because the arenas of other threads return free memory with any setting. Call this
+    function before threads allocate. The environment variables MALLOC_ARENA_MAX=1,
+    MALLOC_MMAP_MAX_=0 and MALLOC_TRIM_THRESHOLD_=2147483647 do the same for any program.
     """
-    trim_threshold, mmap_max, arena_max = -1, -4, -8  # of <malloc.h>
+    trim_threshold, mmap_max, arena_max = -1, -4, -8  # constants of <malloc.h>
     libc = ctypes.CDLL(None)
     libc.mallopt(trim_threshold, 2**31 - 1)
     libc.mallopt(mmap_max, 0)
@@ -55,7 +55,7 @@ def keep_memory() -> None:
 
 
 def memcpy_seconds(megabytes: float) -> float:
-    """A copy of so many bytes, memory touched before."""
+    """The median time of a copy between two buffers that have been used before."""
     source = np.ones(int(megabytes * 250_000), np.float32)
     target = source.copy()
     times = []

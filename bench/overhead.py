@@ -1,13 +1,12 @@
-"""What jdaso.daso costs a training step between two synchronizations, in paired runs.
+"""Measures what jdaso.daso costs a training step between two exchanges, in paired runs.
 
     python bench/overhead.py [--millions 25] [--rows 4096] [--pairs 7]
 
-One process, one node, SGD with momentum on a network of dense layers with the given number of
-parameters. 4096 rows make as many operations for each parameter as 25 images of 224 x 224 pixels
-make in ResNet-50, which has 25 million parameters. No exchange is due in any of the measured
-steps: what is left is the transformation itself. Each pair runs the same number of steps without
-and with it, one after the other, and the order alternates; printed is the median of the pairs'
-ratios, with its range.
+One process trains a network of dense layers with the given number of parameters by SGD with
+momentum. 4096 rows need as many operations per parameter as 25 images of 224 x 224 pixels need in
+ResNet-50, which has 25 million parameters. No exchange is due in any of the measured steps, so only
+the transformation itself is measured. Each pair runs the same number of steps without and with
+jdaso.daso, in alternating order. The script prints the median of the pairs' ratios and its range.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def loss_fn(params, x):
 
 
 def prepare(tx, width, rows):
-    """A function that takes a number of training steps and returns the seconds for one."""
+    """Returns a function that takes a number of training steps and returns the seconds per step."""
     keys = jax.random.split(jax.random.key(0), LAYERS)
     params = [jax.random.normal(key, (width, width)) / width**0.5 for key in keys]
     state = [params, tx.init(params)]
@@ -60,16 +59,16 @@ def prepare(tx, width, rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--millions", type=float, default=25, help="of parameters")
-    parser.add_argument("--rows", type=int, default=4096, help="of a batch")
-    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--millions", type=float, default=25, help="million parameters")
+    parser.add_argument("--rows", type=int, default=4096, help="rows of a batch")
+    parser.add_argument("--pairs", type=int, default=7, help="pairs of runs")
     parser.add_argument("--steps", type=int, default=1, help="steps of one run")
     arguments = parser.parse_args()
     keep_memory()
 
     width = round((arguments.millions * 1e6 / LAYERS) ** 0.5)
     sgd = optax.sgd(1e-3, momentum=0.9)
-    # A period no run reaches.
+    # No run reaches the end of this period.
     averaging = jdaso.daso(jdaso.single_exchange(), jdaso.constant(period=10**6, delay=1))
     without = prepare(optax.chain(sgd), width, arguments.rows)
     within = prepare(optax.chain(sgd, averaging), width, arguments.rows)

@@ -1,15 +1,14 @@
-"""What an exchange in flight costs a training step, in paired runs of one process group.
+"""Measures what an exchange in flight costs a training step, in paired runs.
 
     mpiexec -n 2 python bench/overlap.py [--megabytes 100] [--seconds 1] [--pairs 7]
 
 Every process takes steps of a model whose parameters have the given size. A step computes for
-about the given time, on one core of its own, and updates all parameters by SGD. "alone" does
-nothing else; the others add exchanges. EASGD gives the same numbers whether its sum flies for a
-whole period or training waits for it. Each pair runs the same number of steps alone and with
-exchanges, one after the other; printed is the median of the pairs' ratios, with its range, and how
-long an exchange blocks training on average, on the node where that is longest. What
-is in flight at the end of a run has landed before the next one alone begins, and a run with
-exchanges begins with one in flight.
+about the given time on one core and updates all parameters by SGD. "alone" does nothing else. The
+other rows add exchanges. EASGD computes the same numbers with a delay of one period and with
+blocking exchanges. Each pair runs the same number of steps alone and with exchanges. The script
+prints the median of the pairs' ratios with its range, and the mean time for which an exchange
+blocks training on the slowest node. A run alone begins after all exchanges have been transferred,
+and a run with exchanges begins with one in flight.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ import time
 
 from machine import keep_memory, machine, own_core
 
-# One core a process, as a node whose device does the computing would leave it.
+# One core for each process, as on a node whose accelerator does the computing.
 os.environ.setdefault("NPROC", "16")
 own_core()
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
-from step import Seen, make_step, matmuls_for, settle  # noqa: E402
+from step import ReportTotals, make_step, matmuls_for, settle  # noqa: E402
 
 import jdaso  # noqa: E402
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", type=float, default=100)
-    parser.add_argument("--leaves", type=int, default=160, help="as many as ResNet-50 has")
+    parser.add_argument("--megabytes", type=float, default=100, help="of parameters")
+    parser.add_argument("--leaves", type=int, default=160, help="arrays; ResNet-50 has 160")
     parser.add_argument("--seconds", type=float, default=1.0, help="computing time of a step")
-    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--pairs", type=int, default=7, help="pairs of runs")
     parser.add_argument("--steps", type=int, default=4, help="steps of one run")
     arguments = parser.parse_args()
     keep_memory()
@@ -63,21 +62,21 @@ def main():
             jax.block_until_ready((state, slope))
             return (time.perf_counter() - start) / steps
 
-        for _ in range(3):  # compilation, and the allocator's growth
+        for _ in range(3):  # compilation and first use of memory
             run(arguments.steps)
         return run
 
     alone = prepare()
 
-    def pair(run, exchange, seen):
-        """Seconds of a step alone, and with exchanges as they go on and on."""
+    def pair(run, exchange, totals):
+        """Measures the seconds of a step alone and with exchanges."""
         settle(exchange)
         comm.Barrier()
         alone(arguments.steps)
         base = alone(arguments.steps)
         comm.Barrier()
-        run(arguments.steps)  # what this has posted flies into the next
-        with seen:
+        run(arguments.steps)  # so that an exchange is in flight when the timed run begins
+        with totals:
             both = base, run(arguments.steps)
         return tuple(map(max, zip(*comm.allgather(both), strict=True)))
 
@@ -100,10 +99,10 @@ def main():
     for name, variant in variants.items():
         exchange = jdaso.mpi_exchange(topology)
         run = prepare(variant(exchange))
-        seen = Seen(exchange)
-        pairs = [pair(run, exchange, seen) for _ in range(arguments.pairs)]
+        totals = ReportTotals(exchange)
+        pairs = [pair(run, exchange, totals) for _ in range(arguments.pairs)]
         ratios = [with_exchange / base for base, with_exchange in pairs]
-        blocked = 1e3 * max(comm.allgather(seen.per_exchange("seconds_blocked")))
+        blocked = 1e3 * max(comm.allgather(totals.per_exchange("seconds_blocked")))
         say(
             f"{name:28} {statistics.median(p[0] for p in pairs):7.3f}s "
             f"{statistics.median(p[1] for p in pairs):7.3f}s {statistics.median(ratios):7.3f}  "

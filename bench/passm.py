@@ -1,10 +1,10 @@
-"""SGD, ASSM, PASSM and PASSM+ in time and accuracy: Figure 1 of passm, small.
+"""Compares time and accuracy of SGD, ASSM, PASSM and PASSM+: Figure 1 of passm in small.
 
     mpiexec -n 4 python bench/passm.py [--epochs 30] [--seeds 3] [--plot passm.png]
 
-All take the same number of samples, in minibatches of the same size but for one row; the learning
-rate drops to a tenth after 50 % and 75 % of them, as in the paper. SGD is one process while the
-others sleep. Every program is compiled before its training is timed; evaluations are not timed.
+All methods use the same number of samples, and all but one row use minibatches of the same size.
+The learning rate drops to a tenth after 50 % and 75 % of the samples, as in the paper. SGD uses one
+process while the others sleep. The times contain neither compilation nor evaluations.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 os.environ.setdefault("NPROC", "16")
@@ -24,14 +26,17 @@ import optax
 from machine import machine
 
 import jdaso
-from jdaso import passm, study
+from jdaso import passm
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+import study
 
 WIDTHS = (64, 128, 256)
 RATE, MOMENTUM, DECAY, DAMPENING, DROPS = 0.02, 0.9, 5e-4, 0.1, (0.5, 0.75)
 
 
 class Epoch(NamedTuple):
-    """What is known at its end: seconds so far, its training loss, the test accuracy."""
+    """Results at the end of an epoch: training time so far, training loss, test accuracy."""
 
     seconds: float
     loss: float
@@ -39,7 +44,7 @@ class Epoch(NamedTuple):
 
 
 class Bench:
-    """The processes, the data, and the model they train."""
+    """The processes, the data, and the model."""
 
     def __init__(self, epochs: int, batch_size: int):
         self.topology = jdaso.discover_topology(processes_per_node=1)
@@ -57,13 +62,13 @@ class Bench:
         return self.model.init(jax.random.key(seed), self.data.images[:1])
 
     def batches(self, part: int, parts: int, batch_size: int, seed: int) -> Iterator[list]:
-        """For each epoch the minibatches of one of so many processes."""
+        """Yields for each epoch the minibatches of process ``part`` of ``parts``."""
         for epoch in range(self.epochs):
             rows = passm.minibatches(len(self.data.labels), [batch_size] * parts, epoch, seed)
             yield [(self.data.images[i], self.data.labels[i]) for i in rows[part]]
 
     def rate(self, epoch_steps: int) -> Callable[[int], float]:
-        """The step size of ``optax.sgd``; Algorithm 1 has it times 1 / (1 - m)."""
+        """The step size of ``optax.sgd``. That of Algorithm 1 is larger by 1 / (1 - m)."""
         drops = [share * self.epochs * epoch_steps for share in DROPS]
         return lambda step: RATE * DAMPENING ** sum(step >= drop for drop in drops)
 
@@ -71,7 +76,7 @@ class Bench:
         return study.accuracy(self.model, params, self.data.test_images, self.data.test_labels)
 
     def sgd(self, seed: int, times: int = 1) -> list[Epoch]:
-        """One process; with ``times`` > 1 large minibatches, and a learning rate that rises."""
+        """Trains in one process. Minibatches and peak learning rate are larger by ``times``."""
         batch_size, params = times * self.batch_size, self.params(seed)
         epoch_steps = len(self.data.labels) // batch_size
         dropping, rising = self.rate(epoch_steps), max(1, self.epochs // 10) * epoch_steps
@@ -100,7 +105,7 @@ class Bench:
         return found
 
     def shared(self, seed: int, method: Callable) -> list[Epoch]:
-        """All processes, each in its own time, together at the ends of epochs."""
+        """Trains in all processes, which synchronize only at the ends of epochs."""
         params, rank = self.params(seed), self.topology.rank
         memory = passm.shared_memory(self.topology, params)
         order = passm.order_of_use(self.loss_fn, params, *self.one)
@@ -122,7 +127,7 @@ class Bench:
         )
         state, seconds, found = training.init(*self.one), 0.0, []
         for epoch in self.batches(rank, self.count, self.batch_size, seed):
-            memory.meet()
+            memory.barrier()
             start, losses = time.perf_counter(), []
             for batch in epoch:
                 state, loss = training.step(state, *batch)
@@ -135,7 +140,7 @@ class Bench:
         return found
 
     def backward(self) -> list[float]:
-        """Operations of the blocks' backward passes over those of a whole one, by XLA's count."""
+        """XLA's count of operations in each block's backward pass, over that of a whole one."""
         params = self.params(0)
 
         def operations(function):
@@ -151,10 +156,10 @@ class Bench:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--plot", help="file for accuracy over time and epochs")
+    parser.add_argument("--epochs", type=int, default=30, help="passes over the images")
+    parser.add_argument("--batch-size", type=int, default=32, help="images of a minibatch")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of each method")
+    parser.add_argument("--plot", help="file for a plot over time and epochs")
     options = parser.parse_args()
     bench = Bench(options.epochs, options.batch_size)
     waiting = passm.shared_memory(bench.topology, {"nothing": np.zeros(1, "f4")})
@@ -162,9 +167,9 @@ def main() -> None:
     large = f"SGD, batch {bench.count * options.batch_size}"
 
     def alone(train):
-        """SGD by the first process; the others sleep."""
+        """Trains in the first process while the others sleep."""
         found = train() if first else []
-        waiting.meet()
+        waiting.barrier()
         return found
 
     methods = {
@@ -186,7 +191,7 @@ def main() -> None:
     )
     shares = bench.backward()
     print(
-        f"backward passes of the blocks, as shares of a whole one: "
+        "backward passes of the blocks, as fractions of a whole one: "
         f"{', '.join(f'{share:.2f}' for share in shares)}; saved {1 - np.mean(shares):.2f}, "
         f"passm Appendix D {(bench.count - 1) / (2 * bench.count):.2f}"
     )
@@ -206,7 +211,7 @@ def main() -> None:
 
 
 def plot(found: dict[str, list[list[Epoch]]], path: str) -> None:
-    """Training loss and test accuracy over time and over epochs, means of the seeds."""
+    """Draws training loss and test error over time and over epochs, averaged over the seeds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 7), layout="constrained")

@@ -1,10 +1,10 @@
-"""Predicted step times beside measured ones, over nodes, links and algorithms.
+"""Compares predicted with measured step times, over nodes, links and algorithms.
 
     python bench/predicted.py [--nodes 2 4] [--rates 100mbit 200mbit 1gbit] [--delay 1ms]
 
-For each number of nodes and rate it makes a cluster of the lab (root, Linux), and does on it what
-a user would do: ``python -m jdaso tune`` measures the network, jdaso.perf.predict says from that
-and from the time of a step without exchanges what each algorithm's step takes, and
+For each number of nodes and each rate the script creates a cluster of the network lab (root,
+Linux). There ``python -m jdaso tune`` measures the network. From this and the time of a step
+without exchanges, jdaso.perf.predict predicts the step time of each algorithm, and
 bench/peers/jdaso_peer.py measures it.
 """
 
@@ -27,7 +27,7 @@ from machine import machine  # noqa: E402
 from jdaso import perf  # noqa: E402
 
 PERIOD, DELAY = 4, 3
-# What jdaso_peer.py calls it, and the arguments of its prediction.
+# The variants of jdaso_peer.py, with algorithm and arguments of their predictions.
 VARIANTS = {
     "synchronous": ("allreduce_gradients", {"wire": "float32"}),
     "local_sgd": ("local_sgd", {"period": PERIOD}),
@@ -49,13 +49,13 @@ def run(cluster: lab.Cluster, command: list[str]) -> str:
 
 
 def tuned(cluster: lab.Cluster, count: int) -> dict[str, Any]:
-    """The network, and what an exchange costs beside it, as tune prints them."""
+    """The arguments of ``perf.predict`` that tune measures and prints."""
     text = run(cluster, ["-m", "jdaso", "tune", "--parameters", str(count)])
 
     def number(name: str) -> float:
         found = re.search(rf"^{name} +([-+.e0-9]+)", text, re.MULTILINE)
         if found is None:
-            raise SystemExit(f"tune did not say {name}:\n{text}")
+            raise SystemExit(f"tune did not print {name}:\n{text}")
         return float(found[1])
 
     return {
@@ -69,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rates", nargs="+", default=["100mbit", "200mbit", "1gbit"])
-    parser.add_argument("--delay", default="1ms", help="of the link, one way")
+    parser.add_argument("--delay", default="1ms", help="of a link, one way")
     parser.add_argument("--network", default="conv", choices=workload.NETWORKS)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
@@ -91,7 +91,7 @@ def main() -> None:
                 sys.exit(77)
             for line in map(json.loads, text.splitlines()):
                 alone = line["seconds_per_step_alone"]["median"]
-                # Of pairs: a machine that others share is not always as fast.
+                # The ratio comes from pairs, because the speed of a shared machine varies.
                 measured = alone * line["ratio"]["median"]
                 algorithm, arguments = VARIANTS[line["variant"]]
                 predicted = perf.predict(

@@ -1,12 +1,13 @@
-"""What it costs to be able to go on without a process, and how long it takes to do so.
+"""Measures the cost of on_failure="shrink", and the time to continue after a death.
 
     mpirun --with-ft ulfm -n 3 python bench/shrink.py [--megabytes 40] [--pairs 9]
     mpirun --with-ft ulfm -n 6 python bench/shrink.py --deaths
 
-For Open MPI 5, see "Going on without a node" in README. The first: the mean over all nodes,
-awaited, by an exchange that ends all processes when one dies and by one that does not, in pairs.
-The second: the last process dies, at once or while it takes part in a mean; printed are the seconds
-until the others have theirs, without it. Then the next one, until two are left.
+Needs Open MPI 5, see "Going on without a node" in README.md. The first command measures the mean
+over all nodes in pairs, with an exchange that ends all processes when one dies and with one that
+continues. In the second command the last process dies, either before a mean or while it takes
+part. The script prints the seconds until the other processes have their mean without it. Then the
+next process dies, until two are left.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ LATER_SECONDS = 0.02
 
 
 def mean_of(exchange, comm, tree, begin=lambda: None):
-    """Seconds until all that are left have the mean, its first number, and their communicator."""
+    """Returns the seconds until all processes have the mean, its first number, and their comm."""
     comm.Barrier()
     start = time.monotonic()
     begin()
@@ -45,7 +46,7 @@ def mean_of(exchange, comm, tree, begin=lambda: None):
 
 
 def cost(topology, tree, pairs, say):
-    """A table of means with and without an agreement at the end."""
+    """Prints the times of means with and without an agreement at the end."""
     exchanges = [jdaso.mpi_exchange(topology, on_failure=name) for name in ("stop", "shrink")]
     say("| mean of | stop | shrink | ratio (median, range of pairs) |\n|---|---|---|---|")
     for name, given in (("one number", tree[:1]), (f"{tree.nbytes / 1e6:g} MB", tree)):
@@ -62,12 +63,12 @@ def cost(topology, tree, pairs, say):
 
 
 def deaths(topology, tree, say):
-    """A table of deaths, in each of which the last process that there is dies."""
+    """Prints the times of means during which the last process dies."""
     exchange = jdaso.mpi_exchange(topology, on_failure="shrink")
     comm = topology.comm
     usual = statistics.median(mean_of(exchange, comm, tree)[0] for _ in range(5))
     say(f"without a death: {usual:.3f} s")
-    say("| dies | left | seconds until they have their mean |\n|---|---|---|")
+    say("| process that dies | left | seconds until they have their mean |\n|---|---|---|")
     for last in range(topology.num_nodes - 1, 1, -1):
         takes_part = last % 2 == 0
 
@@ -79,7 +80,7 @@ def deaths(topology, tree, say):
                     time.sleep(60)
 
         took, mean, comm = mean_of(exchange, comm, tree, kill)
-        # Node r has only the number r + 1.
+        # All numbers of node r are r + 1.
         assert mean == (last + 1) / 2, f"{mean} is not the mean of {last} nodes"
         when = "taking part" if takes_part else "at once"
         say(f"| rank {last}, {when} | {last} | {took:.3f} |")
@@ -87,13 +88,16 @@ def deaths(topology, tree, say):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", type=float, default=40)
-    parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--deaths", action="store_true", help="let one after the other die")
+    parser.add_argument("--megabytes", type=float, default=40, help="of a mean")
+    parser.add_argument("--pairs", type=int, default=9, help="pairs of means")
+    parser.add_argument("--deaths", action="store_true", help="let one process after the other die")
     options = parser.parse_args()
     topology = jdaso.discover_topology(processes_per_node=1)
     if topology.num_nodes < 3:
-        sys.exit("bench/shrink.py needs at least 3 processes: one dies, and two go on.")
+        sys.exit(
+            f"bench/shrink.py needs at least 3 processes, got {topology.num_nodes}: one dies, and "
+            "two continue."
+        )
     tree = jnp.full(int(options.megabytes * 250_000), 1.0 + topology.rank)
     say = print if topology.rank == 0 else lambda *_: None
     say(f"{machine()}; {topology.num_nodes} processes")

@@ -1,12 +1,12 @@
-"""Half an hour of a training to which something happens about every minute.
+"""Trains for half an hour with a random fault about every minute.
 
     python bench/soak.py [--minutes 30] [--nodes 3] [--seed 0]
 
-The same training runs twice on nodes of bench/lab: undisturbed, as fast as it can, and with a pause
-in every step and a random fault (jdaso.testing) about every minute, started again whenever it ends.
-The table says how both came out; the exit status is 1 if accuracies differ by more than a point, if
-a job had to be killed or was silent for a minute, if a process outlived its job, or if one has
-grown by more than 5 %.
+The same training runs twice on nodes of bench/lab. The undisturbed training runs at full speed. The
+disturbed training has a pause in every step and a random fault (jdaso.faults) about every minute,
+and is started again whenever it ends. The table compares both. The exit status is 1 if accuracies
+differ by more than a point, if a job had to be killed or printed nothing for a minute, if a process
+outlived its job, or if the memory of a process grew by more than 5 %.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ import numpy as np
 from faulty_job import Ended, run
 from machine import machine
 
-from jdaso.testing import Fault, Kind
+from jdaso.faults.inject import Fault, Kind
 
 sys.path.insert(0, str(Path(__file__).parent / "lab"))
 import lab
 
 STEP_SECONDS, SAVE_SECONDS, FAULT_SECONDS = 0.1, 5.0, 60.0
-# Some seconds of a fault; a link is down for less than an exchange is given.
+# Duration of faults in seconds. A link is down for less time than the timeout of an exchange.
 SECONDS = {Kind.SLOW_POST: 9.0, Kind.SLOW_LINK: 4.0, Kind.LINK_DOWN: 3.0}
 SILENT_SECONDS, MOST_GROWTH, MOST_POINTS = 60.0, 5.0, 1.0
-# Of a process's saves, those before its memory has settled.
+# Number of saves of a process until its memory use is stable.
 SETTLING_SAVES = 6
-HAPPENED = r"jdaso.testing: rank (\d+), step (\d+): (.*)"
+HAPPENED = r"fault: rank (\d+), step (\d+): (.*)"
 
 
 class Soak(NamedTuple):
-    """How a training came out.
+    """The results of a training.
 
     Attributes:
-        minutes: from the first start to the end.
-        faults: how many happened.
-        starts: how many jobs it took.
-        repeated: steps taken a second time.
-        right: percent of the test images that are classified rightly.
-        silent: the longest time, in seconds, without a line from any process.
-        growth: percent by which the resident memory of a process grew at most.
-        orphans: processes that outlived their job.
-        ended: whether it came to its end by itself.
+        minutes: Time from the first start to the end.
+        faults: Number of faults that happened.
+        starts: Number of jobs.
+        repeated: Number of steps that were taken a second time.
+        right: Percentage of the test images that are classified correctly.
+        silent: Longest time without a line from any process, in seconds.
+        growth: Largest growth of the resident memory of a process, in percent.
+        orphans: Number of processes that outlived their job.
+        ended: Whether the training reached its end.
     """
 
     minutes: float
@@ -66,7 +66,7 @@ class Soak(NamedTuple):
 
 
 def draw(seed: int, nodes: int, steps: int) -> list[Fault]:
-    """About a fault a minute, of any kind, in any process."""
+    """Draws about one fault a minute, of any kind and in any process."""
     random = np.random.default_rng(seed)
     every = FAULT_SECONDS / STEP_SECONDS
     faults, step = [], 0
@@ -77,13 +77,13 @@ def draw(seed: int, nodes: int, steps: int) -> list[Fault]:
 
 
 def train(nodes: int, steps: int, faults: list[Fault], pause: float, seconds: float) -> Soak:
-    """Trains, starting again what has ended, until it is done or the time is over."""
-    left, jobs, begun, repeated, done = list(faults), [], time.monotonic(), 0, 0
+    """Trains and restarts jobs that have ended, until the training is done or the time is over."""
+    left, jobs, start, repeated, done = list(faults), [], time.monotonic(), 0, 0
     with tempfile.TemporaryDirectory(prefix="jdaso-soak-") as folder:
         arguments = ["--folder", folder, "--steps", str(steps)]
         arguments += ["--save-every", str(int(SAVE_SECONDS / STEP_SECONDS))]
         arguments += ["--step-seconds", str(pause)]
-        while (rest := begun + seconds - time.monotonic()) > 0:
+        while (rest := start + seconds - time.monotonic()) > 0:
             texts = [f"--fault={f.kind.name}:{f.rank}:{f.step}:{f.seconds}" for f in left]
             job = run([*arguments, *texts], nodes, rest, in_lab=True)
             jobs.append(job)
@@ -97,7 +97,7 @@ def train(nodes: int, steps: int, faults: list[Fault], pause: float, seconds: fl
                 break
     right = [float(share) for share in found(jobs[-1], r"has ([\d.]+) % right")]
     return Soak(
-        minutes=(time.monotonic() - begun) / 60,
+        minutes=(time.monotonic() - start) / 60,
         faults=len(faults) - len(left),
         starts=len(jobs),
         repeated=repeated,
@@ -110,22 +110,23 @@ def train(nodes: int, steps: int, faults: list[Fault], pause: float, seconds: fl
 
 
 def happened(fault: Fault, job: Ended, first: int) -> bool:
-    """Whether a fault is past; that of a gradient says nothing when it happens."""
+    """Whether a fault has happened. A fault of a gradient prints nothing."""
     if fault.kind is Kind.NAN:
         return first > fault.step or f"{fault.step + 1}" in found(job, r"has done (\d+) steps")
-    said = (match for _, line in job.lines if (match := re.search(HAPPENED, line)))
+    matches = (match for _, line in job.lines if (match := re.search(HAPPENED, line)))
     return any(
         int(match[1]) == fault.rank and int(match[2]) >= fault.step and match[3] == fault.kind.value
-        for match in said
+        for match in matches
     )
 
 
 def found(job: Ended, pattern: str) -> list[str]:
+    """All matches of a pattern in the lines of a job."""
     return [text for _, line in job.lines for text in re.findall(pattern, line)]
 
 
 def why(job: Ended) -> str:
-    """The last thing that happened, and the status."""
+    """The last fault that happened, and the exit status."""
     last = [line for _, line in job.lines if re.search(HAPPENED, line)]
     return f"{last[-1] if last else 'nothing happened'}; status {job.status}"
 
@@ -136,22 +137,22 @@ def longest_silence(job: Ended) -> float:
 
 
 def growth(job: Ended, rank: int) -> float:
-    """Percent, from when the memory has settled to the last save."""
+    """Growth of the memory in percent, from its first stable value to the last save."""
     held = [float(m) for m in found(job, rf"rank {rank} holds ([\d.]+) MB")][SETTLING_SAVES:]
     return 100 * (held[-1] / held[0] - 1) if held else 0.0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--nodes", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=30.0, help="of the disturbed run")
+    parser.add_argument("--nodes", type=int, default=3, help="nodes of the lab")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the faults")
     options = parser.parse_args()
     if lack := lab.missing():
         print(lack)
         return lab.SKIPPED
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    # A third of the time goes into starting again, and into waiting for what does not answer.
+    # A third of the time is spent on restarts and on waiting for processes that do not respond.
     steps = int(options.minutes * 60 / STEP_SECONDS * 2 / 3)
     faults = draw(options.seed, options.nodes, steps)
     print(machine(), flush=True)
@@ -169,7 +170,8 @@ def main() -> int:
         for row in rows.values()
     )
     print(
-        f"accuracies differ by {points:.2f} points; {'all' if sound else 'NOT all'} as it must be"
+        f"accuracies differ by {points:.2f} points; "
+        f"all other requirements are {'met' if sound else 'NOT met'}"
     )
     return 0 if sound and points <= MOST_POINTS else 1
 

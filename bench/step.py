@@ -1,4 +1,4 @@
-"""A training step for measurements: products of matrices that stand for a gradient."""
+"""A training step for measurements, with matrix products in place of a gradient."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import optax
 
 
 def make_step(tx, matmuls):
-    """A jitted training step: matmuls that stand for the gradient, then the optimizer."""
+    """Compiles a training step: ``matmuls`` matrix products in place of a gradient, then ``tx``."""
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, opt_state, matrix):
@@ -24,8 +24,8 @@ def make_step(tx, matmuls):
     return step
 
 
-class Seen:
-    """What an exchange reports of the times inside ``with seen:``."""
+class ReportTotals:
+    """Sums what an exchange reports about the periods inside ``with totals:``."""
 
     def __init__(self, exchange):
         self._exchange = exchange
@@ -40,7 +40,7 @@ class Seen:
             self._total[name] += value - self._before[name]
 
     def per_exchange(self, name):
-        """The mean over the exchanges that came back; 0 without any."""
+        """The mean over the completed exchanges, 0 if there are none."""
         return self._total[name] / max(self._total["exchanges"], 1)
 
     def __getitem__(self, name):
@@ -48,13 +48,13 @@ class Seen:
 
 
 def settle(exchange):
-    """Waits until what is in flight has landed, so that nothing of it runs beside what follows."""
+    """Waits until the last exchange has been transferred, so that nothing runs beside."""
     last = exchange.history()[-1:]
-    time.sleep(sum(1.5 * (end - start) for start, end in (flown.flight for flown in last)))
+    time.sleep(sum(1.5 * (end - start) for start, end in (record.transfer for record in last)))
 
 
 def matmuls_for(seconds: float) -> int:
-    """How many products of matrices 384 x 384 take about so long; stand for a gradient."""
+    """The number of 384 x 384 matrix products that take about ``seconds``."""
     matrix = jax.numpy.full((384, 384), 1 / 384)
     run = jax.jit(lambda m, n: jax.lax.fori_loop(0, n, lambda _, x: x @ m, m))
     run(matrix, 20).block_until_ready()

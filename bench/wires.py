@@ -1,11 +1,12 @@
-"""Every way in which an exchange can cross: bytes beside the fewest there can be, and seconds.
+"""Measures bytes and seconds of an exchange with every pattern and wire dtype.
 
     mpiexec -n 4 python bench/wires.py [--megabytes 10] [--processes-per-node 2]
     python bench/lab/lab.py run --pin -- python bench/wires.py          the same on shaped links
 
-An all-reduce of n bytes over P nodes needs 2 (P-1)/P n from each. Counted is what an exchange has
-sent, the most of all nodes; on links of the lab "on eth0" is what the busiest of them has carried,
-headers, greetings and acknowledgements of other messages included.
+In an all-reduce of n bytes over P nodes each node must send 2 (P-1)/P n bytes ("fewest").
+"counted" is the largest number of bytes that a node reports for its exchanges. In the network lab,
+"eth0" is the number of bytes on the busiest link, including headers, handshakes and
+acknowledgements.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ ETH0 = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", type=float, default=10)
-    parser.add_argument("--processes-per-node", type=int, default=1)
-    parser.add_argument("--exchanges", type=int, default=5)
+    parser.add_argument("--megabytes", type=float, default=10, help="of float32")
+    parser.add_argument("--processes-per-node", type=int, default=1, help="as in lab.py run")
+    parser.add_argument("--exchanges", type=int, default=5, help="measured for each row")
     options = parser.parse_args()
     keep_memory()
     topology = jdaso.discover_topology(options.processes_per_node)
     comm, nodes = topology.comm, topology.num_nodes
     count = int(options.megabytes * 250_000)
     leaf = jnp.ones(count)
-    node_of = [place.node for place in topology.places]
+    node_of = [place.node for place in topology.placements]
     in_lab = min(comm.allgather(len({process.host for process in topology.processes}) == nodes))
     say = print if topology.rank == 0 else lambda *_, **__: None
 
     def measure(wire: str, pattern: str, senders: str) -> tuple[float, float, float]:
-        """Bytes counted and on eth0 per exchange of the busiest node, and seconds."""
+        """Returns the busiest node's counted bytes and bytes on eth0, and seconds, per exchange."""
         exchange = jdaso.mpi_exchange(topology, pattern=pattern, senders=senders)
         tx = jdaso.allreduce_gradients(exchange, wire=wire)
         state, update = tx.init(leaf), jax.jit(tx.update)
@@ -70,10 +71,10 @@ def main() -> None:
     say("| pattern, senders | wire | fewest, MB | counted / fewest | eth0 / fewest | seconds |")
     say("|---|---|---|---|---|---|", flush=True)
     patterns = ["direct", "ring"] + ["halving"] * (nodes & (nodes - 1) == 0)
-    ways = [(pattern, "one") for pattern in patterns]
-    if topology.num_local_devices > 1:  # with one device they are the same
-        ways.append(("direct", "all"))
-    for pattern, senders in ways:
+    variants = [(pattern, "one") for pattern in patterns]
+    if topology.num_local_devices > 1:  # with one device "all" and "one" are the same
+        variants.append(("direct", "all"))
+    for pattern, senders in variants:
         for wire in ("float32", "bfloat16", "float16", "int8"):
             if wire == "int8" and pattern != "direct":
                 continue

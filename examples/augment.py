@@ -1,4 +1,4 @@
-"""Reads one image file and cuts from it what the model sees."""
+"""Reads one image file, and crops and resizes it."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ import numpy as np
 from PIL import Image
 
 AUGMENTS = ("random_resized_crop", "random_crop")
-RATIO = 4 / 3  # of a resized crop's longer side to its shorter one, at most
-TRIES = 10  # to find a resized crop that fits into the image
-EVALUATED = 7 / 8  # of the shorter side, the 224 of 256 pixels that are usual for ImageNet
+RATIO = 4 / 3  # largest ratio of the sides of a resized crop
+TRIES = 10  # attempts to find a resized crop that fits into the image
+EVALUATED = 7 / 8  # of the shorter side; 224 of 256 pixels are usual for ImageNet
 
 
 @dataclasses.dataclass(frozen=True)
 class Crop:
-    """How an image becomes ``size`` pixels high and wide.
+    """How to make an image ``size`` pixels high and wide.
 
-    ``random_resized_crop`` (Szegedy et al. 2015) takes a part of the image and resizes it; what is
-    evaluated is the middle 7/8 of its square. ``random_crop`` keeps the scale, for small images;
-    what is evaluated is the middle. Both mirror every other image in training.
+    ``random_resized_crop`` (Szegedy et al. 2015) resizes a random part of the image. An evaluation
+    uses the central square with 7/8 of the shorter side. ``random_crop`` does not scale and is for
+    small images. An evaluation uses the centre. Both mirror the image with probability 1/2 in
+    training.
 
     Attributes:
-        augment: which of the two.
-        size: in pixels.
-        padding: black pixels on each side of the image before ``random_crop``.
-        min_area: share of the image's area that ``random_resized_crop`` takes at least.
+        augment: ``"random_resized_crop"`` or ``"random_crop"``.
+        size: Height and width in pixels.
+        padding: Number of black pixels that ``random_crop`` adds on each side of the image.
+        min_area: Smallest fraction of the image's area that ``random_resized_crop`` takes.
     """
 
     augment: str
@@ -45,18 +46,18 @@ class Crop:
 
 
 def read_image(path: str, crop: Crop, rng: np.random.Generator | None) -> np.ndarray:
-    """The crop of an image, at random if there is an rng and else the one to evaluate.
+    """Reads and crops an image.
 
     Args:
-        path: of a JPEG or PNG file of any mode.
-        crop: what to cut.
-        rng: decides on place and mirroring.
+        path: Path of a JPEG or PNG file of any mode.
+        crop: The kind of crop.
+        rng: Generator for position and mirroring, or None for the crop of an evaluation.
 
     Returns:
-        uint8 of shape (size, size, 3).
+        A uint8 array of shape (size, size, 3).
 
     Raises:
-        ValueError: naming the path, if there is no such image in it.
+        ValueError: If the file cannot be read or is too small. The message has the path.
     """
     try:
         with Image.open(path) as file:
@@ -64,9 +65,9 @@ def read_image(path: str, crop: Crop, rng: np.random.Generator | None) -> np.nda
                 image = _resized_crop(file, crop, rng)
             else:
                 image = _crop(file, crop, rng)
-    except Exception as error:  # decoders raise errors of many kinds, none of which has the path
+    except Exception as error:  # decoders raise many kinds of errors, without the path
         raise ValueError(
-            f"data: {path} cannot be used ({type(error).__name__}: {error}); mend or remove it."
+            f"data: {path} cannot be used ({type(error).__name__}: {error}); repair or remove it."
         ) from error
     pixels = np.asarray(image)
     return pixels[:, ::-1] if rng is not None and rng.random() < 0.5 else pixels
@@ -81,7 +82,7 @@ def _resized_crop(file: Image.Image, crop: Crop, rng: np.random.Generator | None
         w, h = _random_size(width, height, crop.min_area, rng)
         left, top = rng.uniform(0, width - w), rng.uniform(0, height - h)
     box = left, top, min(left + w, width), min(top + h, height)
-    # JPEG decoders halve the resolution at a profit, as often as the crop keeps enough pixels.
+    # JPEG decoders can halve the resolution cheaply while the crop keeps enough pixels.
     shrink = max(1, int(min(w, h) / crop.size))
     drafted = file.draft("RGB", (-(-width // shrink), -(-height // shrink)))
     scale = drafted[1][2] / width if drafted else 1.0
@@ -92,7 +93,7 @@ def _resized_crop(file: Image.Image, crop: Crop, rng: np.random.Generator | None
 def _random_size(
     width: int, height: int, min_area: float, rng: np.random.Generator
 ) -> tuple[float, float]:
-    """Width and height of a random part of an image; of a long image perhaps a square."""
+    """Width and height of a random part of an image, a square if no attempt fits."""
     for _ in range(TRIES):
         area = rng.uniform(min_area, 1) * width * height
         ratio = RATIO ** rng.uniform(-1, 1)
@@ -108,7 +109,7 @@ def _crop(file: Image.Image, crop: Crop, rng: np.random.Generator | None) -> Ima
     spare_height = height + 2 * crop.padding - crop.size
     if min(spare_width, spare_height) < 0:
         raise ValueError(
-            f"{width} x {height} pixels and a padding of {crop.padding} are less than an "
+            f"{width} x {height} pixels with a padding of {crop.padding} are less than an "
             f"image_size of {crop.size}"
         )
     if rng is None:
@@ -116,7 +117,7 @@ def _crop(file: Image.Image, crop: Crop, rng: np.random.Generator | None) -> Ima
     else:
         left, top = int(rng.integers(spare_width + 1)), int(rng.integers(spare_height + 1))
     left, top = left - crop.padding, top - crop.padding
-    # Pillow fills with 0 what is outside the image.
+    # Pillow fills the area outside the image with 0.
     return _rgb(file).crop((left, top, left + crop.size, top + crop.size))
 
 

@@ -1,7 +1,8 @@
-"""Which images a process takes, in which order, and how they are loaded ahead of time.
+"""Divides the images among the processes, and loads batches ahead of time.
 
-Processes never talk about data. Each computes the same permutation of an epoch from (seed, epoch)
-and takes its own part of it, so all take the same number of steps and share no image.
+Processes do not communicate about data. Each one computes the same permutation of an epoch from
+(seed, epoch) and takes its own part. So all processes take the same number of steps, and no two
+processes take the same image.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from absl import flags
 from data import Batch, Split
 
 MAX_THREADS = 16
-WORKER_THREADS = 2  # one reads while the other decodes
+WORKER_THREADS = 2  # per worker process, so that one reads while the other decodes
 
 
 def steps_per_epoch(num_images: int, num_parts: int, batch_size: int) -> int:
-    """Training steps of an epoch, the same in every process."""
+    """The number of training steps of an epoch, the same in every process."""
     steps = num_images // (num_parts * batch_size)
     if steps == 0:
         raise ValueError(
-            f"batch_size: {num_parts} processes take {batch_size} images each at a step, but "
-            f"there are {num_images} in all; lower it."
+            f"batch_size: {num_parts} processes take {batch_size} images each at every step, but "
+            f"there are {num_images} images in all; choose a smaller batch."
         )
     return steps
 
@@ -36,9 +37,9 @@ def steps_per_epoch(num_images: int, num_parts: int, batch_size: int) -> int:
 def train_indices(
     num_images: int, part: int, num_parts: int, batch_size: int, seed: int, epoch: int
 ) -> np.ndarray:
-    """Numbers of the images of one process in one epoch, of shape (steps, batch_size).
+    """The indices of one process's images in one epoch, of shape (steps, batch_size).
 
-    The remainder that does not fill a batch everywhere is left out, another one in every epoch.
+    Images that do not fill a batch on every process are left out. They differ in every epoch.
     """
     steps = steps_per_epoch(num_images, num_parts, batch_size)
     order = np.random.default_rng((seed, epoch)).permutation(num_images)
@@ -46,7 +47,7 @@ def train_indices(
 
 
 def test_indices(num_images: int, part: int, num_parts: int, batch_size: int) -> np.ndarray:
-    """The process's part of all images, of shape (steps, batch_size); -1 where none is left."""
+    """One process's part of all images, of shape (steps, batch_size). -1 fills the last batch."""
     steps = -(-num_images // (num_parts * batch_size))
     order = np.full(steps * num_parts * batch_size, -1)
     order[:num_images] = np.arange(num_images)
@@ -63,28 +64,28 @@ def train_batches(
     start: int = 0,
     workers: int = 0,
 ) -> Iterator[Batch]:
-    """Batches of a whole training.
+    """The batches of a whole training.
 
     Args:
-        split: the images.
-        part: which of the processes this is.
-        num_parts: processes.
-        batch_size: images of this process at one step.
-        epochs: times that the images are gone through.
-        seed: of order and augmentation, which depend on nothing else but the step.
-        start: steps that were taken before.
-        workers: processes that load; 0: threads of this one.
+        split: The images.
+        part: Index of this process.
+        num_parts: Number of processes.
+        batch_size: Images of this process in one step.
+        epochs: Number of passes over the images.
+        seed: Seed of order and augmentation, which depend only on the seed and the step.
+        start: Number of steps to skip.
+        workers: Number of worker processes that load images. 0 loads with threads.
 
     Returns:
         Images and labels of the steps ``start`` to ``epochs * steps_per_epoch - 1``.
 
     Raises:
-        ValueError: if the images do not suffice for one step; from the iterator: if one of them
+        ValueError: If there are too few images for one step. The iterator raises it if an image
             cannot be read.
     """
-    places = _TrainingPlaces(split.size, part, num_parts, batch_size, epochs, seed)
+    items = _TrainingItems(split.size, part, num_parts, batch_size, epochs, seed)
     load = functools.partial(_load_train, split.load, seed)
-    return _batches(places, load, batch_size, workers, start)
+    return _batches(items, load, batch_size, workers, start)
 
 
 def test_batches(
@@ -94,7 +95,7 @@ def test_batches(
     batch_size: int,
     workers: int = 0,  # noqa: PT028
 ) -> Iterator[Batch]:
-    """A process's part of all images, once; labels of -1 mark what only fills its last batches.
+    """One process's part of all images. Labels of -1 mark images that only fill the last batch.
 
     Arguments and errors are those of :func:`train_batches`.
     """
@@ -102,8 +103,8 @@ def test_batches(
     return _batches(indices, functools.partial(_load_test, split.load), batch_size, workers)
 
 
-class _TrainingPlaces:
-    """The (epoch, image) of a process at each place of a training; to grain, its data."""
+class _TrainingItems:
+    """The source for grain: (epoch, image index) for each position in a training."""
 
     def __init__(self, num_images, part, num_parts, batch_size, epochs, seed):
         self.arguments = num_images, part, num_parts, batch_size, seed
@@ -113,18 +114,18 @@ class _TrainingPlaces:
     def __len__(self):
         return self.epochs * self.per_epoch
 
-    def __getitem__(self, place):
-        epoch, place = divmod(place, self.per_epoch)
-        return epoch, _flat_train_indices(*self.arguments, epoch)[place]
+    def __getitem__(self, position):
+        epoch, position = divmod(position, self.per_epoch)
+        return epoch, _flat_train_indices(*self.arguments, epoch)[position]
 
 
-@functools.lru_cache(maxsize=2)  # where two epochs meet, threads are at work in both
+@functools.lru_cache(maxsize=2)  # threads may load two consecutive epochs at the same time
 def _flat_train_indices(*arguments) -> np.ndarray:
     return train_indices(*arguments).ravel()
 
 
-def _load_train(load, seed, place):
-    epoch, index = map(int, place)
+def _load_train(load, seed, item):
+    epoch, index = map(int, item)
     return load(index, np.random.default_rng((seed, epoch, index)))
 
 
@@ -134,26 +135,26 @@ def _load_test(load, index):
 
 
 def _batches(
-    places: Sequence, load: Callable, batch_size: int, workers: int, start: int = 0
+    items: Sequence, load: Callable, batch_size: int, workers: int, start: int = 0
 ) -> Iterator[Batch]:
     threads = WORKER_THREADS if workers else min(MAX_THREADS, _num_cores())
-    # Each thread makes whole batches. If workers shared out the images before they are batched,
-    # batches would depend on the number of workers.
+    # Each thread makes whole batches. If workers divided the images before batching, the batches
+    # would depend on the number of workers.
     batches = (
-        grain.MapDataset.source(places)
+        grain.MapDataset.source(items)
         .map(load)
         .batch(batch_size)[start:]
         .to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads))
     )
     if workers:
-        flags.FLAGS.mark_as_parsed()  # grain asks for flags of its own, and only absl.app parses
+        flags.FLAGS.mark_as_parsed()  # grain uses absl flags, which only absl.app parses
         options = grain.MultiprocessingOptions(num_workers=workers)
-        batches = batches.mp_prefetch(options, worker_init_fn=_live_as_long_as_parent)
+        batches = batches.mp_prefetch(options, worker_init_fn=_end_with_parent)
     return iter(batches)
 
 
-def _live_as_long_as_parent(worker: int, num_workers: int) -> None:
-    """Signals to all processes of a job are the parent's to heed; without it a worker ends."""
+def _end_with_parent(worker: int, num_workers: int) -> None:
+    """Lets a worker ignore signals, which its parent handles, and end when its parent ends."""
     del worker, num_workers
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
@@ -166,6 +167,6 @@ def _live_as_long_as_parent(worker: int, num_workers: int) -> None:
 
 
 def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # what Slurm gave to this process, not what the node has
+    if hasattr(os, "sched_getaffinity"):  # the cores that Slurm gave to this process
         return len(os.sched_getaffinity(0))
     return os.cpu_count()

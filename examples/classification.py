@@ -1,4 +1,4 @@
-"""What an image shows: residual networks on digits, CIFAR or ImageNet."""
+"""Image classification: residual networks on digits, CIFAR or ImageNet."""
 
 from __future__ import annotations
 
@@ -19,19 +19,25 @@ from steps import Task
 class Classification(Config):
     """The keys of train.py."""
 
-    model: str = key("resnet20", "", ("resnet18", "resnet20", "resnet34", "resnet50", "resnet101"))
+    model: str = key(
+        "resnet20",
+        "name of the network",
+        ("resnet18", "resnet20", "resnet34", "resnet50", "resnet101"),
+    )
     data: str = key("digits", "digits, synthetic, or a folder with train/ and val/ or test/")
-    image_size: int = key(0, "pixels; 0: the model's own", "[0, inf)")
-    augment: str = key("random_resized_crop", "", ("random_resized_crop", "random_crop"))
+    image_size: int = key(0, "pixels; 0 uses the size of the model", "[0, inf)")
+    augment: str = key(
+        "random_resized_crop", "kind of crop", ("random_resized_crop", "random_crop")
+    )
     padding: int = key(0, "pixels on each side before a random crop", "[0, inf)")
-    min_area: float = key(0.25, "share of a random resized crop; ImageNet's usual: 0.08", "(0, 1]")
-    num_classes: int = key(1000, "of synthetic images", "[1, inf)")
-    synthetic_images: int = key(50_000, "in an epoch", "[1, inf)")
-    label_smoothing: float = key(0.0, "share of a label spread over all classes", "[0, 1)")
+    min_area: float = key(0.25, "smallest random resized crop; usual for ImageNet: 0.08", "(0, 1]")
+    num_classes: int = key(1000, "classes of synthetic images", "[1, inf)")
+    synthetic_images: int = key(50_000, "synthetic images in an epoch", "[1, inf)")
+    label_smoothing: float = key(0.0, "fraction of a label spread over all classes", "[0, 1)")
 
 
 def task(config: Classification) -> Task:
-    """Data, model and loss that a configuration asks for."""
+    """Creates data, model and loss of a configuration."""
     if config.padding and config.augment != "random_crop":
         raise SystemExit(f"--padding has no effect with --augment {config.augment}; leave it out.")
     size = config.image_size or models.IMAGE_SIZE[config.model]

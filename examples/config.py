@@ -1,9 +1,10 @@
-"""The keys of a run: their defaults, a file that changes some, and the command line above both.
+"""The configuration of a run: defaults, a configuration file, and the command line.
 
-A configuration file is a Python program whose every name is a key, such as ``epochs = 90``; names
-that start with an underscore are its own. It is run: take none from strangers. No key is ignored:
-one that does not exist, does not fit, or has no effect beside the others ends the program before
-anything starts.
+The file overrides the defaults, and the command line overrides both. A configuration file is a
+Python program that sets keys, such as ``epochs = 90``. Names that start with an underscore are not
+keys. The program executes the file, so do not use files from strangers. No key is ignored. A key
+that does not exist, has a wrong value, or has no effect together with the other keys is an error
+before anything starts.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FLIGHT = {"fragments": 1, "wire": None, "moments": "local"}
-#: What sync may be, which options each algorithm listens to, and their defaults.
+DELAYED = {"fragments": 1, "wire": None, "moments": "local"}
+#: The values of sync, with the keys that each algorithm uses and their defaults.
 SYNC = {
-    "daso": {"period": 4, "delay": 2, **FLIGHT},
-    "dasgd": {"period": 4, "delay": 2, "own_weight": 0.25, **FLIGHT},
+    "daso": {"period": 4, "delay": 2, **DELAYED},
+    "dasgd": {"period": 4, "delay": 2, "own_weight": 0.25, **DELAYED},
     "local_sgd": {"period": 4, "wire": None, "moments": "local"},
     "post_local_sgd": {"period": 4, "wire": None, "moments": "local"},
     "easgd": {"period": 4, "wire": None},
     "eamsgd": {"period": 4, "wire": None},
-    "diloco": {"period": 4, "delay": 2, "own_weight": 0.5, **FLIGHT},
+    "diloco": {"period": 4, "delay": 2, "own_weight": 0.5, **DELAYED},
     "allreduce_gradients": {"wire": None},
     "none": {},
 }
-#: The same for processes of one machine that share one model.
+#: The same for algorithms in which processes of one machine share one model.
 SHARED = {
     "assm": {"processes": None},
     "passm": {"processes": None},
@@ -47,60 +48,60 @@ DECAY = {
     "step": {"decay_factor": 0.1, "decay_epochs": ()},
     "constant": {},
 }
-#: Keys that change nothing of what is computed; the images may have been copied elsewhere.
+#: Keys that do not change the result. A resumed run may change them.
 MAY_CHANGE = {"data", "workers", "out", "keep", "save_every", "resume", "on_failure", "tensorboard"}
 
 
 def key(default: Any, text: str, valid: str | tuple[str, ...] = "") -> Any:
-    """A field with its help text, and its choices or, for numbers, the interval they lie in."""
+    """A field with its help text and its choices or, for numbers, the interval of valid values."""
     return dataclasses.field(default=default, metadata={"help": text, "valid": valid})
 
 
 @dataclass(frozen=True)
 class Config:
-    """The keys of every program; where None is allowed, it stands for the algorithm's own default.
+    """The keys of every program. None stands for the default of the algorithm.
 
-    A program adds its own, those of its data and its models, as a subclass.
+    A program adds the keys of its data and its models in a subclass.
     """
 
-    workers: int = key(0, "processes that load images; 0: threads of this one", "[0, inf)")
-    compute_dtype: str = key("float32", "of activations", ("float32", "bfloat16"))
-    epochs: int = key(24, "", "[1, inf)")
+    workers: int = key(0, "worker processes that load images; 0 loads with threads", "[0, inf)")
+    compute_dtype: str = key("float32", "dtype of activations", ("float32", "bfloat16"))
+    epochs: int = key(24, "passes over the images", "[1, inf)")
     batch_size: int = key(16, "images per device and step", "[1, inf)")
-    learning_rate: float = key(0.025, "per device: the peak is this by all devices", "(0, inf)")
-    warmup_epochs: int = key(3, "the learning rate rises, daso blocks", "[0, inf)")
-    cooldown_epochs: int = key(3, "daso blocks again", "[0, inf)")
-    decay: str = key("cosine", "of the learning rate after warm-up", tuple(DECAY))
-    decay_factor: float | None = key(None, "of plateau (0.5), of step (0.1)", "(0, 1)")
-    decay_patience: int | None = key(None, "epochs without progress before plateau (5)", "[1, inf)")
-    decay_threshold: float | None = key(None, "of the loss: progress for plateau (0.05)", "(0, 1)")
-    decay_epochs: tuple[int, ...] = key((), "at which step decays", "[1, inf)")
-    momentum: float = key(0.9, "", "[0, 1)")
-    nesterov: bool = key(False, "Nesterov's momentum")
-    weight_decay: float = key(1e-4, "not of norms and biases", "[0, inf)")
-    seed: int = key(0, "of parameters, order and augmentation", "[0, inf)")
+    learning_rate: float = key(0.025, "per device; the peak is this times the devices", "(0, inf)")
+    warmup_epochs: int = key(3, "epochs in which the rate rises and daso blocks", "[0, inf)")
+    cooldown_epochs: int = key(3, "epochs at the end in which daso blocks", "[0, inf)")
+    decay: str = key("cosine", "decay of the learning rate after warm-up", tuple(DECAY))
+    decay_factor: float | None = key(None, "factor of plateau (0.5), of step (0.1)", "(0, 1)")
+    decay_patience: int | None = key(None, "stable epochs before plateau decays (5)", "[1, inf)")
+    decay_threshold: float | None = key(None, "smallest progress for plateau (0.05)", "(0, 1)")
+    decay_epochs: tuple[int, ...] = key((), "epochs at which step decays", "[1, inf)")
+    momentum: float = key(0.9, "momentum of SGD", "[0, 1)")
+    nesterov: bool = key(False, "use Nesterov's momentum")
+    weight_decay: float = key(1e-4, "decay of weights, not of norms and biases", "[0, inf)")
+    seed: int = key(0, "seed of parameters, order and augmentation", "[0, inf)")
 
-    sync: str = key("daso", "between nodes, or processes that share one model", (*SYNC, *SHARED))
+    sync: str = key("daso", "algorithm between nodes or processes", (*SYNC, *SHARED))
     period: int | None = key(None, "steps between two exchanges (4)", "[1, inf)")
-    delay: int | None = key(None, "steps of a flight (2); daso, dasgd, diloco", "[0, inf)")
+    delay: int | None = key(None, "steps until a merge (2); daso, dasgd, diloco", "[0, inf)")
     own_weight: float | None = key(None, "xi of dasgd (0.25), mix of diloco (0.5)", "[0, 1]")
-    fragments: int | None = key(None, "exchanged in turn (1); daso, dasgd, diloco", "[1, inf)")
-    wire: str | None = key(None, "dtype between nodes", ("float32", "bfloat16", "float16", "int8"))
-    moments: str | None = key(None, "momentum at a merge (local)", ("local", "average", "reset"))
+    fragments: int | None = key(None, "parts of the model (1); daso, dasgd, diloco", "[1, inf)")
+    wire: str | None = key(None, "dtype on the wire", ("float32", "bfloat16", "float16", "int8"))
+    moments: str | None = key(None, "momenta at a merge (local)", ("local", "average", "reset"))
 
-    processes: int | None = key(
-        None, "of assm, passm, passm_plus, started here; none: by a launcher", "[1, inf)"
-    )
-    switches: tuple[int, ...] = key((), "epochs that begin another part of passm_plus", "[1, inf)")
+    processes: int | None = key(None, "processes to start, for assm, passm, passm_plus", "[1, inf)")
+    switches: tuple[int, ...] = key((), "epochs at which passm_plus switches", "[1, inf)")
 
-    devices: int = key(0, "virtual CPU devices per process; 0: what is there", "[0, inf)")
-    processes_per_node: int | None = key(None, "none: found out", "[1, inf)")
+    devices: int = key(0, "virtual CPU devices per process; 0 uses the real devices", "[0, inf)")
+    processes_per_node: int | None = key(None, "default: detected", "[1, inf)")
     out: str = key("runs/train", "folder for metrics, plot and checkpoints")
-    keep: int = key(3, "checkpoints", "[1, inf)")
-    save_every: int = key(0, "steps between checkpoints; 0: one at the end of an epoch", "[0, inf)")
-    resume: bool = key(False, "go on from the last checkpoint in the folder")
-    on_failure: str = key("stop", "of a process; shrink: the others go on", ("stop", "shrink"))
-    tensorboard: bool = key(False, "write what TensorBoard reads, too")
+    keep: int = key(3, "number of checkpoints to keep", "[1, inf)")
+    save_every: int = key(0, "steps between checkpoints; 0 saves after each epoch", "[0, inf)")
+    resume: bool = key(False, "continue from the last checkpoint in the folder")
+    on_failure: str = key(
+        "stop", "if a process dies: stop, or shrink to the others", ("stop", "shrink")
+    )
+    tensorboard: bool = key(False, "write files for TensorBoard")
 
 
 DEFAULTS = Config()
@@ -109,18 +110,19 @@ DEFAULTS = Config()
 def parse(
     argv: list[str] | None = None, description: str = "", defaults: Config = DEFAULTS
 ) -> Config:
-    """The configuration that the command line asks for.
+    """Reads the configuration from the command line.
 
     Args:
-        argv: the arguments; None: those of the program.
-        description: of the program, for ``--help``.
-        defaults: what neither the file nor an option changes.
+        argv: The arguments, by default those of the program.
+        description: Description of the program for ``--help``.
+        defaults: The values of keys that neither the file nor an option sets.
 
     Returns:
-        A configuration like ``defaults``, completed: see :func:`complete`.
+        A configuration of the type of ``defaults``, completed by :func:`complete`.
 
     Raises:
-        SystemExit: naming the option, or the file and the key, the value, and what to do.
+        SystemExit: If an option or the file is wrong. The message names the option, or the file
+            and the key, the value, and what is required.
     """
     parser = argparse.ArgumentParser(
         description=description,
@@ -129,7 +131,7 @@ def parse(
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", metavar="FILE", default=None, help="Python that sets keys")
+    parser.add_argument("--config", metavar="FILE", default=None, help="Python file that sets keys")
     for field, kind, optional in _keys(defaults):
         default, valid = getattr(defaults, field.name), field.metadata["valid"]
         text = field.metadata["help"] + ("" if default in (None, ()) else f" ({default})")
@@ -144,7 +146,9 @@ def parse(
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         names = [option(field.name) for field in dataclasses.fields(defaults)]
-        raise SystemExit(f"{unknown[0]} is no option; {_nearest(unknown[0].split('=')[0], names)}")
+        raise SystemExit(
+            f"{unknown[0]} is not an option; {_nearest(unknown[0].split('=')[0], names)}"
+        )
     given = vars(known)
     path = given.pop("config")
     from_file = {} if path is None else read(path, defaults)
@@ -152,9 +156,9 @@ def parse(
 
 
 def read(path: str, defaults: Config = DEFAULTS) -> dict[str, Any]:
-    """The keys that a configuration file sets; raises SystemExit unless all are right."""
+    """Reads the keys that a configuration file sets. Raises SystemExit if one of them is wrong."""
     if not os.path.isfile(path):
-        raise SystemExit(f"--config: there is no file {path}.")
+        raise SystemExit(f"--config: the file {path} does not exist.")
     try:
         names = _saved(path) if is_json(path) else runpy.run_path(path)
     except Exception as error:
@@ -164,37 +168,37 @@ def read(path: str, defaults: Config = DEFAULTS) -> dict[str, Any]:
         for name, value in names.items()
         if not name.startswith("_") and not isinstance(value, types.ModuleType)
     }
-    if is_json(path):  # what a run has saved; its folder is its own
+    if is_json(path):  # saved by a run, whose folder must not be reused
         values = {name: value for name, value in values.items() if name not in ("out", "resume")}
     if not values:
-        raise SystemExit(f"{path} sets no key; it needs lines such as: epochs = 90")
+        raise SystemExit(f"{path} sets no key; add lines such as: epochs = 90")
     keys = {field.name: (field, *kind) for field, *kind in _keys(defaults)}
     for name, value in values.items():
         if name not in keys:
-            raise SystemExit(f"{path}: {name} = {value!r} is no key; {_nearest(name, keys)}")
+            raise SystemExit(f"{path}: {name} = {value!r} is not a key; {_nearest(name, keys)}")
     return {name: _checked(f"{path}: {name}", v, *keys[name]) for name, v in values.items()}
 
 
 def is_json(path: str) -> bool:
-    """Whether a file is what :func:`save` writes."""
+    """Whether a path is that of a file written by :func:`save`."""
     return path.endswith(".json")
 
 
 def complete(config: Config) -> Config:
-    """Fills in the algorithm's own defaults; refuses what does not fit, or has no effect."""
+    """Fills in the defaults of the algorithm. Raises SystemExit for keys that do not fit."""
     values = {
         field.name: _checked(option(field.name), getattr(config, field.name), field, *kind)
         for field, *kind in _keys(config)
     }
-    for chooser, listening in (("sync", SYNC | SHARED), ("decay", DECAY)):
-        own = listening[values[chooser]]
-        for name in {name: None for options in listening.values() for name in options}:
+    for chooser, users in (("sync", SYNC | SHARED), ("decay", DECAY)):
+        own = users[values[chooser]]
+        for name in {name: None for options in users.values() for name in options}:
             if values[name] in (None, ()):
                 values[name] = own.get(name, values[name])
             elif name not in own:
                 raise SystemExit(
                     f"{option(name)} has no effect with {option(chooser)} {values[chooser]}; "
-                    "leave it out, or set it to none where a file gives it."
+                    "leave it out, or set it to none if a file sets it."
                 )
     config = dataclasses.replace(config, **values)
     _check_together(config)
@@ -202,21 +206,21 @@ def complete(config: Config) -> Config:
 
 
 def save(config: Config, path: str | Path) -> None:
-    """Writes all keys to a JSON file, at once or not at all."""
+    """Writes all keys to a JSON file, atomically."""
     new = Path(path).with_suffix(".new")
     new.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
     os.replace(new, path)
 
 
 def differences(config: Config, path: str | Path) -> list[str]:
-    """Keys whose values change what is computed and are not those saved, with both values.
+    """The keys that differ from a saved configuration and change the result.
 
     Args:
-        config: a completed configuration.
-        path: the file that :func:`save` wrote.
+        config: A completed configuration.
+        path: A file written by :func:`save`.
 
     Returns:
-        Texts such as ``"epochs (24, now 30)"``; none if a run may go on.
+        Texts such as ``"epochs (24, now 30)"``. The list is empty if the run may be resumed.
     """
     saved = _saved(path)
     now = json.loads(json.dumps(dataclasses.asdict(config)))
@@ -226,23 +230,23 @@ def differences(config: Config, path: str | Path) -> list[str]:
 
 
 def _saved(path: str | Path) -> dict[str, Any]:
-    """What is in a file that :func:`save` wrote; raises ValueError if it did not."""
+    """Reads a file written by :func:`save`. Raises ValueError if it is something else."""
     try:
         names = json.loads(Path(path).read_text())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no configuration: {error}") from error
+        raise ValueError(f"{path} is not a configuration: {error}") from error
     if not isinstance(names, dict):
-        raise ValueError(f"{path} must hold keys and their values, got {names!r:.80}.")
+        raise ValueError(f"{path} must have keys and their values, got {names!r:.80}.")
     return names
 
 
 def option(name: str) -> str:
-    """A key's option on the command line."""
+    """The name of a key's option on the command line."""
     return "--" + name.replace("_", "-")
 
 
 def _check_together(config: Config) -> None:
-    """Raises SystemExit for keys that are right one by one only."""
+    """Raises SystemExit for keys that do not fit together."""
     epochs, warmup, cooldown = config.epochs, config.warmup_epochs, config.cooldown_epochs
     if warmup >= epochs:
         raise SystemExit(f"--warmup-epochs must be less than --epochs {epochs}, got {warmup}.")
@@ -259,11 +263,16 @@ def _check_together(config: Config) -> None:
     if steps != sorted({epoch for epoch in steps if warmup <= epoch < epochs}):
         raise SystemExit(f"--decay-epochs must rise within [{warmup}, {epochs}), got {steps}.")
     if config.moments == "reset" and (config.fragments or 1) > 1:
-        raise SystemExit("--moments reset needs --fragments 1: each would reset all moments.")
+        raise SystemExit(
+            f"--moments reset needs --fragments 1, got {config.fragments}: each merge "
+            "would reset all moments."
+        )
     if config.on_failure == "shrink" and config.sync in SHARED:
         raise SystemExit(f"--on-failure shrink has no effect with --sync {config.sync}.")
     if config.nesterov and config.sync == "eamsgd":
-        raise SystemExit("--nesterov has no effect with --sync eamsgd, which is Nesterov's anyway.")
+        raise SystemExit(
+            "--nesterov has no effect with --sync eamsgd, which uses Nesterov's momentum."
+        )
     if config.nesterov and config.sync in SHARED:
         raise SystemExit(f"--nesterov has no effect with --sync {config.sync}; leave it out.")
     if list(config.switches) != sorted({epoch for epoch in config.switches if epoch < epochs}):
@@ -276,7 +285,7 @@ _KINDS = {
     bool: "True or False",
     int: "a whole number",
     float: "a number",
-    str: "a text",
+    str: "a string",
     tuple[int, ...]: "whole numbers",
 }
 
@@ -293,7 +302,7 @@ def _keys(config: Config) -> list[tuple[dataclasses.Field, Any, bool]]:
 
 
 def _checked(where: str, value: Any, field: dataclasses.Field, kind: Any, optional: bool) -> Any:
-    """The value in its type; raises SystemExit if it does not fit."""
+    """Converts the value to its type. Raises SystemExit if it does not fit."""
     if value is None and optional:
         return None
     if not _fits(value, kind):
@@ -324,12 +333,12 @@ def _within(value: float, interval: str) -> bool:
 
 
 def _or_none(kind: type) -> Any:
-    """Reads ``none`` as None, which takes back what a file says."""
+    """Reads ``none`` as None, so that an option can undo what a file sets."""
 
     def read_option(text: str) -> Any:
         return None if text == "none" else kind(text)
 
-    read_option.__name__ = kind.__name__  # argparse names it in errors
+    read_option.__name__ = kind.__name__  # argparse prints this name in errors
     return read_option
 
 

@@ -1,4 +1,4 @@
-"""Data sets: scikit-learn's digits, folders as ImageNet has them, and noise to measure with."""
+"""Data sets: scikit-learn's digits, image folders in ImageNet's layout, and synthetic images."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import study
 from augment import Crop, read_image
 
-from jdaso import study
-
 SUFFIXES = (".jpg", ".jpeg", ".png")
-SYNTHETIC_DISTINCT = 16  # images, which are then repeated
+SYNTHETIC_DISTINCT = 16  # number of different synthetic images, which are repeated
 SYNTHETIC_TEST_IMAGES = 1000
 
-# Images, uint8 of shape (batch, height, width, channels), and labels, int32 of shape (batch, ...).
+# Images are uint8 of shape (batch, height, width, channels), labels int32 of shape (batch, ...).
 Batch = tuple[np.ndarray, np.ndarray]
 
 
 class Split(NamedTuple):
-    """Images to train with or to test.
+    """The training images or the test images of a data set.
 
     Attributes:
-        size: how many.
-        load: ``(index, rng) -> (image, label)``: uint8 of shape (height, width, channels),
-            augmented if there is an rng, and int32 of any shape, -1 where nothing is to be
-            learnt. It is sent to worker processes, so it must be picklable.
+        size: Number of images.
+        load: ``(index, rng) -> (image, label)``. The image is uint8 of shape (height, width,
+            channels) and is augmented if ``rng`` is not None. The label is int32 of any shape, and
+            -1 where it is unknown. The function must be picklable for worker processes.
     """
 
     size: int
@@ -36,7 +35,7 @@ class Split(NamedTuple):
 
 
 class Dataset(NamedTuple):
-    """What a model is trained and tested with."""
+    """The training and test images, and the sizes that a model depends on."""
 
     train: Split
     test: Split
@@ -45,16 +44,16 @@ class Dataset(NamedTuple):
 
 
 def load(config) -> Dataset:
-    """The data set of a configuration.
+    """Loads the data set of a configuration.
 
     Args:
-        config: has ``data``: ``"digits"``, ``"synthetic"`` or a folder with train/<class>/ and
-            val/<class>/ or test/<class>/. Folders need ``image_size``, ``augment``, ``padding``
-            and ``min_area``, see :class:`augment.Crop`; ``"synthetic"`` needs ``image_size``,
-            ``num_classes`` and ``synthetic_images``.
+        config: Its key ``data`` is ``"digits"``, ``"synthetic"``, or a folder with train/<class>/
+            and val/<class>/ or test/<class>/. A folder needs the keys ``image_size``, ``augment``,
+            ``padding`` and ``min_area``, see :class:`augment.Crop`. ``"synthetic"`` needs
+            ``image_size``, ``num_classes`` and ``synthetic_images``.
 
     Raises:
-        ValueError: if a setting is out of its range, or a folder not as described.
+        ValueError: If a key is out of its range, or if a folder has another layout.
     """
     if config.data == "digits":
         return digits()
@@ -65,7 +64,7 @@ def load(config) -> Dataset:
 
 
 def digits() -> Dataset:
-    """1797 images of 8x8 pixels; the 360 test images are always the same."""
+    """scikit-learn's 1797 images of 8x8 pixels. The 360 test images are always the same."""
     data = study.digits()
 
     def split(images, labels):
@@ -77,7 +76,7 @@ def digits() -> Dataset:
 
 
 def synthetic(num_images: int, image_size: int, num_classes: int) -> Dataset:
-    """Noise that costs nothing to make, to find out how fast a model trains."""
+    """Random images without a disk, to measure the speed of a training."""
     if min(num_images, num_classes) < 1:
         raise ValueError(
             "synthetic_images and num_classes must be at least 1, "
@@ -91,43 +90,43 @@ def synthetic(num_images: int, image_size: int, num_classes: int) -> Dataset:
 
 
 def folder(root: Path, crop: Crop) -> Dataset:
-    """ImageNet's layout; val/ is preferred to test/, whose labels ImageNet keeps to itself."""
+    """Images in ImageNet's layout. ``val/`` comes first; ImageNet does not label ``test/``."""
     train, test = root / "train", root / "val"
     if not test.is_dir():
         test = root / "test"
-    for side in (train, test):
-        if not side.is_dir():
-            missing = side if side == train else f"{root}/val and no {side}"
+    for split in (train, test):
+        if not split.is_dir():
+            missing = split if split == train else f"{root}/val and no {split}"
             raise ValueError(f"data: {root} needs train/ and val/ or test/, found no {missing}.")
     classes, test_classes = _classes(train), _classes(test)
     if classes != test_classes:
         raise ValueError(
-            f"data: {train} and {test} must hold the same classes, only one of them has "
+            f"data: {train} and {test} must have the same classes, but only one of them has "
             f"{', '.join(sorted(set(classes) ^ set(test_classes)))}."
         )
-    splits = (_folder_split(side, classes, crop) for side in (train, test))
+    splits = (_folder_split(split, classes, crop) for split in (train, test))
     return Dataset(*splits, num_classes=len(classes), channels=3)
 
 
-def _classes(side: Path) -> list[str]:
-    """Names of the folders in one."""
-    classes = sorted(entry.name for entry in _entries(side) if entry.is_dir())
+def _classes(split: Path) -> list[str]:
+    """The names of the subfolders."""
+    classes = sorted(entry.name for entry in _entries(split) if entry.is_dir())
     if not classes:
-        raise ValueError(f"data: {side} holds no folder; it needs one for each class.")
+        raise ValueError(f"data: {split} has no subfolder; it needs one for each class.")
     return classes
 
 
-def _folder_split(side: Path, classes: list[str], crop: Crop) -> Split:
+def _folder_split(root: Path, classes: list[str], crop: Crop) -> Split:
     names, labels = [], []
     for label, name in enumerate(classes):
-        entries = _entries(side / name)
+        entries = _entries(root / name)
         found = sorted(x.name for x in entries if x.name.lower().endswith(SUFFIXES))
         if not found:
-            raise ValueError(f"data: {side / name} holds no image ({', '.join(SUFFIXES)}).")
+            raise ValueError(f"data: {root / name} has no image ({', '.join(SUFFIXES)}).")
         names += [os.fsencode(f"{name}/{x}") for x in found]
         labels += [label] * len(found)
-    # Every worker gets a copy: one array is a third of as many strings, and sent at once.
-    files = functools.partial(_file, side, np.array(names), np.array(labels, np.int32), crop)
+    # Each worker receives a copy. One array takes a third of the memory of a list of strings.
+    files = functools.partial(_file, root, np.array(names), np.array(labels, np.int32), crop)
     return Split(len(labels), files)
 
 
@@ -139,13 +138,13 @@ def _entries(path: Path) -> list[os.DirEntry]:
         raise ValueError(f"data: {path} cannot be listed ({error.strerror}).") from error
 
 
-def _file(side, names, labels, crop, index, rng):
-    path = os.path.join(side, os.fsdecode(names[index]))
+def _file(root, names, labels, crop, index, rng):
+    path = os.path.join(root, os.fsdecode(names[index]))
     return read_image(path, crop, rng), labels[index]
 
 
 def _digit(padded, labels, index, rng):
-    top, left = (1, 1) if rng is None else rng.integers(0, 3, 2)  # shifted by up to one pixel
+    top, left = (1, 1) if rng is None else rng.integers(0, 3, 2)  # a shift by up to one pixel
     return padded[index, top : top + 8, left : left + 8], labels[index]
 
 

@@ -1,7 +1,7 @@
-"""The learning rate: linear warm-up to a peak that grows with the devices, then a decay.
+"""The learning rate: a linear warm-up to a peak that grows with the number of devices, and a decay.
 
-It is computed on the host, once per step, and handed to the compiled step as a number: what it
-depends on, the loss of whole epochs, is known there only.
+The host computes the learning rate for every step and passes it to the compiled step as a number,
+because it may depend on the losses of whole epochs, which only the host knows.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from config import Config
 
 
 class LearningRate(NamedTuple):
-    """Pure functions; the state is the same on all nodes, and belongs into a checkpoint.
+    """Three pure functions. Their state is the same on all nodes, and checkpoints must save it.
 
     Attributes:
-        init: ``() -> state``, a tree of arrays, empty unless the decay looks at the loss.
-        at: ``(state, epochs) -> learning rate`` after so many epochs, ``step / epoch_steps``.
-        observe: ``(state, loss, epoch) -> state``, once at the end of every epoch, whose number
-            counts from 0, with its training loss, the mean over all nodes.
+        init: ``() -> state``, a tree of arrays. It is empty unless the decay depends on the loss.
+        at: ``(state, epochs) -> learning rate``, where ``epochs`` is ``step / epoch_steps``.
+        observe: ``(state, loss, epoch) -> state``, called at the end of every epoch with its
+            number, counted from 0, and its training loss, averaged over all nodes.
     """
 
     init: Callable[[], Any]
@@ -32,27 +32,28 @@ class LearningRate(NamedTuple):
 
 
 def create(config: Config, num_devices: int) -> LearningRate:
-    """The learning rate that a configuration asks for.
+    """Creates the learning rate of a configuration.
 
-    With the linear scaling rule the peak is ``config.learning_rate * num_devices``. It is reached
-    from 0 in a straight line during warm-up and then multiplied, W warm-up epochs of E being over
-    after e epochs, by
+    The linear scaling rule gives the peak, ``config.learning_rate * num_devices``. The learning
+    rate rises linearly from 0 to the peak during W warm-up epochs. After e of E epochs it is the
+    peak multiplied by
 
         cosine:    (1 + cos(pi (e - W) / (E - W))) / 2
         step:      decay_factor for each of decay_epochs that has begun
         plateau:   decay_factor for each time that the loss was stable for decay_patience epochs
         constant:  1
 
-    A loss is stable as long as it is not below ``(1 - decay_threshold)`` of the best one since
-    warm-up. After a decay the count starts anew, the best loss stays.
+    A loss is stable if it is not below ``(1 - decay_threshold)`` times the best loss since the
+    warm-up. A decay resets the count of stable epochs, but not the best loss.
 
     Args:
-        config: as :func:`config.parse` returns it.
-        num_devices: of all nodes.
+        config: The configuration from :func:`config.parse`.
+        num_devices: Number of devices of all nodes.
 
     References:
         Goyal et al., Accurate, large minibatch SGD: training ImageNet in 1 hour, 2017, Sec. 2.1
-        and 2.2, which starts at the rate of one device; the plateau: daso-journal, Table 1.
+        and 2.2, where the warm-up starts at the rate of one device. The plateau is that of
+        daso-journal, Table 1.
     """
     peak, factor = config.learning_rate * num_devices, config.decay_factor
     warmup, total = config.warmup_epochs, config.epochs
@@ -83,7 +84,7 @@ def create(config: Config, num_devices: int) -> LearningRate:
     )
 
     def init():
-        return jax.device_get(test.init(jnp.float32(0)))  # on the host, where it is looked at
+        return jax.device_get(test.init(jnp.float32(0)))  # the host uses it
 
     @jax.jit
     def tested(state, loss):

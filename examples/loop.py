@@ -1,4 +1,4 @@
-"""The training loop of all examples: train, evaluate, save, stop and go on, on every node alike."""
+"""The training loop of all examples: training, evaluation, checkpoints, and resuming."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import processes
 from config import Config
+from report import report
 from resume import Position, check_folder, resume, to_save
 from setup import Setup, evaluate, mean_of, no_losses, set_up, training_batches
 from steps import Task, TrainState
@@ -19,26 +20,25 @@ from watch import Watch
 
 import jdaso
 from jdaso.checkpoint import Checkpoints
-from jdaso.report import report
 
-FETCH_EVERY = 10  # steps; to fetch the loss of each would keep the devices waiting
-#: What is counted from the start of the training, over all processes that were part of it.
+FETCH_EVERY = 10  # steps; fetching the loss of every step would keep the devices waiting
+#: Values that are counted from the start of the training, across all of its restarts.
 TOTALS = ("seconds", "bytes_sent", "seconds_in_flight", "seconds_blocked")
 
 
 def run(config: Config, create_task: Callable[[Config], Task]) -> int:
-    """Trains to the end, or until a signal asks to stop; returns the program's exit status."""
+    """Trains to the end, or until a signal asks to stop. Returns the exit status of the program."""
     processes.start(config.processes)
-    with jdaso.Interruption() as interruption:
-        return train(config, create_task, interruption)
+    with jdaso.cluster.Preemption() as preemption:
+        return train(config, create_task, preemption)
 
 
 def train(
-    config: Config, create_task: Callable[[Config], Task], interruption: jdaso.Interruption
+    config: Config, create_task: Callable[[Config], Task], preemption: jdaso.cluster.Preemption
 ) -> int:
-    """The same, with someone who listens to signals."""
+    """Does the work of :func:`run`, with a handler for signals."""
     if config.devices:
-        jdaso.use_virtual_devices(config.devices)
+        jdaso.cluster.use_virtual_devices(config.devices)
     per_node = config.processes_per_node or (1 if config.sync in configuration.SHARED else None)
     topology = jdaso.discover_topology(per_node)
     first, out = topology.rank == 0, Path(config.out)
@@ -46,19 +46,45 @@ def train(
         check_folder(out, config)
     setup, state = set_up(config, topology, create_task(config))
     if first and not (out / "config.json").exists():
-        # Not before: what has failed so far has begun no run.
+        # Only now, because a program that has failed before this point has not begun a run.
         out.mkdir(parents=True, exist_ok=True)
         configuration.save(config, out / "config.json")
-    total, epoch_steps, images = setup.total, setup.epoch_steps, setup.images_per_step
     checkpoints = Checkpoints(out / "checkpoints", topology, setup.world, config.keep)
     position, begin = Position(state, setup.rates.init(), np.zeros(len(TOTALS))), 0
     if config.resume:
         position, begin = resume(setup, checkpoints, position)
-    state, decay, before = position
-    watch = Watch(out, first, config.tensorboard, images, total, begin, begin // epoch_steps)
+    epochs = begin // setup.epoch_steps
+    watch = Watch(out, first, config.tensorboard, setup.images_per_step, setup.total, begin, epochs)
+    done, line, stop = take_steps(setup, position, begin, checkpoints, watch, preemption)
+    checkpoints.close()
+    watch.close()
+    if first and stop:
+        print(f"stopped by a signal and saved at step {done} of {setup.total}; --resume continues")
+    elif first and line:
+        report([out])
+        print(summary(setup, line))
+    return jdaso.cluster.EXIT_TRY_AGAIN if stop else 0
 
+
+def take_steps(
+    setup: Setup,
+    position: Position,
+    begin: int,
+    checkpoints: Checkpoints,
+    watch: Watch,
+    preemption: jdaso.cluster.Preemption,
+) -> tuple[int, dict[str, Any] | None, bool]:
+    """Takes the steps from ``begin`` on, with evaluations and checkpoints.
+
+    Returns:
+        The number of steps taken since the training began, the metrics of the last epoch that
+        ended (None if no epoch ended), and whether a signal stopped the training.
+    """
+    state, decay, before = position
+    total, epoch_steps, images = setup.total, setup.epoch_steps, setup.images_per_step
     start = epoch_start = time.perf_counter()
-    epoch_begin, line, stop = begin, None, False
+    done = epoch_begin = begin
+    line, stop = None, False
 
     def totals() -> np.ndarray:
         now = {"seconds": time.perf_counter() - start, **setup.world.report()}
@@ -67,12 +93,12 @@ def train(
     for step, batch in enumerate(training_batches(setup, begin), begin):
         done = step + 1
         epoch_end = done % epoch_steps == 0
-        if epoch_end:  # whose mean would end it
+        if epoch_end:  # before the step, because its mean makes the nodes equal
             drift = float(mean_of(setup, jdaso.drift(setup.world, state.params)))
         rate = np.float32(setup.rates.at(decay, step / epoch_steps))
         state, loss, metrics = setup.train_step(state, rate, *batch)
         if step == epoch_begin or not epoch_end:
-            plan = metrics  # but not of an epoch's last step: its mean may block
+            plan = metrics  # not of the last step of an epoch, whose mean may block
         if step % FETCH_EVERY == 0 or epoch_end:
             watch.step(done, loss, metrics, rate)
         if epoch_end:
@@ -88,45 +114,38 @@ def train(
                 "learning_rate": float(rate),
                 "drift": drift,
                 "images_per_second": (done - epoch_begin) * images / seconds,
-                "nodes": (setup.world.topology() or topology).num_nodes,
+                "nodes": (setup.world.topology() or setup.topology).num_nodes,
                 **numbers(plan, metrics),
             }
             watch.epoch(line)
             epoch_start, epoch_begin = time.perf_counter(), done
-        stop = interruption.wanted(setup.world) and done < total
-        if stop or done == total or done % (config.save_every or epoch_steps) == 0:
+        stop = preemption.requested(setup.world) and done < total
+        if stop or done == total or done % (setup.config.save_every or epoch_steps) == 0:
             state = setup.settled(state)
             checkpoints.save(done, to_save(setup, Position(state, decay, totals())))
         if stop:
             break
-    checkpoints.close()
-    watch.close()
-    if first and stop:
-        print(f"stopped by a signal and saved at step {done} of {total}; --resume goes on")
-    elif first and line:
-        report([out])
-        print(summary(setup, line))
-    return jdaso.EXIT_TRY_AGAIN if stop else 0
+    return done, line, stop
 
 
 def end_epoch(setup: Setup, state: TrainState, last: bool) -> tuple[TrainState, dict[str, float]]:
-    """The state that the next epoch begins with, and the loss and scores of this one."""
+    """Evaluates after an epoch. Returns the state for the next epoch, the loss and the scores."""
     optimizer, loss = setup.optimizer, mean_of(setup, state.losses[0] / state.losses[1])
     if last and optimizer.averaging is not None:
         params, opt_state = jdaso.drain(optimizer.averaging, state.opt_state, state.params)
         state = state._replace(params=params, opt_state=opt_state)
-    # Batch statistics are each node's own in training, and so may parameters be: what is
-    # evaluated is their mean.
+    # Batch statistics differ between nodes, and parameters may differ as well. Their mean is
+    # evaluated.
     own = (optimizer.evaluated(state.params, state.opt_state), state.stats)
     scores = evaluate(setup, *jdaso.consensus(optimizer.exchange, own, state.opt_state))
     return state._replace(losses=no_losses(setup)), {"loss": float(loss), **scores}
 
 
-def numbers(plan: jdaso.Metrics, metrics: jdaso.Metrics) -> dict[str, Any]:
-    """What the averaging tells of an epoch."""
+def numbers(plan: jdaso.core.Metrics, metrics: jdaso.core.Metrics) -> dict[str, Any]:
+    """The metrics of the averaging for the line of an epoch."""
     plan, metrics = jax.device_get((plan, metrics))
     return {
-        "phase": jdaso.PHASES[plan.phase],
+        "phase": jdaso.schedules.PHASES[plan.phase],
         "period": int(plan.period),
         "delay": int(plan.delay),
         "exchanges": int(metrics.exchanges),
@@ -136,9 +155,11 @@ def numbers(plan: jdaso.Metrics, metrics: jdaso.Metrics) -> dict[str, Any]:
 
 
 def summary(setup: Setup, line: dict[str, Any]) -> str:
-    """The last line of a training."""
+    """The text that a training ends with."""
     scores = ", ".join(
-        f"{key.replace('_', ' ')} {value:.4f}" for key, value in line.items() if key[:5] == "test_"
+        f"{key.replace('_', ' ')} {value:.4f}"
+        for key, value in line.items()
+        if key.startswith("test_")
     )
     return (
         f"{scores}  (sync={setup.config.sync}, {setup.topology.num_nodes} nodes x "

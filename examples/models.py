@@ -1,4 +1,4 @@
-"""Residual networks (He et al. 2016) in flax.nnx: ResNet-18 to 101, CIFAR's ResNet-20."""
+"""Residual networks (He et al. 2016) in flax.nnx: ResNet-18 to 101, and CIFAR's ResNet-20."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-# BatchNorm takes mean and variance over all devices of a process, the axis that is bound inside
-# jdaso.local_value_and_grad; between nodes they differ, as in DASO. Where a node is several
-# processes of one device each, those of its processes differ, too.
+# BatchNorm takes mean and variance over all devices of a process. Their axis is bound inside
+# jdaso.local_value_and_grad. Between processes the statistics differ, as they differ between nodes
+# in DASO.
 LOCAL_AXIS = "local"
 
 IMAGE_SIZE = {"resnet18": 224, "resnet34": 224, "resnet50": 224, "resnet101": 224, "resnet20": 32}
@@ -22,12 +22,12 @@ conv = functools.partial(
     kernel_init=nnx.initializers.variance_scaling(2.0, "fan_out", "normal"),
 )
 norm = functools.partial(nnx.BatchNorm, momentum=0.9, axis_name=LOCAL_AXIS)
-# A block whose last scale is 0 starts as the identity, which makes deep networks train at once.
+# With a last scale of 0 a block starts as the identity, which helps deep networks at first.
 last_norm = functools.partial(norm, scale_init=nnx.initializers.zeros_init())
 
 
 class Shortcut(nnx.Module):
-    """The identity, or a projection where a block changes the shape."""
+    """The identity, or a projection if the block changes the shape."""
 
     def __init__(self, features: int, out: int, stride: int, dtype: DTypeLike, rngs: nnx.Rngs):
         self.project = stride != 1 or features != out
@@ -58,7 +58,7 @@ class BasicBlock(nnx.Module):
 
 
 class Bottleneck(nnx.Module):
-    """1x1, 3x3 and 1x1 convolutions; the 3x3 one strides (version 1.5)."""
+    """1x1, 3x3 and 1x1 convolutions. The 3x3 convolution has the stride (version 1.5)."""
 
     expansion = 4
 
@@ -79,7 +79,8 @@ class Bottleneck(nnx.Module):
         return nnx.relu(y + self.shortcut(x, train))
 
 
-# Block, blocks of each stage, width of the first, and whether the stem quarters the resolution.
+# The block, the blocks of each stage, the width of the first stage, and whether the stem divides
+# the resolution by four.
 ARCHITECTURES = {
     "resnet18": (BasicBlock, (2, 2, 2, 2), 64, True),
     "resnet34": (BasicBlock, (3, 4, 6, 3), 64, True),
@@ -90,7 +91,10 @@ ARCHITECTURES = {
 
 
 class ResNet(nnx.Module):
-    """Stem, stages of blocks at halved resolution and doubled width, mean, linear classifier."""
+    """A stem, stages of blocks, the mean over all pixels, and a linear classifier.
+
+    Each stage halves the resolution and doubles the width.
+    """
 
     def __init__(
         self,
@@ -118,7 +122,7 @@ class ResNet(nnx.Module):
         self.head = nnx.Linear(features, num_classes, rngs=rngs)
 
     def __call__(self, images: jax.Array, train: bool) -> jax.Array:
-        """Logits, float32, of images, uint8 of shape (batch, height, width, channels)."""
+        """Returns float32 logits for uint8 images of shape (batch, height, width, channels)."""
         x = (images.astype(jnp.float32) / 127.5 - 1).astype(self.dtype)
         x = nnx.relu(self.stem_norm(self.stem(x), use_running_average=not train))
         if self.large_stem:
@@ -131,22 +135,22 @@ class ResNet(nnx.Module):
 def create(
     name: str, channels: int, num_classes: int, seed: int, dtype: DTypeLike = jnp.float32
 ) -> ResNet:
-    """The model of that name with its first parameters.
+    """Creates a model with its initial parameters.
 
     Args:
-        name: a key of ``IMAGE_SIZE``.
-        channels: of the images.
-        num_classes: length of the logits.
-        seed: of the first parameters.
-        dtype: in which convolutions and normalisations calculate. Parameters, batch statistics
-            and the classifier are float32 in any case.
+        name: A key of ``IMAGE_SIZE``.
+        channels: Channels of the images.
+        num_classes: Number of logits.
+        seed: Seed of the initial parameters.
+        dtype: Dtype in which convolutions and norms compute. Parameters, batch statistics and the
+            classifier are always float32.
 
     Raises:
-        ValueError: if there is no such model.
+        ValueError: If there is no model of this name.
     """
     if name not in ARCHITECTURES:
         raise ValueError(f"model must be one of {', '.join(IMAGE_SIZE)}, got {name!r}.")
-    # This generator compiles in a third of the time of JAX's default; there is much to compile,
-    # one program for each shape, before anything starts.
+    # This generator compiles in a third of the time of JAX's default generator. JAX compiles one
+    # program for each shape.
     rngs = nnx.Rngs(jax.random.key(seed, impl="rbg"))
     return ResNet(*ARCHITECTURES[name], channels, num_classes, dtype, rngs)

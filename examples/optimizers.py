@@ -1,7 +1,8 @@
-"""The optimizers of the training scripts: SGD with momentum, and one way to talk between nodes."""
+"""The optimizers of the training scripts: SGD with momentum and one algorithm of jdaso."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,14 +15,15 @@ import jdaso
 
 
 class Optimizer(NamedTuple):
-    """An optax transformation, and what goes with it.
+    """An optax transformation, and what a training needs besides.
 
     Attributes:
-        transformation: the whole optimizer; its learning rate is 0 until
+        transformation: The whole optimizer. Its learning rate is 0 until
             :func:`with_learning_rate` sets it.
-        exchange: what the nodes' parameters are averaged over before they are evaluated.
-        evaluated: ``(params, opt_state) -> params``, this node's part of what is evaluated.
-        averaging: what ``jdaso.drain`` takes; None if nothing is ever in flight.
+        exchange: The exchange that averages the nodes' parameters before an evaluation.
+        evaluated: ``(params, opt_state) -> params``, the parameters of this node that enter the
+            evaluated mean.
+        averaging: The argument of ``jdaso.drain``, or None if no exchange is ever in flight.
     """
 
     transformation: optax.GradientTransformation
@@ -31,94 +33,106 @@ class Optimizer(NamedTuple):
 
 
 def create(config: Config, world: jdaso.Exchange, epoch_steps: int) -> Optimizer:
-    """The optimizer that a configuration asks for.
+    """Creates the optimizer of a configuration.
 
     Args:
-        config: as :func:`config.parse` returns it.
-        world: how nodes reach each other.
-        epoch_steps: optimizer steps of an epoch.
+        config: The configuration from :func:`config.parse`.
+        world: The exchange between all nodes.
+        epoch_steps: Optimizer steps of one epoch.
     """
-    total, warmup = config.epochs * epoch_steps, config.warmup_epochs * epoch_steps
     decay = optax.add_decayed_weights(config.weight_decay, mask=kernels)
+    if config.sync in SHARED:  # shared_model.py has the optimizer
+        return Optimizer(optax.identity(), world, _own_params, None)
+    if config.sync == "eamsgd":  # a whole optimizer, which contains SGD
+        # Draining does not use the learning rate, so any value will do.
+        transformation = optax.chain(decay, _injected(functools.partial(_eamsgd, config, world)))
+        return Optimizer(transformation, world, _center, _eamsgd(config, world, 0.0))
 
-    def sgd(learning_rate):
-        return optax.sgd(learning_rate, config.momentum or None, config.nesterov)
-
-    local = optax.chain(decay, _injected(sgd))
-    wire, flight = {"wire": config.wire}, {"wire": config.wire, "fragments": config.fragments}
-
-    def mean(params, opt_state):
-        return params
-
-    def center(params, opt_state):  # without the sum in flight, which is a period old at most
-        centers = jdaso.easgd_center(opt_state)
-        return jax.tree.map(lambda x, c: c.astype(x.dtype), params, centers)
-
-    if config.sync in SHARED:  # who optimizes is shared_model.py
-        return Optimizer(optax.identity(), world, mean, None)
+    local = optax.chain(decay, _injected(functools.partial(_sgd, config)))
     if config.sync == "allreduce_gradients":
-        first = jdaso.allreduce_gradients(world, **wire)
-        return Optimizer(optax.chain(first, local), world, mean, None)
-    if config.sync == "eamsgd":
+        first = jdaso.allreduce_gradients(world, wire=config.wire)
+        return Optimizer(optax.chain(first, local), world, _own_params, None)
+    if config.sync == "none":
+        world = jdaso.single_exchange()
+    averaging = jdaso.chain(
+        local, _averaging(config, world, epoch_steps), config.moments or "local"
+    )
+    evaluated = _center if config.sync == "easgd" else _own_params
+    return Optimizer(averaging, world, evaluated, averaging)
 
-        def elastic(learning_rate):
-            return jdaso.eamsgd(world, config.period, learning_rate, config.momentum, **wire)
 
-        # To drain takes no learning rate: any will do.
-        return Optimizer(optax.chain(decay, _injected(elastic)), world, center, elastic(0.0))
-
-    evaluated, moments = mean, config.moments or "local"
+def _averaging(
+    config: Config, world: jdaso.Exchange, epoch_steps: int
+) -> optax.GradientTransformationExtraArgs:
+    """The algorithm of jdaso that comes after the local optimizer."""
+    total, warmup = config.epochs * epoch_steps, config.warmup_epochs * epoch_steps
+    period, wire, fragments = config.period, config.wire, config.fragments
     if config.sync == "daso":
         schedule = jdaso.cycling(
-            period=config.period,
+            period=period,
             delay=config.delay,
             warmup=warmup,
             cooldown=config.cooldown_epochs * epoch_steps,
             total=total,
             epoch=epoch_steps,
         )
-        averaging = jdaso.daso(world, schedule, **flight)
-    elif config.sync == "dasgd":
-        averaging = jdaso.dasgd(world, config.period, config.delay, config.own_weight, **flight)
-    elif config.sync == "diloco":
+        return jdaso.daso(world, schedule, wire=wire, fragments=fragments)
+    if config.sync == "dasgd":
+        own = config.own_weight
+        return jdaso.dasgd(world, period, config.delay, own, wire=wire, fragments=fragments)
+    if config.sync == "diloco":
         late = {"delay": config.delay, "mix": config.own_weight}
-        averaging = jdaso.diloco(world, config.period, **late, **flight)
-    elif config.sync == "easgd":
-        averaging, evaluated = jdaso.easgd(world, config.period, **wire), center
-    elif config.sync == "local_sgd":
-        averaging = jdaso.local_sgd(world, config.period, **wire)
-    elif config.sync == "post_local_sgd":  # a mean at every step while the learning rate rises
-        schedule = jdaso.by_step(lambda step: (jnp.where(step < warmup, 1, config.period), 0))
-        averaging = jdaso.local_sgd(world, schedule=schedule, **wire)
-    else:
-        world = jdaso.single_exchange()
-        averaging = jdaso.local_sgd(world, total)
-    averaging = jdaso.chain(local, averaging, moments)
-    return Optimizer(averaging, world, evaluated, averaging)
+        return jdaso.diloco(world, period, **late, wire=wire, fragments=fragments)
+    if config.sync == "easgd":
+        return jdaso.easgd(world, period, wire=wire)
+    if config.sync == "local_sgd":
+        return jdaso.local_sgd(world, period, wire=wire)
+    if config.sync == "post_local_sgd":  # a mean at every step during warm-up
+        schedule = jdaso.schedules.by_step(lambda step: (jnp.where(step < warmup, 1, period), 0))
+        return jdaso.local_sgd(world, schedule=schedule, wire=wire)
+    return jdaso.local_sgd(world, total)  # sync is "none", and the exchange has one node
+
+
+def _sgd(config: Config, learning_rate: Any) -> optax.GradientTransformation:
+    return optax.sgd(learning_rate, config.momentum or None, config.nesterov)
+
+
+def _eamsgd(config: Config, world: jdaso.Exchange, learning_rate: Any):
+    return jdaso.eamsgd(world, config.period, learning_rate, config.momentum, wire=config.wire)
+
+
+def _own_params(params: Any, opt_state: Any) -> Any:
+    return params
+
+
+def _center(params: Any, opt_state: Any) -> Any:
+    """The centre without the sum that is in flight, which is at most one period old."""
+    centers = jdaso.easgd_center(opt_state)
+    return jax.tree.map(lambda x, c: c.astype(x.dtype), params, centers)
 
 
 def with_learning_rate(opt_state: Any, rate: jax.Array) -> Any:
-    """The optimizer's state with the learning rate of the step that comes next.
+    """Returns the optimizer's state with the learning rate of the next step.
 
     Args:
-        opt_state: of an :class:`Optimizer`'s transformation.
-        rate: float32, a scalar, traced inside the compiled step.
+        opt_state: State of an :class:`Optimizer`'s transformation.
+        rate: A float32 scalar, traced inside the compiled step.
     """
 
-    def is_number(path, value) -> bool:  # the state of eamsgd has another thing of that name
+    def is_number(path, value) -> bool:  # eamsgd's state has another field of that name
         return isinstance(value, jax.Array)
 
     return optax.tree.set(opt_state, is_number, learning_rate=rate)
 
 
 def kernels(params: Any) -> Any:
-    """Which parameters decay: those of convolutions and linear layers, by their dimensions.
+    """Marks the parameters that decay: those with more than one dimension.
 
-    Norms' scales and biases do not (Goyal et al. 2017, Sec. 5.1).
+    Scales of norms and biases do not decay (Goyal et al. 2017, Sec. 5.1).
     """
     return jax.tree.map(lambda x: jnp.ndim(x) > 1, params)
 
 
 def _injected(build: Callable) -> optax.GradientTransformation:
-    """What a function of ``learning_rate`` builds, with the rate in its state."""
+    """Builds a transformation whose state holds its learning rate."""
     return optax.inject_hyperparams(build, hyperparam_dtype=jnp.float32)(learning_rate=0.0)

@@ -1,4 +1,4 @@
-"""Starts a program on several processes of this machine, as a launcher would."""
+"""Restarts a program as several processes of this machine."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ LAUNCHED = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_ID")
 
 
 def start(count: int | None) -> None:
-    """Gives this process to ``mpiexec``, which starts the same program so many times.
+    """Replaces this process by ``mpiexec``, which starts ``count`` processes of the same program.
 
-    Returns where a launcher has started the program already, or none is asked for.
+    Does nothing if a launcher has already started the program.
 
     Args:
-        count: how many processes; None: as many as there are.
+        count: Number of processes, or None to do nothing.
 
     Raises:
-        SystemExit: if there is no ``mpiexec``.
+        SystemExit: If ``mpiexec`` is not installed.
     """
     if count is None or any(name in os.environ for name in LAUNCHED):
         return

@@ -1,4 +1,4 @@
-"""Whose folder it is, and where a training goes on that was stopped or killed."""
+"""Resumes a training that was stopped or killed from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from jdaso.checkpoint import Checkpoints, at_step
 
 
 def check_folder(out: Path, config: Config) -> None:
-    """Raises ValueError if a folder belongs to another run."""
+    """Raises ValueError if the folder belongs to another run."""
     saved = out / "config.json"
     if saved.exists() and not config.resume:
         raise ValueError(
-            f"out: {out} holds a run already; --resume goes on with it, or choose another --out."
+            f"out: {out} already has a run; continue it with --resume, or choose another --out."
         )
     if saved.exists() and (changed := configuration.differences(config, saved)):
         raise ValueError(
-            f"resume: {out} is a run with other keys: {', '.join(changed)}. Take those of {saved}, "
-            "or choose another --out."
+            f"resume: the run in {out} has other keys: {', '.join(changed)}. Use the keys of "
+            f"{saved}, or choose another --out."
         )
 
 
 class Position(NamedTuple):
-    """Where a training is.
+    """The progress of a training.
 
     Attributes:
-        state: what steps change.
-        decay: of the learning rate.
-        totals: float64, seconds, bytes sent, seconds in flight and seconds blocked so far.
+        state: The state that training steps update.
+        decay: The state of the learning rate.
+        totals: float64[4], the totals so far in the order of ``loop.TOTALS``.
     """
 
     state: TrainState
@@ -43,7 +43,10 @@ class Position(NamedTuple):
 
 
 def to_save(setup: Setup, position: Position) -> dict[str, Any]:
-    """What a checkpoint holds; an epoch has other steps if there are more or fewer processes."""
+    """The contents of a checkpoint.
+
+    The sizes are saved because the steps of an epoch depend on the number of processes.
+    """
     return {
         **position._asdict(),
         "num_images": setup.task.dataset.train.size,
@@ -53,7 +56,7 @@ def to_save(setup: Setup, position: Position) -> dict[str, Any]:
 
 
 def resume(setup: Setup, checkpoints: Checkpoints, begin: Position) -> tuple[Position, int]:
-    """Position and step of the last checkpoint; without one, the position given and step 0."""
+    """Returns position and step of the last checkpoint, or ``begin`` and 0 if there is none."""
     restored = checkpoints.restore(to_save(setup, begin))
     if restored is None:
         return begin, 0
@@ -61,7 +64,7 @@ def resume(setup: Setup, checkpoints: Checkpoints, begin: Position) -> tuple[Pos
     if saved["num_images"] != setup.task.dataset.train.size:
         raise ValueError(
             f"data: the run to resume has {saved['num_images']} images for training, now there are "
-            f"{setup.task.dataset.train.size}, another order and other epochs. Give it the same."
+            f"{setup.task.dataset.train.size}, so all epochs would differ; give the same data."
         )
     state, step = saved["state"], restored.step
     same = saved["images_per_step"] == setup.images_per_step
@@ -74,6 +77,6 @@ def resume(setup: Setup, checkpoints: Checkpoints, begin: Position) -> tuple[Pos
         how = "bit for bit" if same else "with another number of devices"
         if nodes != setup.topology.num_nodes:
             how = f"from the mean over the {nodes} nodes that saved it"
-        end = "; nothing is left to do" if step == setup.total else ""
+        end = "; no steps are left" if step == setup.total else ""
         print(f"resumed at step {step} of {setup.total}, {how}{end}", flush=True)
     return Position(state, saved["decay"], saved["totals"]), step

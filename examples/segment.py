@@ -1,10 +1,11 @@
-"""Trains a segmentation network for street scenes, the second workload of the DASO paper.
+"""Trains a network that segments street scenes, the second workload of the DASO paper.
 
     mpiexec -n 2 python examples/segment.py --devices 2 --out runs/streets
     srun -K python examples/segment.py --config examples/configs/cityscapes_hrnet_daso.py \\
         --data /data/cityscapes --out runs/cityscapes --resume
 
-Loop, algorithms and all options but those of data and model are those of train.py.
+The training loop, the algorithms and most options are those of train.py. Only the options of data
+and model differ.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from steps import Task
 class Segmentation(Config):
     """The keys of segment.py."""
 
-    model: str = key("hrnet", "", ("hrnet",))
-    data: str = key("streets", "streets, which are drawn, or a folder in Cityscapes' layout")
+    model: str = key("hrnet", "name of the network", ("hrnet",))
+    data: str = key("streets", "streets (drawn images), or a folder in Cityscapes' layout")
     widths: tuple[int, ...] = key((32, 64), "channels of the HRNet's branches", "[1, inf)")
-    blocks: int = key(1, "of a branch between two exchanges", "[1, inf)")
+    blocks: int = key(1, "residual blocks between two fusions of the branches", "[1, inf)")
     height: int = key(64, "pixels of a street, or of a random crop", "[16, inf)")
     width: int = key(128, "pixels of a street, or of a random crop", "[16, inf)")
-    num_train: int = key(512, "streets drawn to train with", "[1, inf)")
-    num_test: int = key(128, "streets drawn to test", "[1, inf)")
+    num_train: int = key(512, "number of drawn streets for training", "[1, inf)")
+    num_test: int = key(128, "number of drawn streets for testing", "[1, inf)")
 
 
 def task(config: Segmentation) -> Task:
-    """Data, model and loss that a configuration asks for."""
+    """Creates data, model and loss of a configuration."""
     size = (config.height, config.width)
     if config.data == "streets":
         dataset = streets(*size, config.num_train, config.num_test)
@@ -48,7 +49,7 @@ def task(config: Segmentation) -> Task:
     model = attention.MultiScaleAttention(
         dataset.channels,
         dataset.num_classes,
-        nnx.Rngs(jax.random.key(config.seed, impl="rbg")),  # which compiles fast, see models.py
+        nnx.Rngs(jax.random.key(config.seed, impl="rbg")),  # compiles fast, see models.py
         widths=config.widths,
         blocks=config.blocks,
         dtype=jnp.dtype(config.compute_dtype),

@@ -1,4 +1,4 @@
-"""Everything a training is made of, and what its nodes compute together between steps."""
+"""The parts of a training, and the computations of all nodes between steps."""
 
 from __future__ import annotations
 
@@ -22,19 +22,23 @@ import jdaso
 
 
 class Setup(NamedTuple):
-    """What stays the same all through a training.
+    """The parts of a training that do not change.
 
     Attributes:
-        config: the keys of the run.
-        topology, world: who the others are, and how to reach them.
-        task: what is learnt.
-        optimizer, rates: how.
-        batch_size: images of this process in a step.
-        images_per_step: of all processes.
-        epoch_steps: steps of an epoch.
-        train_step, count: compiled; see steps.py.
-        across: the mean over the processes of a node.
-        settled: the state with the parameters that all have; all processes must call it.
+        config: The keys of the run.
+        topology: The nodes, processes and devices of the job.
+        world: The exchange between all nodes.
+        task: The data set and the model.
+        optimizer: The optimizer with its averaging.
+        rates: The learning rate.
+        batch_size: Images of this process in one step.
+        images_per_step: Images of all processes in one step.
+        epoch_steps: Steps of one epoch.
+        train_step: The compiled training step, see :func:`steps.make_steps`.
+        count: The compiled evaluation of a batch, see :func:`steps.make_steps`.
+        across: Computes the mean over the processes of a node.
+        settled: Returns the state with the parameters that all processes share. All processes must
+            call it.
     """
 
     config: Config
@@ -58,7 +62,7 @@ class Setup(NamedTuple):
 
 
 def set_up(config: Config, topology: jdaso.Topology, task: Task) -> tuple[Setup, TrainState]:
-    """The parts of a training, and the state it starts from, the same on all nodes."""
+    """Creates the parts of a training and its initial state, which is the same on all nodes."""
     world = jdaso.mpi_exchange(topology, on_failure=config.on_failure)
     num_processes, num_devices = len(topology.processes), topology.mesh.size
     batch_size = config.batch_size * num_devices
@@ -81,7 +85,7 @@ def set_up(config: Config, topology: jdaso.Topology, task: Task) -> tuple[Setup,
         epoch_steps,
         train_step,
         count,
-        jdaso.process_mean(topology) or _as_it_is,
+        jdaso.exchange.process_mean(topology) or _as_it_is,
         settled,
     )
     check_sizes(setup)
@@ -96,24 +100,25 @@ def set_up(config: Config, topology: jdaso.Topology, task: Task) -> tuple[Setup,
 
 
 def check_sizes(setup: Setup) -> None:
-    """Raises ValueError where the number of images is not that of the first node."""
+    """Raises ValueError if this process has another number of images than the first one."""
     own = [setup.task.dataset.train.size, setup.task.dataset.test.size]
     first = jdaso.broadcast(setup.world, np.array(own, np.int32)).tolist()
     if own != first:
         topology = setup.topology
         raise ValueError(
             f"data: {topology.describe(topology.rank)} has {own[0]} images for training and "
-            f"{own[1]} to test, rank 0 has {first[0]} and {first[1]}; give all the same."
+            f"{own[1]} for testing, but rank 0 has {first[0]} and {first[1]}; give all processes "
+            "the same images."
         )
 
 
 def no_losses(setup: Setup) -> jax.Array:
-    """The losses of an epoch that begins."""
+    """The sum and the number of losses at the beginning of an epoch, both 0."""
     return jax.device_put(jnp.zeros(2), NamedSharding(setup.topology.mesh, P()))
 
 
 def training_batches(setup: Setup, begin: int) -> Iterator[Any]:
-    """This process's batches from a step on, on its devices."""
+    """The batches of this process from step ``begin`` on, on its devices."""
     config, topology = setup.config, setup.topology
     feed = batches.train_batches(
         setup.task.dataset.train,
@@ -129,14 +134,14 @@ def training_batches(setup: Setup, begin: int) -> Iterator[Any]:
 
 
 def evaluate(setup: Setup, params: Any, stats: Any) -> dict[str, float]:
-    """Scores on all test images; each process looks at its part of them."""
+    """Computes the scores on all test images, of which each process evaluates a part."""
     topology = setup.topology
     parts = batches.test_batches(
         setup.task.dataset.test,
         topology.rank,
         len(topology.processes),
         setup.batch_size,
-    )  # by threads: to start processes each time would take longer than they save
+    )  # loaded by threads, because starting worker processes would take longer
     split = _split(setup)
     counts = [setup.count(params, stats, *jax.device_put(batch, split)) for batch in parts]
     mine = np.sum(jax.device_get(counts), axis=0, dtype=np.float64)
@@ -144,7 +149,7 @@ def evaluate(setup: Setup, params: Any, stats: Any) -> dict[str, float]:
 
 
 def mean_of(setup: Setup, values: Any) -> np.ndarray:
-    """The mean of a small float32 array over all processes, in float64."""
+    """The mean of a small float32 array over all processes, as float64."""
     mean = jdaso.consensus(setup.world, setup.across([jnp.asarray(values, jnp.float32)]))[0]
     return np.asarray(mean, np.float64)
 

@@ -1,6 +1,6 @@
-"""One model in the memory of several processes: assm, passm and passm_plus in the training loop.
+"""Uses assm, passm and passm_plus, with one model in shared memory, in the training loop.
 
-Processes are at most four steps apart, since all of them ask all others whether a signal has come.
+Processes are at most four steps apart, because all of them exchange whether a signal has arrived.
 """
 
 from __future__ import annotations
@@ -18,26 +18,30 @@ from steps import Task, TrainState, loss_of
 import jdaso
 from jdaso import passm
 
-CYCLING = jdaso.PHASES.index("cycling")
+CYCLING = jdaso.schedules.PHASES.index("cycling")
 
 
 class SharedModel:
-    """A model that all processes train; it is put into their memory when the first step is taken.
+    """A model in shared memory that all processes train.
 
-    Not before, since until then a checkpoint may bring other parameters.
+    The first training step moves the model to shared memory. Until then a checkpoint may replace
+    the parameters.
 
     Args:
-        config: as :func:`config.parse` returns it.
-        task: what is learnt.
-        topology: the processes, all on one host, with one device each.
-        epoch_steps: steps of a process in an epoch.
+        config: The configuration from :func:`config.parse`.
+        task: The data set and the model.
+        topology: The processes, all on one host, with one device each.
+        epoch_steps: Steps of one process in an epoch.
+
+    Raises:
+        ValueError: If the number of processes or devices does not fit.
     """
 
     def __init__(self, config: Config, task: Task, topology: jdaso.Topology, epoch_steps: int):
         count = len(topology.processes)
         if config.processes not in (None, count):
             raise ValueError(
-                f"processes: {config.processes} were asked for and the launcher started {count}; "
+                f"processes: {config.processes} were requested, but the launcher started {count}; "
                 "leave the option out, or start without a launcher."
             )
         if topology.mesh.size > 1:
@@ -54,7 +58,7 @@ class SharedModel:
         self._rate = 0.0
 
     def init(self, state: TrainState) -> passm.State:
-        """What this process keeps for itself."""
+        """The private state of this process."""
         count = len(self._topology.processes)
         batch = [np.expand_dims(x, 0) for x in self._task.dataset.train.load(0, None)]
         order = passm.order_of_use(self._loss_fn, state.params, state.stats, *batch)
@@ -63,21 +67,21 @@ class SharedModel:
         return self._method(alone).init()
 
     def train_step(self, state: TrainState, rate: Any, images: jax.Array, labels: jax.Array):
-        """As the ``train_step`` of steps.py; but the parameters of its state rest."""
+        """Takes a step like that of steps.py. The returned state keeps its parameters."""
         data = state.stats, images, labels
         if self._training is None:
             self._memory = passm.shared_memory(self._topology, state.params)
             self._training = self._method(self._memory)
-            self._training.init(*data)  # compiles: all begin together
-        # Algorithm 1 multiplies by 1 - m: so the option means what it means for SGD.
+            self._training.init(*data)  # compiles, so that all processes begin together
+        # Algorithm 1 multiplies by 1 - m. Dividing gives the option the same meaning as for SGD.
         self._rate = float(rate) / (1 - self._config.momentum)
         own, (loss, stats) = self._training.step(state.opt_state, *data)
         losses = state.losses + jnp.stack([loss, jnp.ones_like(loss)])
-        metrics = jdaso.Metrics(own.step, CYCLING, 1, 0, 0, 0, False, own.skipped, 0)
+        metrics = jdaso.core.Metrics(own.step, CYCLING, 1, 0, 0, 0, False, own.skipped, 0)
         return TrainState(state.params, stats, own, losses), loss, metrics
 
     def settled(self, state: TrainState) -> TrainState:
-        """The state with the parameters as all have left them; all processes must call it."""
+        """Returns the state with the shared parameters. All processes must call it."""
         if self._memory is None:
             return state
         params = jax.device_put(
@@ -99,7 +103,7 @@ class SharedModel:
 
 
 def switches(config: Config, epoch_steps: int) -> list[int]:
-    """The steps at which PASSM+ changes: those that are given in epochs, or its heuristic's."""
+    """The steps at which PASSM+ switches, from the configuration or from the paper's heuristic."""
     if config.switches:
         return [epoch * epoch_steps for epoch in config.switches]
     drops = [epoch * epoch_steps for epoch in config.decay_epochs]
@@ -107,5 +111,5 @@ def switches(config: Config, epoch_steps: int) -> list[int]:
 
 
 def _on_one_device(loss_fn):
-    """The loss with the axis of local devices bound, over which BatchNorm takes its mean."""
+    """Binds the axis of local devices, over which BatchNorm averages, with size 1."""
     return jax.vmap(loss_fn, in_axes=None, out_axes=None, axis_size=1, axis_name="local")

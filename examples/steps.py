@@ -1,4 +1,4 @@
-"""What is compiled: one training step, and the counts of one batch of an evaluation."""
+"""The compiled functions: one training step, and the evaluation of one batch."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ import jdaso
 
 
 class Task(NamedTuple):
-    """What is learnt from what.
+    """A data set, a model, and how the model is trained and scored.
 
     Attributes:
-        dataset: images and labels.
-        model: with its first parameters; ``model(images, train)`` gives outputs.
-        loss: ``(outputs, labels) -> float32 scalar``, the mean over a device's batch.
-        counts: ``(outputs, labels) -> float32 array``, summed over all test images; a label of
-            -1 counts nothing.
-        score: ``(counts) -> {"test_...": value}``.
+        dataset: Images and labels.
+        model: The model with its initial parameters. ``model(images, train)`` returns outputs.
+        loss: ``(outputs, labels) -> float32 scalar``, the mean over the batch of a device.
+        counts: ``(outputs, labels) -> float32 array``, which is summed over all test images. Labels
+            of -1 must not count.
+        score: ``counts -> {"test_...": value}``, the scores for the summed counts.
     """
 
     dataset: Dataset
@@ -38,13 +38,13 @@ class Task(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """What a step changes.
+    """The state that a training step updates.
 
     Attributes:
-        params: the model's parameters.
-        stats: its batch statistics.
-        opt_state: of the optimizer.
-        losses: float32[2], sum and number of this node's losses in this epoch.
+        params: The parameters of the model.
+        stats: The batch statistics of the model.
+        opt_state: The state of the optimizer.
+        losses: float32[2], the sum and the number of this node's losses in the current epoch.
     """
 
     params: Any
@@ -56,15 +56,19 @@ class TrainState(NamedTuple):
 def make_steps(
     task: Task, optimizer: optimizers.Optimizer, topology: jdaso.Topology
 ) -> tuple[Callable, Callable]:
-    """``train_step(state, rate, images, labels) -> (state, loss, metrics)``, and
-    ``count(params, stats, images, labels) -> counts``."""
+    """Compiles the training step and the evaluation.
+
+    Returns:
+        ``train_step(state, rate, images, labels) -> (state, loss, metrics)`` and
+        ``count(params, stats, images, labels) -> counts``.
+    """
     graphdef = nnx.graphdef(task.model)
     value_and_grad = jdaso.local_value_and_grad(
         loss_of(task),
         topology.mesh,
         has_aux=True,
         in_specs=(P(), P("local"), P("local")),
-        across=jdaso.process_mean(topology),
+        across=jdaso.exchange.process_mean(topology),
     )
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -85,14 +89,16 @@ def make_steps(
 
 
 def loss_of(task: Task) -> Callable:
-    """``(params, stats, images, labels) -> (loss, stats)`` of a task's model in training."""
+    """The loss function ``(params, stats, images, labels) -> (loss, stats)`` of a task."""
     graphdef = nnx.graphdef(task.model)
 
     def loss_fn(params, stats, images, labels):
-        model = nnx.merge(graphdef, params, stats, copy=True)  # it is about to change its stats
-        loss, seen = task.loss(model(images, train=True), labels), nnx.state(model, nnx.BatchStat)
-        # A batch that is not finite would otherwise stay in the running statistics for ever.
-        stats = jax.tree.map(lambda old, new: jnp.where(jnp.isfinite(new), new, old), stats, seen)
+        model = nnx.merge(graphdef, params, stats, copy=True)  # a copy, whose statistics change
+        loss = task.loss(model(images, train=True), labels)
+        updated = nnx.state(model, nnx.BatchStat)
+        # A batch that is not finite would stay in the running statistics forever.
+        keep_finite = lambda old, new: jnp.where(jnp.isfinite(new), new, old)  # noqa: E731
+        stats = jax.tree.map(keep_finite, stats, updated)
         return loss, stats
 
     return loss_fn

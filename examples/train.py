@@ -1,11 +1,11 @@
-"""Trains a ResNet on several nodes, with DASO or one of its relatives.
+"""Trains a ResNet on several nodes with DASO or another algorithm of jdaso.
 
     mpiexec -n 2 python examples/train.py --devices 2 --out runs/demo
     srun -K python examples/train.py --config examples/configs/imagenet_resnet50_daso.py \\
         --data /data/imagenet --out runs/imagenet --resume
 
-Gradients are averaged over the devices of a node at every step, parameters between nodes as
---sync says. Without an MPI launcher there is one node.
+Gradients are averaged over the devices of a node at every step. --sync selects how parameters are
+averaged between nodes. Without an MPI launcher there is one node.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A study of 32 nodes on one device: what period and delay do to the accuracy of DASO.
+"""Studies how period and delay change the accuracy of DASO, with 32 nodes on one device.
 
     python examples/virtual_cluster.py --out runs/virtual_cluster
 
-Repeats the rows of Table 2 of the DASO paper (Coquelin et al. 2022), there ResNet-50 on ImageNet
-with 32 nodes, here a small network on digits. As there, period and delay stay as they are for the
-whole training, so the schedule is not the cycling one. Takes some minutes on two cores.
+Repeats the rows of Table 2 of the DASO paper (Coquelin et al. 2022). The paper trains ResNet-50 on
+ImageNet with 32 nodes, this study trains a small network on digits. As in the paper, period and
+delay are constant during a training. The study takes some minutes on two cores.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
+import study
 from jax import lax
 
 import jdaso
-from jdaso import study
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
@@ -29,8 +29,8 @@ import matplotlib.pyplot as plt
 NODES = 32
 MODEL = study.SmallCNN()
 MOMENTUM = 0.9
-FAILED = 50  # %; chance is 10
-# (B, S): top-1 accuracy in %, 128 GPUs on 32 nodes (daso-journal Table 2).
+FAILED = 50  # accuracy in % below which a training counts as failed; chance is 10
+# Top-1 accuracy in % of each (B, S), with 128 GPUs on 32 nodes (daso-journal Table 2).
 PAPER = {
     **{(1, 0): 76.5416, (1, 1): 74.9233},
     **{(2, 0): 76.3027, (2, 1): 74.8936, (2, 2): 75.0854},
@@ -40,32 +40,48 @@ PAPER = {
     **{(32, 0): 43.6855, (32, 4): 44.0639, (32, 16): 41.2458, (32, 32): 50.9539},
 }
 PERIODS = (1, 2, 4, 8, 16, 32)
+# Each claim says that the second (B, S) of every pair has a higher accuracy than the first.
+CLAIMS = {
+    "Blocking means (S = 0) have a lower accuracy than B = 1": [
+        ((b, 0), (1, 0)) for b in PERIODS[1:]
+    ],
+    "Delayed means (S = B/2) have a lower accuracy than S = 0": [
+        ((b, b // 2), (b, 0)) for b in PERIODS[1:]
+    ],
+    "A delay of one period (S = B) has a higher accuracy than S = B/2": [
+        ((b, b // 2), (b, b)) for b in PERIODS[1:]
+    ],
+    "A delay of one period (S = B) has a higher accuracy than S = 0": [
+        ((b, 0), (b, b)) for b in PERIODS[1:]
+    ],
+}
 RULES = {"S = 0": lambda b: 0, "S = B/2": lambda b: b // 2, "S = B": lambda b: b}
 
 Rows = dict[tuple[int, int], np.ndarray]
 
 
 def fixed(period: jax.Array, delay: jax.Array) -> jdaso.Schedule:
-    """:func:`jdaso.constant` of numbers that jit does not know: one program for all rows."""
+    """:func:`jdaso.constant` for traced numbers, so that one compiled program serves all rows."""
 
     def plan(state, step):
         no = jnp.bool_(False)
-        return jdaso.Plan(1, period, delay, step + 1, flush=no, blocking=no, epoch_end=no), state
+        plan = jdaso.core.Plan(1, period, delay, step + 1, flush=no, blocking=no, epoch_end=no)
+        return plan, state
 
     return jdaso.Schedule(lambda: (), plan, lambda state, loss: state, max(PERIODS), True)
 
 
 @functools.partial(jax.jit, static_argnames="learning_rate")
 def train(period, delay, params, images, labels, order, learning_rate):
-    """The mean of all nodes' parameters after the training, and the loss of every step."""
+    """Returns the mean of all nodes' parameters after the training, and the loss of every step."""
     exchange = jdaso.axis_exchange("node", NODES)
     averaging = jdaso.daso(exchange, fixed(period, delay))
     decay = optax.cosine_decay_schedule(learning_rate, decay_steps=len(order))
     tx = optax.chain(optax.sgd(decay, MOMENTUM), averaging)
 
-    def step(carry, places):  # what every node does, as if it were alone
+    def step(carry, indices):  # the training step of one node
         params, opt_state = carry
-        loss, grads = jax.value_and_grad(loss_fn)(params, images[places], labels[places])
+        loss, grads = jax.value_and_grad(loss_fn)(params, images[indices], labels[indices])
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
         return (optax.apply_updates(params, updates), opt_state), loss
 
@@ -84,7 +100,7 @@ def loss_fn(params, images, labels):
 
 
 def sweep(args: argparse.Namespace) -> Rows:
-    """Accuracies in % of all seeds for every row; prints them."""
+    """Trains for each row of the table, prints the rows, and returns the accuracies in %."""
     data = study.digits()
     images, labels = jnp.asarray(data.images), jnp.asarray(data.labels)
     seeds = [
@@ -96,7 +112,8 @@ def sweep(args: argparse.Namespace) -> Rows:
     ]
     if len(seeds[0][1]) < 2 * max(PERIODS):
         raise SystemExit(
-            f"--epochs: {len(seeds[0][1])} steps are too few for a period of {max(PERIODS)}."
+            f"--epochs {args.epochs}: {len(seeds[0][1])} steps are too few for a period of "
+            f"{max(PERIODS)}; give at least {2 * max(PERIODS)} steps."
         )
     print(
         f"{NODES} nodes, {args.batch_size} images per node and step, {len(seeds[0][1])} steps, "
@@ -124,54 +141,41 @@ def sweep(args: argparse.Namespace) -> Rows:
 
 
 def standard_error(each: np.ndarray) -> float:
-    """That of the mean; nan for a single seed."""
+    """The standard error of the mean, NaN for a single seed."""
     return float(each.std(ddof=1) / np.sqrt(len(each))) if len(each) > 1 else float("nan")
 
 
 def findings(rows: Rows) -> str:
-    """What the paper found, and in how many rows it is so here; differences of seeds' means.
+    """Compares the results with the findings of the paper.
 
-    A difference counts if it exceeds two standard errors, taken over the seeds, which have the
-    same first parameters and the same batches in all rows.
+    The accuracies of two rows are compared seed by seed, because a seed has the same initial
+    parameters and the same batches in all rows. A difference is clear if its mean over the seeds
+    exceeds two standard errors.
     """
-    claims = {
-        "blocking means (S = 0): accuracy below that of B = 1": [
-            ((b, 0), (1, 0)) for b in PERIODS[1:]
-        ],
-        "late means (S = B/2): accuracy below that of S = 0": [
-            ((b, b // 2), (b, 0)) for b in PERIODS[1:]
-        ],
-        "delay = period (S = B): accuracy above that of S = B/2": [
-            ((b, b // 2), (b, b)) for b in PERIODS[1:]
-        ],
-        "delay = period (S = B): accuracy above that of S = 0": [
-            ((b, 0), (b, b)) for b in PERIODS[1:]
-        ],
-    }
     lines = []
-    for claim, pairs in claims.items():
+    for claim, pairs in CLAIMS.items():
         paper = sum(PAPER[low] < PAPER[high] for low, high in pairs)
         gains = [rows[high] - rows[low] for low, high in pairs]
-        sure = [gain.mean() / max(standard_error(gain), 1e-9) for gain in gains]
-        yes, opposite = sum(x > 2 for x in sure), sum(x < -2 for x in sure)
+        clear = [gain.mean() / max(standard_error(gain), 1e-9) for gain in gains]
+        yes, opposite = sum(x > 2 for x in clear), sum(x < -2 for x in clear)
         verdict = "reproduced" if yes > len(pairs) / 2 else "not reproduced"
         if opposite > len(pairs) / 2:
             verdict = "the opposite was found"
         lines.append(
-            f"- {claim}: paper {paper} of {len(pairs)} periods; here {yes}, the opposite in "
-            f"{opposite}, no clear difference in {len(pairs) - yes - opposite}: {verdict}"
+            f"- {claim}. Paper: {paper} of {len(pairs)} periods. Here: {yes}, the opposite in "
+            f"{opposite}, no clear difference in {len(pairs) - yes - opposite}. Result: {verdict}."
         )
     failed = [row for row, each in rows.items() if each.mean() < FAILED]
     if failed:
         lines.append(
-            f"- (B, S) with a mean below {FAILED} %: {', '.join(map(str, failed))}: training of "
-            "some seeds, or all, has failed at this learning rate"
+            f"- The mean accuracy is below {FAILED} % for (B, S) = {', '.join(map(str, failed))}. "
+            "Training with some or all seeds has failed at this learning rate."
         )
     return "\n".join(lines)
 
 
 def plot(rows: Rows, out: Path) -> Path:
-    """Accuracy over period, a line for each rule of the delay, with the paper's beside it."""
+    """Draws accuracy over period for each rule of the delay, beside the results of the paper."""
     figure, axes = plt.subplots(1, 2, sharex=True, figsize=(9, 4), layout="constrained")
     for name, rule in RULES.items():
         pairs = [(b, rule(b)) for b in PERIODS if b > 1 or name != "S = B/2"]
@@ -199,14 +203,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--epochs", type=int, default=40)
+    add("--epochs", type=int, default=40, help="passes over the images")
     add("--batch-size", type=int, default=4, help="images per node and step")
-    add("--learning-rate", type=float, default=0.15, help="the first one, falls as a cosine")
-    add("--seeds", type=int, default=4)
-    add("--out", type=Path, default=Path("runs/virtual_cluster"), help="folder for plot.png")
+    add(
+        "--learning-rate", type=float, default=0.15, help="initial learning rate; falls as a cosine"
+    )
+    add("--seeds", type=int, default=4, help="trainings of each row")
+    add(
+        "--out", type=Path, default=Path("runs/virtual_cluster"), help="folder to write plot.png to"
+    )
     args = parser.parse_args()
     if args.seeds < 2:
-        parser.error("--seeds must be at least 2: without a standard error nothing is compared.")
+        parser.error(f"--seeds must be at least 2 to estimate a standard error, got {args.seeds}.")
     rows = sweep(args)
     print(f"\n{findings(rows)}\n\n{plot(rows, args.out)}")
 

@@ -1,4 +1,4 @@
-"""What one sees of a training: a progress bar, metrics.jsonl, and TensorBoard's files."""
+"""Shows and records a training: a progress bar, metrics.jsonl, and files for TensorBoard."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import report
 from tqdm import tqdm
 
 import jdaso
-from jdaso import report
 
-BAR_SECONDS = 10.0  # between two lines of the bar where they stay, as in the log of a Slurm job
+BAR_SECONDS = 10.0  # between two updates of the bar in a log file, where each is a new line
 
 
 class Watch:
-    """Shows and records a training; does nothing, and waits for nothing, unless active.
+    """Shows and records a training.
+
+    A process that is not active returns from every method at once.
 
     Args:
-        out: folder of metrics.jsonl and tensorboard/.
-        active: whether this process is the one that records, rank 0.
-        tensorboard: whether to write for TensorBoard, too.
-        images_per_step: of all processes.
-        total_steps: of the whole training.
-        begin: the step that training goes on from, or 0.
-        epochs: those that are done then; what an earlier process recorded of later ones is
-            dropped.
+        out: Folder of metrics.jsonl and tensorboard/.
+        active: Whether this process records the training. Only rank 0 does.
+        tensorboard: Whether to write files for TensorBoard.
+        images_per_step: Images of all processes in one step.
+        total_steps: Steps of the whole training.
+        begin: The step from which training continues, or 0.
+        epochs: Number of completed epochs at that step. Lines that an earlier process wrote about
+            later epochs are dropped.
 
     Raises:
-        ImportError: for TensorBoard without tensorboardX.
+        ImportError: If ``tensorboard`` is set and tensorboardX is not installed.
     """
 
     def __init__(
@@ -64,34 +66,35 @@ class Watch:
         self,
         step: int,
         loss: jax.Array,
-        metrics: jdaso.Metrics,
+        metrics: jdaso.core.Metrics,
         learning_rate: jax.Array | float,
     ) -> None:
-        """Shows a step; to be called every few steps, as it waits for the step's numbers.
+        """Shows a step. Call it only every few steps, because it waits until the step has ended.
 
         Args:
-            step: optimizer steps taken.
-            loss: this node's, a scalar.
-            metrics: from :func:`jdaso.metrics`.
-            learning_rate: of this step.
+            step: Number of optimizer steps taken.
+            loss: The loss of this node, a scalar.
+            metrics: The result of :func:`jdaso.metrics`.
+            learning_rate: The learning rate of the step.
         """
         if not self._active:
             return
         loss, metrics, learning_rate = jax.device_get((loss, metrics, learning_rate))
         self._bar.set_postfix_str(
-            f"epoch {self._epoch + 1}, loss {float(loss):.3f}, {jdaso.PHASES[metrics.phase]}, "
+            f"epoch {self._epoch + 1}, loss {float(loss):.3f}, "
+            f"{jdaso.schedules.PHASES[metrics.phase]}, "
             f"period {metrics.period}, delay {metrics.delay}",
             refresh=False,
         )
         self._bar.update(step * self._images_per_step - self._bar.n)
-        seen = {"loss": loss, "learning_rate": learning_rate, **metrics._asdict()}
-        self._to_tensorboard("step", step, {key: float(value) for key, value in seen.items()})
+        values = {"loss": loss, "learning_rate": learning_rate, **metrics._asdict()}
+        self._to_tensorboard("step", step, {key: float(value) for key, value in values.items()})
 
     def epoch(self, line: dict[str, Any]) -> None:
-        """Writes a line of metrics.jsonl, at the end of an epoch.
+        """Writes the line of an epoch to metrics.jsonl.
 
         Args:
-            line: Python's numbers and strings, ``step``, ``epoch`` and ``seconds`` among them.
+            line: Numbers and strings, with at least the keys ``step``, ``epoch`` and ``seconds``.
         """
         if not self._active:
             return
@@ -102,7 +105,7 @@ class Watch:
             self._writer.flush()
 
     def close(self) -> None:
-        """Ends the bar, and writes what is left."""
+        """Closes the bar and the files."""
         if not self._active:
             return
         self._bar.close()
@@ -118,9 +121,9 @@ class Watch:
 
 
 def begin_records(path: Path, epochs: int) -> None:
-    """Cuts off what follows the lines of the first epochs.
+    """Keeps only the lines of the first ``epochs`` epochs.
 
-    A job that is killed meanwhile leaves the old file.
+    The file is replaced atomically, so a job that is killed meanwhile leaves the old file.
     """
     lines = report.read_lines(path) if epochs and path.exists() else []
     kept = [line for line in lines if line["epoch"] <= epochs]
@@ -134,8 +137,7 @@ def _summary_writer(folder: Path, begin: int) -> Any:
         from tensorboardX import SummaryWriter
     except ImportError as error:
         raise ImportError(
-            "TensorBoard's files need tensorboardX: pip install tensorboardX, or leave out "
-            "--tensorboard."
+            "--tensorboard needs tensorboardX: pip install tensorboardX, or leave the option out."
         ) from error
-    # TensorBoard hides what earlier processes wrote of this step and later ones.
+    # TensorBoard hides what earlier processes wrote about this step and later steps.
     return SummaryWriter(str(folder), purge_step=begin + 1 if begin else 0)

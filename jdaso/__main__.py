@@ -1,19 +1,21 @@
-"""What one looks at before a training and after it, on the command line.
+"""Commands to inspect a cluster, to plan a training on it, and to check its checkpoints.
 
-``python -m jdaso topology`` prints what the library sees of the cluster, ``compare`` trains a small
-network with every algorithm on a virtual one, ``report`` draws trainings. ``tune`` measures the
-network between nodes and says which period and delay to choose, ``predict`` how that scales.
-``sbatch`` writes a job script for Slurm, ``verify`` looks at a checkpoint.
+``python -m jdaso topology`` prints the nodes, devices and communicators. ``tune`` measures the
+network between nodes and recommends a period and a delay. ``predict`` predicts the scaling.
+``sbatch`` writes a job script for Slurm. ``verify`` checks a checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from jdaso import _predict, _sbatch, _tune, _verify
-from jdaso.local import use_virtual_devices
-from jdaso.topology import Topology, discover_topology, library, thread_level
+from jdaso.checkpoint import verify
+from jdaso.cluster import sbatch
+from jdaso.cluster.local_devices import use_virtual_devices
+from jdaso.cluster.topology import Topology, discover_topology, library, thread_level
+from jdaso.exchange.host.ffi_bridge import unavailable_reason
+from jdaso.perf import predict_command, tune_command
+from jdaso.perf.text_table import text_table
 
 HEAD = (
     "rank",
@@ -27,11 +29,11 @@ HEAD = (
 )
 
 
-def table(topology: Topology) -> str:
-    """The topology as text, a line per process; collective over all processes.
+def topology_table(topology: Topology) -> str:
+    """The topology as text with one line per process. This is collective.
 
-    >>> from jdaso.topology import discover_topology
-    >>> table(discover_topology()).split()[:3]
+    >>> from jdaso.cluster.topology import discover_topology
+    >>> topology_table(discover_topology()).split()[:3]
     ['rank', 'host', 'node']
     """
     if topology.comm is None:
@@ -41,7 +43,7 @@ def table(topology: Topology) -> str:
 
         name, level = library(MPI), thread_level(MPI)
     groups = topology.group_communicators()
-    joined = " ".join(
+    sizes = " ".join(
         f"{index}:{'-' if group is None else group.Get_size()}"
         for index, group in enumerate(groups)
     )
@@ -55,88 +57,47 @@ def table(topology: Topology) -> str:
         str(topology.node),
         str(topology.local_rank) if topology.processes_per_node > 1 else f"0..{last}",
         ",".join(f"{d.platform}:{d.id}" for d in topology.devices),
-        joined,
+        sizes,
         level,
         name,
     )
     rows = [row] if topology.comm is None else topology.comm.allgather(row)
-    widths = [max(len(line[i]) for line in [HEAD, *rows]) for i in range(len(HEAD))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in [HEAD, *rows]
-    )
+    return text_table([HEAD, *rows], numbers=False)
 
 
-def copies(topology: Topology) -> str:
-    """What copies parameters to the host and back in an ``mpi_exchange`` of this process."""
-    from jdaso.exchange._native import why_not
-
-    reason = why_not(topology.devices[0].platform)
+def copy_method(topology: Topology) -> str:
+    """How an ``mpi_exchange`` of this process copies parameters to the host and back."""
+    reason = unavailable_reason(topology.devices[0].platform)
     return "compiled code" if reason is None else f"host callbacks: {reason}"
 
 
-def print_report(folders: list[Path], out: Path | None) -> None:
-    """Prints a table of runs, draws them, and prints where."""
-    from jdaso import report
-
-    try:
-        runs = report.read_all(folders)
-        print(f"{report.summary(runs)}\n")
-        print(report.draw(runs, out))
-    except (ImportError, OSError, ValueError) as error:
-        raise SystemExit(f"jdaso report: {error}") from error
+def print_topology(arguments: argparse.Namespace) -> None:
+    """Runs the command ``topology``."""
+    if arguments.devices:
+        use_virtual_devices(arguments.devices)
+    topology = discover_topology(arguments.processes_per_node)
+    text = topology_table(topology)
+    if topology.rank == 0:
+        print(f"{text}\n\ncopies by {copy_method(topology)}")
 
 
 def main() -> None:
+    """Parses the command line and runs the command."""
     parser = argparse.ArgumentParser(prog="python -m jdaso", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     topology = commands.add_parser("topology", help="print nodes, devices and communicators")
     topology.add_argument("--processes-per-node", type=int, default=None)
-    topology.add_argument("--devices", type=int, default=0, help="virtual CPU devices to make")
-    compare = commands.add_parser("compare", help="train with every algorithm on a virtual cluster")
-    add = compare.add_argument
-    add("--data", default="digits", help="digits, or a folder with train/ and val/ or test/")
-    add("--nodes", type=int, default=8)
-    add("--epochs", type=int, default=24)
-    add("--batch-size", type=int, default=16, help="images per node and step")
-    add("--learning-rate", type=float, default=0.05, help="the highest one")
-    add("--momentum", type=float, default=0.9)
-    add("--period", type=int, default=4, help="steps between two exchanges")
-    add("--delay", type=int, default=1, help="steps that an exchange flies")
-    add("--seed", type=int, default=0)
-    add("--out", type=Path, default=Path("runs/compare"), help="folder for plot.png")
-    report = commands.add_parser("report", help="draw trainings, and compare them in a table")
-    report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="has a metrics.jsonl")
-    report.add_argument(
-        "--out", type=Path, help="picture to write (report.png: of one run in it, of several here)"
-    )
-    _predict.add_command(commands)
-    _tune.add_command(commands)
-    _sbatch.add_command(commands)
-    _verify.add_command(commands)
+    topology.add_argument("--devices", type=int, default=0, help="number of virtual CPU devices")
+    topology.set_defaults(run=print_topology)
+    for module in (predict_command, tune_command, sbatch, verify):
+        module.add_command(commands)
     arguments, unknown = parser.parse_known_args()
     if unknown:
         hint = "; put -- before the program" if arguments.command == "sbatch" else ""
         commands.choices[arguments.command].error(
             f"unrecognized arguments: {' '.join(unknown)}{hint}"
         )
-    if arguments.command in ("predict", "sbatch", "tune", "verify"):
-        arguments.run(arguments)
-        return
-    if arguments.command == "report":
-        print_report(arguments.runs, arguments.out)
-        return
-    if arguments.command == "compare":
-        from jdaso import _compare
-
-        _compare.compare(arguments)
-        return
-    if arguments.devices:
-        use_virtual_devices(arguments.devices)
-    found = discover_topology(arguments.processes_per_node)
-    text = table(found)
-    if found.rank == 0:
-        print(f"{text}\n\ncopies by {copies(found)}")
+    arguments.run(arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""When to exchange: pure functions of step and loss, the same on every node."""
+"""Schedules decide when to exchange. They are pure functions of step and loss on every node."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdaso._base import Number, Plan, Schedule
-from jdaso._checks import check_period_and_delay, check_phases, check_whole
+from jdaso.core.types import Number, Plan, Schedule
+from jdaso.core.validation import check_period_and_delay, check_phases, check_whole
 
 WARMUP, CYCLING, COOLDOWN = 0, 1, 2
 PHASES = ("warm-up", "cycling", "cool-down")
 
 
 def constant(period: int, delay: int = 0) -> Schedule:
-    """The same period and delay at every step, for as long as training goes on.
+    """Constant period and delay.
 
     An exchange is posted after the update of every step t with ``(t + 1) mod period == 0`` and
-    merged ``delay`` steps later. There are no epochs: call :func:`jdaso.drain` at the end.
+    merged ``delay`` steps later. It ignores the loss and does not merge at ends of epochs. Call
+    :func:`jdaso.drain` after training.
 
     Args:
-        period: optimizer steps between two exchanges, at least 1.
-        delay: optimizer steps that an exchange may fly, ``0 <= delay <= period``. 0 blocks.
+        period: Optimizer steps between two exchanges, at least 1.
+        delay: Optimizer steps between posting and merging, ``0 <= delay <= period``. With 0,
+            exchanges block.
 
     Returns:
         A :class:`jdaso.Schedule`. Its phase is always "cycling".
 
     Raises:
-        ValueError: for a period below 1, or of 2**31 and more, or a delay outside ``[0, period]``.
+        ValueError: for a period below 1 or above 2**31 - 1, or a delay outside ``[0, period]``.
 
     >>> schedule = constant(period=4, delay=2)
     >>> plans = [schedule.plan(schedule.init(), step)[0] for step in range(8)]
@@ -48,22 +50,23 @@ def constant(period: int, delay: int = 0) -> Schedule:
 
 
 def by_step(function: Callable[[jax.Array], tuple[Number, Number]]) -> Schedule:
-    """Period and delay as any function of the step.
+    """Period and delay as a function of the step.
 
-    After every exchange the function is asked, for the step that follows, when to post the next
-    one and how long to let that fly. Post-local SGD, with a mean at every step at first, is
-    ``local_sgd(exchange, schedule=by_step(lambda step: (jnp.where(step < 1000, 1, 8), 0)))``.
+    After every exchange, ``function`` is called with the following step. It returns the number of
+    steps to the next exchange, and its delay. Post-local SGD, which averages at every step first,
+    is ``local_sgd(exchange, schedule=by_step(lambda step: (jnp.where(step < 1000, 1, 8), 0)))``.
 
     Args:
-        function: ``step -> (period, delay)``, of an int32 scalar counted from 0; whole numbers,
-            ``period >= 1`` and ``0 <= delay <= period``, the same on all nodes.
+        function: ``step -> (period, delay)``. The step is an int32 scalar counted from 0. The
+            results must be whole numbers with ``period >= 1`` and ``0 <= delay <= period``, the
+            same on all nodes.
 
     Returns:
         A :class:`jdaso.Schedule`. Its phase is always "cycling".
 
     Raises:
-        ValueError: if the function gives something else for one of the first 4096 steps, or for
-            a step 2^k after them. Beyond what is looked at, numbers are clipped.
+        ValueError: if ``function`` returns anything else for one of the first 4096 steps, or for
+            a later step 2^k. At all other steps its results are clipped to the valid range.
 
     >>> schedule = by_step(lambda step: (1 + step // 4, 0))
     >>> state, posts = schedule.init(), []
@@ -73,21 +76,22 @@ def by_step(function: Callable[[jax.Array], tuple[Number, Number]]) -> Schedule:
     >>> posts
     [1, 1, 1, 1, 0, 1, 0, 1, 0, 0, 1, 0]
     """
-    # Also where the schedule is made inside jit, as by optax.inject_hyperparams.
+    # optax.inject_hyperparams makes the schedule inside jit.
     with jax.ensure_compile_time_eval():
-        looked_at = jnp.array([*range(4096), *(2**k for k in range(12, 31))], jnp.int32)
-        found = jax.vmap(function)(looked_at)
-        if not isinstance(found, tuple) or len(found) != 2:
-            raise ValueError(f"by_step: function must return (period, delay), got {found!r}.")
-        periods, delays = (np.broadcast_to(x, looked_at.shape) for x in found)
-    for step, period, delay in zip(looked_at.tolist(), periods, delays, strict=True):
+        checked = jnp.array([*range(4096), *(2**k for k in range(12, 31))], jnp.int32)
+        results = jax.vmap(function)(checked)
+        if not isinstance(results, tuple) or len(results) != 2:
+            kind = type(results).__name__
+            raise ValueError(f"by_step: function must return (period, delay), got a {kind}.")
+        periods, delays = (np.broadcast_to(x, checked.shape) for x in results)
+    for step, period, delay in zip(checked.tolist(), periods, delays, strict=True):
         try:
             check_period_and_delay(period.item(), delay.item())
         except ValueError as error:
             raise ValueError(f"by_step: function({step}): {error}") from error
 
     def plan(last, step):
-        # Not asked again before the next exchange, so that every fragment has its turn till then.
+        # The period stays until the next exchange, so that every fragment is exchanged once.
         period, delay = (jnp.asarray(x, jnp.int32) for x in function(last + 1))
         period = jnp.maximum(period, 1)
         plan = _cycling_plan(period, jnp.clip(delay, 0, period), step - last)
@@ -103,15 +107,15 @@ def by_step(function: Callable[[jax.Array], tuple[Number, Number]]) -> Schedule:
 
 
 def linear(start: tuple[int, int], end: tuple[int, int], steps: int) -> Schedule:
-    """Period and delay that go linearly from the one to the other, and then stay.
+    """Period and delay that change linearly, and then stay constant.
 
     Args:
         start: ``(period, delay)`` at step 0.
         end: ``(period, delay)`` from step ``steps`` on.
-        steps: optimizer steps between the two; what lies between is rounded down.
+        steps: Optimizer steps between the two. Values in between are rounded down.
 
     Returns:
-        A :class:`jdaso.Schedule`, as :func:`by_step` gives.
+        A :class:`jdaso.Schedule` made by :func:`by_step`.
 
     Raises:
         ValueError: for a period below 1, a delay outside ``[0, period]``, or no steps.
@@ -130,30 +134,30 @@ def linear(start: tuple[int, int], end: tuple[int, int], steps: int) -> Schedule
             raise ValueError(f"linear: {name} must be (period, delay), got {pair!r}.")
         check_period_and_delay(*pair)
 
-    lines = [_line(a, b, steps) for a, b in zip(start, end, strict=True)]
-    return by_step(lambda step: (lines[0](step), lines[1](step)))
+    period, delay = (_interpolation(a, b, steps) for a, b in zip(start, end, strict=True))
+    return by_step(lambda step: (period(step), delay(step)))
 
 
-def _line(start: int, end: int, steps: int) -> Callable[[jax.Array], jax.Array]:
-    """``start + floor((end - start) * step / steps)``, by the steps at which it changes.
+def _interpolation(start: int, end: int, steps: int) -> Callable[[jax.Array], jax.Array]:
+    """``start + floor((end - start) * step / steps)``, from a table of the steps where it changes.
 
-    Neither float32 nor a product in int32 is exact for all steps of a long run.
+    Neither float32 nor an int32 product is exact for all steps of a long run.
     """
     changes = range(1, abs(end - start) + 1)
     if end > start:
-        turns = [-(-k * steps // len(changes)) for k in changes]
+        changed_at = [-(-k * steps // len(changes)) for k in changes]
     else:
-        turns = [(k - 1) * steps // len(changes) + 1 for k in changes]
+        changed_at = [(k - 1) * steps // len(changes) + 1 for k in changes]
     sign = 1 if end > start else -1
 
     def value(step: jax.Array) -> jax.Array:
-        return start + sign * jnp.searchsorted(jnp.array(turns, jnp.int32), step, side="right")
+        return start + sign * jnp.searchsorted(jnp.array(changed_at, jnp.int32), step, side="right")
 
     return value
 
 
 class CyclingState(NamedTuple):
-    """Period and delay of the cycling phase, and the memory of the plateau test."""
+    """Period and delay of the cycling phase, and the state of the plateau test."""
 
     period: jax.Array
     delay: jax.Array
@@ -173,33 +177,33 @@ def cycling(
 ) -> Schedule:
     """DASO's three phases: blocking warm-up, cycling, blocking cool-down.
 
-    In warm-up and cool-down every step ends with a blocking exchange (period 1, delay 0). In
-    the cycling phase ``(period, delay)`` starts at ``(B, S)``. Each time the training loss has
-    plateaued, both are halved (rounded down, never below 1); when both are 1 and the loss
-    plateaus again, both start anew (daso-preprint Sec. 3, daso-journal Fig. 5).
+    In warm-up and cool-down every step ends with a blocking exchange (period 1, delay 0). The
+    cycling phase starts with ``(period, delay) = (B, S)``. Each time the training loss reaches a
+    plateau, both are halved (rounded down, never below 1). When both are 1 and the loss reaches
+    another plateau, both return to ``(B, S)`` (daso-preprint Sec. 3, daso-journal Fig. 5).
 
-    The loss is the mean over an epoch and over all nodes of what is passed as ``value=`` to
-    ``update``; without it period and delay stay. It has plateaued when it has not been below
-    ``best * (1 - threshold)`` for more than ``patience`` epochs of the cycling phase running
-    (as in Heat, the reference implementation). Every epoch, and the whole run, ends with
-    everything in flight merged and one blocking mean, which also carries the loss.
+    The loss is the mean of ``value=``, an argument of ``update``, over an epoch and all nodes.
+    Without it, period and delay do not change. A plateau is reached after more than ``patience``
+    consecutive epochs of the cycling phase without a loss below ``best * (1 - threshold)``, as in
+    Heat, the reference implementation. At the end of every epoch, and of the whole run, all
+    exchanges in flight are merged, followed by one blocking mean, which also carries the loss.
 
     Args:
         period: B, optimizer steps between two exchanges of the cycling phase, at least 1.
-        warmup: optimizer steps of the warm-up phase.
-        cooldown: optimizer steps of the cool-down phase, the last ones.
-        total: optimizer steps of the whole run.
-        epoch: optimizer steps of an epoch; None: no epochs, hence no plateaus.
-        delay: S, steps that an exchange of the cycling phase may fly; None: ``max(1, B // 4)``,
-            the authors' choice.
-        threshold: relative improvement that counts as one.
-        patience: epochs without improvement that are tolerated.
+        warmup: Optimizer steps of the warm-up phase, at the start.
+        cooldown: Optimizer steps of the cool-down phase, at the end.
+        total: Optimizer steps of the whole run.
+        epoch: Optimizer steps of an epoch. None: no epochs, and therefore no plateaus.
+        delay: S, optimizer steps between posting and merging in the cycling phase. None selects
+            ``max(1, B // 4)``, the authors' choice.
+        threshold: Smallest relative improvement of the loss that counts, in [0, 1).
+        patience: Epochs without improvement that are not yet a plateau.
 
     Returns:
-        A :class:`jdaso.Schedule`; its phases are numbered as in ``jdaso.PHASES``.
+        A :class:`jdaso.Schedule`. Its phases are indices of ``jdaso.schedules.PHASES``.
 
     Raises:
-        ValueError: for values that do not fit together, before anything is traced.
+        ValueError: for values that are out of range or do not fit together.
 
     >>> schedule = cycling(period=4, warmup=10, cooldown=10, total=90, epoch=10)
     >>> plan, _ = schedule.plan(schedule.init(), 13)
@@ -226,17 +230,16 @@ def cycling(
     def plan(state: CyclingState, step: jax.Array) -> tuple[Plan, CyclingState]:
         step = jnp.asarray(step, jnp.int32)
         phase = jnp.int32(step >= warmup) + jnp.int32(step >= cooldown_start)
-        # With warmup == cooldown_start there is no cycling phase; both comparisons flip at once.
+        # If warmup == cooldown_start there is no cycling phase, and phase jumps from 0 to 2.
         start = jnp.array([0, warmup, cooldown_start], jnp.int32)[phase]
         blocking = phase != CYCLING
         epoch_end = step + 1 == total
         if epoch is not None:
             epoch_end |= (step + 1) % epoch == 0
         phase_end = (step + 1 == warmup) | (step + 1 == cooldown_start)
-        now = jnp.where(blocking, 1, state.period)
         plan = Plan(
             phase=phase,
-            period=now,
+            period=jnp.where(blocking, 1, state.period),
             delay=jnp.where(blocking | epoch_end | phase_end, 0, state.delay),
             clock=step - start + 1,
             flush=epoch_end | phase_end,
@@ -249,7 +252,7 @@ def cycling(
         restart = (state.period == 1) & (state.delay <= 1)
         return state._replace(
             period=jnp.where(restart, period, jnp.maximum(1, state.period // 2)),
-            # A delay of 0 was asked for: it stays, nothing is to be made less blocking.
+            # An initial delay of 0 stays 0: halving must not make exchanges less blocking.
             delay=jnp.where(restart, delay, jnp.maximum(min(1, delay), state.delay // 2)),
             bad_epochs=jnp.int32(0),
         )
@@ -265,7 +268,7 @@ def cycling(
         plateau = state.bad_epochs > patience
         return jax.tree.map(lambda old, new: jnp.where(plateau, new, old), state, changed)
 
-    # Halved at the ends of epochs, both are 1 in the end.
+    # Halving at the ends of epochs takes both to 1.
     fills = delay == period or (epoch is not None and delay > 0)
     return Schedule(init, plan, observe, longest=period, delay_fills_period=fills)
 

@@ -1,5 +1,15 @@
-"""What all tests share."""
+"""What all tests share: deterministic examples, and compiled programs that are kept."""
 
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import pytest
 from hypothesis import settings
 
 # The same examples in every run: what fails in CI fails everywhere, and because of the change.
@@ -7,4 +17,50 @@ settings.register_profile("deterministic", derandomize=True, deadline=None)
 settings.load_profile("deterministic")
 
 # Children are programs that tests start under mpiexec; pytest must not import them.
-collect_ignore_glob = ["mpi/children/*", "shared/holder.py"]
+collect_ignore_glob = ["support/*"]
+
+# XLA's older code generator for CPUs compiles the programs of these tests three times faster.
+FAST = "--xla_cpu_use_fusion_emitters=false"
+CACHE = Path(__file__).parents[1] / ".pytest_cache" / "jax"
+
+
+def pytest_configure(config):
+    """Keeps compiled programs, and compiles them without optimizations, in a fraction of the time.
+
+    Programs of this process are kept between runs. Programs of children are kept for this run
+    only, because a child that is killed may leave half a file behind. ``make test-all`` compiles
+    with optimizations.
+    """
+    logging.getLogger("jdaso").propagate = True  # to pytest's caplog
+    if "JDASO_TEST_OPTIMIZED" not in os.environ:
+        jax.config.update("jax_disable_most_optimizations", True)
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # for children
+        if not hasattr(config, "workerinput") and _xla_accepts(FAST):
+            os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FAST}".strip()
+    jax.config.update("jax_compilation_cache_dir", str(CACHE))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if not hasattr(config, "workerinput"):  # workers of xdist inherit the variables
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jdaso-tests-")
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+
+def _xla_accepts(flag):
+    """Whether this version of XLA knows a flag. It ends the process if it does not."""
+    program = [sys.executable, "-c", "import jax; jax.devices()"]
+    return subprocess.run(program, env={**os.environ, "XLA_FLAGS": flag}).returncode == 0
+
+
+def pytest_unconfigure(config):
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+
+
+@pytest.fixture
+def optimized():
+    """Compiles with optimizations, for tests of bits that depend on how XLA fuses."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

@@ -1,4 +1,4 @@
-"""Imports point downwards only, and MPI stays out of what does not need it."""
+"""Imports between the parts of the package go one way, and sizes stay those of a screen."""
 
 import ast
 import subprocess
@@ -10,90 +10,40 @@ import pytest
 import jdaso
 
 PACKAGE = Path(jdaso.__file__).parent
-ENGINE = {
-    "_agreement",
-    "_base",
-    "_center",
-    "_communicate",
-    "_engine",
-    "_feedback",
-    "_fragments",
-    "_leaves",
-    "_state",
-    "_subject",
-    "_wire",
+# Every entry of the package, from the lowest to the highest, and the entries that it may import.
+ENTRIES = {
+    "core": set(),
+    "schedules": {"core"},
+    "cluster": {"core"},
+    "algorithms": {"core", "schedules"},
+    "exchange": {"core", "cluster"},
+    "checkpoint": {"core", "cluster"},
+    "passm": {"core", "cluster", "exchange"},
+    "center": {"core", "schedules", "cluster", "exchange", "algorithms"},
+    "perf": {"core", "cluster", "exchange"},
+    "faults": {"core", "checkpoint"},
 }
-FOUNDATION = {"_agreement", "_base", "_int8", "_leaves", "_wire"}
-LEAVES = {"schedules", "local", "perf"}
-# What files of a row may import from jdaso; a name stands for the module and all below it.
-ROWS = {
-    "_addresses": set(),
-    "_at_exit": set(),
-    "_line": set(),
-    "_sockets": set(),
-    "_heartbeat": {"_addresses", "_line", "_sockets"},
-    "_ending": {"_last_resort"},
-    "_last_resort": set(),
-    "_int8": set(),
-    "_wire": {"_int8"},
-    "_agreement": {"_base"},
-    "_apply_updates": FOUNDATION,
-    "_checks": set(),
-    "_faults": {"_checks"},
-    "_checkpoint_folder": {"_meeting", "topology"},
-    "_checkpoint_part": {"_base", "_in_flight"},
-    "_base": set(),
-    "_center": {"_base"},
-    "_images": set(),
-    "_host": {"_base"},
-    "_in_flight": {"_base", "_state"},
-    "_interruption": {"_base"},
-    "_launcher": {"_base"},
-    "_layout": {"_base"},
-    "_meeting": {"_base", "topology"},
-    "_network": {"_checks", "_int8"},
-    "_leaves": {"_base", "_wire"},
-    "_small_cnn": set(),
-    "_state": {"_base"},
-    "_fragments": FOUNDATION,
-    "_subject": FOUNDATION,
-    "_feedback": FOUNDATION,
-    "_communicate": FOUNDATION | {"_feedback", "_state"},
-    "_engine": FOUNDATION | {"_communicate", "_feedback", "_fragments", "_state", "_subject"},
-    "_drain": FOUNDATION | {"_engine", "_memory", "_state"},
-    "_memory": FOUNDATION | {"_engine", "_state"},
-    "_consensus": FOUNDATION | {"_state"},
-    "_metrics": FOUNDATION | {"_consensus", "_state"},
-    "_runs": set(),
-    **dict.fromkeys(LEAVES, FOUNDATION | {"_checks", "_network"}),
-    "topology": FOUNDATION | LEAVES | {"_at_exit", "_ending", "_heartbeat", "_launcher", "_layout"},
-    "exchange": FOUNDATION | LEAVES | {"_at_exit", "_checks", "exchange", "topology"},
-    "center": FOUNDATION
-    | LEAVES
-    | {"_center", "_checks", "_state", "center", "exchange", "topology"},
-    "algorithms": ENGINE | {"algorithms", "schedules"},
-    "shared": FOUNDATION | {"_at_exit", "_checks", "_layout", "exchange", "shared", "topology"},
-    "passm": FOUNDATION | {"_checks", "_consensus", "_fragments", "algorithms", "passm", "shared"},
+ENTRIES["__init__"] = ENTRIES["__main__"] = set(ENTRIES)
+WITHOUT_NETWORK = {"core", "schedules", "algorithms"}
+# Folders inside an entry, and what of the same entry they may import.
+INSIDE = {
+    "exchange/host": {"exchange/host"},
+    "exchange/transport": {"exchange/host", "exchange/transport"},
 }
-# These may import all of them, and each other.
-TOP = {
-    "__init__",
-    "__main__",
-    "_compare",
-    "_predict",
-    "_sbatch",
-    "_sweep",
-    "_tune",
-    "_verify",
-    "checkpoint",
-    "report",
-    "study",
-    "testing",
-}
+FILES = sorted(PACKAGE.rglob("*.py"))
+FUNCTION_LINES, CLASS_LINES, NESTING = 80, 150, 1
+
+
+def name_of(path):
+    return str(path.relative_to(PACKAGE))
+
+
+def entry(path):
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def imports(path):
-    """Full names of the modules that a file imports, anywhere in it."""
+    """Full names of what a file imports, anywhere in it."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -103,41 +53,83 @@ def imports(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def row(path):
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def test_every_entry_is_in_the_table():
+    entries = {
+        path.stem for path in PACKAGE.iterdir() if path.name not in ("py.typed", "__pycache__")
+    }
+    assert entries == ENTRIES.keys()
+    assert len(entries) <= 12
 
 
-FILES = [p for p in sorted(PACKAGE.rglob("*.py")) if row(p) in ROWS]
+def test_the_table_has_no_cycle():
+    lower = set()
+    for name, imported in ENTRIES.items():
+        if name.startswith("__"):
+            continue
+        assert imported <= lower, name
+        lower.add(name)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_file_imports_only_from_rows_below_it(path):
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_file_imports_only_what_the_table_allows(path):
     for name in imports(path):
         package, _, rest = name.partition(".")
         if package == "jdaso":
             assert rest, "import the module, not the package"
-            assert rest.partition(".")[0] in ROWS[row(path)], name
+            assert rest.partition(".")[0] in ENTRIES[entry(path)] | {entry(path)}, name
 
 
-@pytest.mark.parametrize(
-    "path",
-    [p for p in FILES if row(p) in ENGINE | {"algorithms", "passm", "schedules"}],
-    ids=lambda path: str(path.relative_to(PACKAGE)),
-)
+@pytest.mark.parametrize("folder", INSIDE)
+def test_a_folder_inside_an_entry_imports_only_what_the_table_allows(folder):
+    parent = folder.partition("/")[0]
+    for path in (PACKAGE / folder).rglob("*.py"):
+        for name in imports(path):
+            if name.startswith(f"jdaso.{parent}."):
+                allowed = tuple(f"jdaso.{x.replace('/', '.')}." for x in INSIDE[folder])
+                assert name.startswith(allowed), f"{path}: {name}"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if entry(p) in WITHOUT_NETWORK], ids=name_of)
 def test_algorithms_know_no_network(path):
     assert {name.partition(".")[0] for name in imports(path)}.isdisjoint({"mpi4py", "mpi4jax"})
 
 
-def test_every_file_belongs_to_a_row():
-    assert {row(p) for p in PACKAGE.rglob("*.py")} <= ROWS.keys() | TOP
-
-
-def test_import_jdaso_imports_no_mpi():
-    code = "import sys, jdaso; sys.exit(any(m in sys.modules for m in ('mpi4py', 'mpi4jax')))"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_import_jdaso_imports_nothing_of_the_studies():
-    names = {"sklearn", "matplotlib", "PIL", "jdaso.study"}
+def test_import_jdaso_imports_no_mpi_and_nothing_of_the_examples():
+    names = {"mpi4py", "mpi4jax", "sklearn", "matplotlib", "PIL", "orbax"}
     code = f"import sys, jdaso; sys.exit(bool(sys.modules.keys() & {names}))"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_folder_says_what_it_is_for():
+    for init in PACKAGE.rglob("__init__.py"):
+        assert ast.get_docstring(ast.parse(init.read_text())), init
+
+
+def test_public_names():
+    assert len(jdaso.__all__) == len(set(jdaso.__all__)) <= 40
+    assert all(hasattr(jdaso, name) for name in jdaso.__all__)
+
+
+def lines(node):
+    """Lines of a function or class without its docstring."""
+    first = node.body[0]
+    is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    docstring = first.end_lineno - first.lineno + 1 if is_docstring else 0
+    return node.end_lineno - node.lineno + 1 - docstring
+
+
+def definitions(node, depth=0):
+    """Functions and classes below a node, with how many functions are around each."""
+    for child in ast.iter_child_nodes(node):
+        is_function = isinstance(child, ast.FunctionDef)
+        if is_function or isinstance(child, ast.ClassDef):
+            yield child, depth
+        yield from definitions(child, depth + is_function)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_functions_fit_on_a_screen_and_classes_have_one_job(path):
+    for node, depth in definitions(ast.parse(path.read_text())):
+        most = CLASS_LINES if isinstance(node, ast.ClassDef) else FUNCTION_LINES
+        assert lines(node) <= most, f"{node.name} has {lines(node)} lines, at most {most}"
+        assert depth <= NESTING, f"{node.name} is nested {depth} functions deep"

@@ -1,4 +1,4 @@
-"""Schedules: the timeline of the NumPy recursion, and every argument that does not fit."""
+"""Schedules follow the timeline of the NumPy recursion and reject invalid arguments."""
 
 import itertools
 
@@ -17,7 +17,7 @@ VALID = {"period": 4, "warmup": 10, "cooldown": 10, "total": 100, "epoch": 10, "
 
 
 def timeline(schedule, steps):
-    """plan() of the first steps, without a loss ever heard."""
+    """The plans of the first steps, when no loss is observed."""
     return jax.vmap(schedule.plan, (None, 0))(schedule.init(), jnp.arange(steps))[0]
 
 
@@ -26,15 +26,15 @@ def golden_run(schedule, steps):
 
 
 def in_flight(plan):
-    """Whether an exchange is in flight after each step, by what the plan says alone."""
-    due, flying = None, []
+    """Whether an exchange is in flight after each step according to the plan."""
+    due, pending = None, []
     for t in range(len(plan.posts())):
         if due is not None and (t == due or plan.flush[t]):
             due = None
         if plan.posts()[t] and plan.delay[t] > 0:
             due = t + int(plan.delay[t])
-        flying.append(due is not None)
-    return flying
+        pending.append(due is not None)
+    return pending
 
 
 @pytest.mark.parametrize("period", [1, 2, 3, 6])
@@ -105,7 +105,7 @@ def cycling_forever(period, delay, patience, threshold=0.05):
 @pytest.mark.parametrize("patience", [0, 1, 2])
 def test_more_than_patience_bad_epochs_are_a_plateau(patience):
     pairs = heard(cycling_forever(4, 2, patience), [1.0] * (2 + patience))
-    assert pairs[: patience + 1] == [(4, 2)] * (patience + 1)  # the first is the best so far
+    assert pairs[: patience + 1] == [(4, 2)] * (patience + 1)  # the first loss is the best so far
     assert pairs[-1] == (2, 1)
 
 
@@ -116,7 +116,7 @@ def test_more_than_patience_bad_epochs_are_a_plateau(patience):
         (6, 2, [(6, 2), (3, 1), (1, 1)]),
         (5, 1, [(5, 1), (2, 1), (1, 1)]),
         (1, 1, [(1, 1)]),
-        (4, 0, [(4, 0), (2, 0), (1, 0)]),  # blocking was asked for, and stays
+        (4, 0, [(4, 0), (2, 0), (1, 0)]),  # a delay of 0 stays 0
     ],
 )
 def test_each_plateau_halves_both_and_the_lowest_starts_anew(period, delay, cycle):
@@ -126,7 +126,7 @@ def test_each_plateau_halves_both_and_the_lowest_starts_anew(period, delay, cycl
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_the_threshold_is_relative_also_for_negative_losses(sign):
-    # As Heat: an improvement by more than 5 % of the best, whatever its sign.
+    # As in Heat, an improvement is more than 5 % of the best loss, whatever its sign.
     good, poor = 1.0 - sign * 0.06, 1.0 - sign * 0.04
     assert heard(cycling_forever(4, 2, 0), [sign, sign * good]) == [(4, 2), (4, 2)]
     assert heard(cycling_forever(4, 2, 0), [sign, sign * poor]) == [(4, 2), (2, 1)]
@@ -178,12 +178,12 @@ def test_constant_names_the_argument_that_does_not_fit_and_its_value(period, del
 
 
 def at_step(pairs, step):
-    """Of a list of (period, delay), one for each step, whose last stays."""
+    """A function of the step from a list of (period, delay) per step. The last one stays."""
     return pairs[min(step, len(pairs) - 1)]
 
 
 def of_table(pairs):
-    """The same as a function that can be traced."""
+    """The same as a traceable function."""
     table = np.array(pairs)
 
     def function(step):
@@ -213,7 +213,7 @@ def simulated(pairs, steps, fragment=0, fragments=1):
     for first, period, delay in periods(lambda step: at_step(pairs, step), steps):
         posts.append(first - 1 + (fragment * period // fragments or period))
         due.append(posts[-1] + delay)
-    # One in flight at most: a post merges what is still in the air.
+    # At most one exchange is in flight, so posting merges the previous one.
     merges = {min(d, following) for d, following in zip(due, [*posts[1:], steps], strict=True)}
     return [t for t in posts if t < steps], sorted(t for t in merges if t < steps)
 
@@ -228,10 +228,12 @@ def asked(function, steps):
     return list(itertools.islice(held, steps))
 
 
-@settings(max_examples=10)  # each is compiled anew
+@settings(max_examples=10)  # each example is compiled
 @given(tables)
 def test_by_step_posts_and_merges_as_a_loop_in_python_does(drawn):
-    averaging = jdaso.dasgd(jdaso.single_exchange(), schedule=jdaso.by_step(of_table(drawn)))
+    averaging = jdaso.dasgd(
+        jdaso.single_exchange(), schedule=jdaso.schedules.by_step(of_table(drawn))
+    )
 
     def step(state, _):
         before = state.exchanges
@@ -247,7 +249,7 @@ def test_by_step_posts_and_merges_as_a_loop_in_python_does(drawn):
 
 
 def turns(schedule, fragments, steps=60):
-    """(steps, fragments) of whether each is posted."""
+    """Array (steps, fragments): whether a fragment is posted after a step."""
 
     def step(state, t):
         plan, state = schedule.plan(state, t)
@@ -257,7 +259,7 @@ def turns(schedule, fragments, steps=60):
 
 
 def assert_each_has_its_turn(posts, expected):
-    """posts is (T, fragments); expected the steps at which each is posted."""
+    """posts has shape (T, fragments), expected holds the steps after which each is posted."""
     assert [np.flatnonzero(column).tolist() for column in posts.T] == expected
     ends = expected[0]
     for begin, end in zip([-1, *ends], ends, strict=False):
@@ -265,7 +267,7 @@ def assert_each_has_its_turn(posts, expected):
         length, steps = end - begin, np.flatnonzero(posts[begin + 1 : end + 1].any(1))
         n = min(len(expected), length)
         assert len(steps) == n
-        gaps = np.diff(steps, prepend=-1)  # from the end of the period before
+        gaps = np.diff(steps, prepend=-1)  # from the end of the previous period
         assert set(gaps.tolist()) <= {length // n, -(-length // n)}
 
 
@@ -274,7 +276,7 @@ def assert_each_has_its_turn(posts, expected):
 def test_by_step_gives_every_fragment_one_turn_in_a_period(data):
     drawn = data.draw(tables)
     fragments = data.draw(st.integers(1, max(period for period, _ in drawn)))
-    posts = turns(jdaso.by_step(of_table(drawn)), fragments)
+    posts = turns(jdaso.schedules.by_step(of_table(drawn)), fragments)
     expected = [simulated(drawn, 60, k, fragments)[0] for k in range(fragments)]
     assert_each_has_its_turn(posts, expected)
 
@@ -283,19 +285,19 @@ def test_by_step_gives_every_fragment_one_turn_in_a_period(data):
 @given(pairs, pairs, st.integers(1, 50), st.data())
 def test_linear_gives_every_fragment_one_turn_in_a_period(start, end, steps, data):
     fragments = data.draw(st.integers(1, max(start[0], end[0])))
-    posts = turns(jdaso.linear(start, end, steps), fragments)
+    posts = turns(jdaso.schedules.linear(start, end, steps), fragments)
     line = [straight(start, end, steps, t) for t in range(steps + 1)]
     expected = [simulated(line, 60, k, fragments)[0] for k in range(fragments)]
     assert_each_has_its_turn(posts, expected)
 
 
 def straight(start, end, steps, step):
-    """(period, delay) of a straight line, rounded down."""
+    """(period, delay) on a straight line, rounded down."""
     return tuple(a + (b - a) * min(step, steps) // steps for a, b in zip(start, end, strict=True))
 
 
 def posted_by(schedule, steps):
-    """Steps after which a schedule with a state posts."""
+    """Steps after which a stateful schedule posts."""
 
     def step(state, t):
         plan, state = schedule.plan(state, t)
@@ -306,12 +308,12 @@ def posted_by(schedule, steps):
 
 def test_by_step_of_numbers_is_constant():
     for period, delay in [(1, 0), (3, 2), (4, 4)]:
-        schedule = jdaso.by_step(lambda step, pair=(period, delay): pair)
+        schedule = jdaso.schedules.by_step(lambda step, pair=(period, delay): pair)
         assert posted_by(schedule, 30) == posted_by(jdaso.constant(period, delay), 30)
 
 
 def test_post_local_sgd():
-    schedule = jdaso.by_step(lambda step: (jnp.where(step < 10, 1, 8), 0))
+    schedule = jdaso.schedules.by_step(lambda step: (jnp.where(step < 10, 1, 8), 0))
     assert posted_by(schedule, 40) == [*range(10), 17, 25, 33]
     assert schedule.longest == 8
 
@@ -329,7 +331,7 @@ def test_post_local_sgd():
 )
 def test_by_step_names_the_step_at_which_the_function_does_not_fit(function, message):
     with pytest.raises(ValueError, match=f"by_step: {message}"):
-        jdaso.by_step(function)
+        jdaso.schedules.by_step(function)
 
 
 def test_by_step_clips_where_it_has_not_looked():
@@ -344,29 +346,29 @@ def test_by_step_clips_where_it_has_not_looked():
         ((4, 9), (4, 4)),
         ((4, -1), (4, 0)),
     ]:
-        schedule = jdaso.by_step(at_5000((4, 2), other))
+        schedule = jdaso.schedules.by_step(at_5000((4, 2), other))
         plan, _ = schedule.plan(jnp.int32(4999), 5000)
         assert (int(plan.period), int(plan.delay)) == clipped
 
 
 def test_by_step_may_be_made_inside_jit():
-    """Where optax.inject_hyperparams makes the optimizer anew in every step."""
+    """optax.inject_hyperparams makes a new optimizer in every step."""
 
     @optax.inject_hyperparams
     def optimizer(learning_rate):
-        schedule = jdaso.linear((1, 0), (4, 2), 8)
+        schedule = jdaso.schedules.linear((1, 0), (4, 2), 8)
         averaging = jdaso.dasgd(jdaso.single_exchange(), schedule=schedule)
         return optax.chain(optax.sgd(learning_rate), averaging)
 
     tx = optimizer(learning_rate=0.1)
     _, state = jax.jit(tx.update)(jnp.ones(1), tx.init(jnp.ones(1)), jnp.ones(1))
-    assert int(jdaso.averaging_state(state).exchanges) == 1
+    assert int(jdaso.core.averaging_state(state).exchanges) == 1
 
 
 @settings(max_examples=20)
 @given(pairs, pairs, st.integers(1, 3000))
 def test_linear_is_a_straight_line_rounded_down(start, end, steps):
-    schedule, total = jdaso.linear(start, end, steps), steps + steps // 2 + 10
+    schedule, total = jdaso.schedules.linear(start, end, steps), steps + steps // 2 + 10
 
     def step(state, t):
         plan, state = schedule.plan(state, t)
@@ -379,9 +381,9 @@ def test_linear_is_a_straight_line_rounded_down(start, end, steps):
 
 def test_linear_is_exact_for_long_periods_and_many_steps():
     for steps in (10**4, 3 * 10**4, 10**6 + 3):
-        schedule = jdaso.linear((1, 0), (1001, 500), steps)
+        schedule = jdaso.schedules.linear((1, 0), (1001, 500), steps)
         asked = [k * steps // 1000 + i for k in range(1, 1000, 7) for i in (-1, 0, 1, 2)]
-        last = jnp.asarray(asked) - 1  # there was an exchange at the step before
+        last = jnp.asarray(asked) - 1  # there was an exchange at the previous step
         plan, _ = jax.vmap(schedule.plan)(last, last + 1)
         assert plan.period.tolist() == [1 + 1000 * t // steps for t in asked]
         assert plan.delay.tolist() == [500 * t // steps for t in asked]
@@ -398,4 +400,4 @@ def test_linear_is_exact_for_long_periods_and_many_steps():
 )
 def test_linear_names_the_argument_that_does_not_fit(start, end, steps, message):
     with pytest.raises(ValueError, match=message):
-        jdaso.linear(start, end, steps)
+        jdaso.schedules.linear(start, end, steps)

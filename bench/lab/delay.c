@@ -1,15 +1,15 @@
-/* A node's end of its link: the time on the line and the delay of every packet that arrives.
+/* Delays the packets that arrive at a node by their transmission time and the delay of the link.
  *
  *     delay MICROSECONDS BITS_PER_SECOND
  *
- * For kernels without tc's netem. It runs inside the node's network namespace, where iptables
- * hands every arriving packet to NFQUEUE 0. The packets stay in the kernel; this program learns
- * their lengths and lets each go after its time on the line (length / rate, one packet after the
- * other; a rate of 0 is a line that takes no time) plus the delay. tc's token bucket at the sender
- * makes the rate and the back pressure; the time on the line here is for short messages, which
- * would else ride free on the bucket's burst.
+ * It replaces tc's netem, which some kernels lack. It runs inside the network namespace of the
+ * node, where iptables hands every arriving packet to NFQUEUE 0. The packets stay in the kernel. This
+ * program receives their lengths and releases each packet after its transmission time plus the
+ * delay. The transmission time is length / rate, one packet after the other, and 0 for a rate of 0.
+ * tc's token bucket at the sender sets the rate and the back pressure. The transmission time here
+ * is for short messages, which the burst of the bucket would transmit in no time.
  *
- * It also keeps the namespaces of the node alive: when it ends, the node is gone.
+ * The program also holds the namespaces of the node, which end with it.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -29,7 +29,7 @@
 #include <time.h>
 
 #define SECOND 1000000000LL /* in nanoseconds, as are all times here */
-#define WAITING (1 << 16)   /* packets that may wait; the kernel drops what comes beyond */
+#define WAITING (1 << 16)   /* packets that may wait; the kernel drops further ones */
 
 enum { MTU = 1500, ETHERNET_HEADER = 14, TCP_IP_HEADERS = 52 };
 
@@ -38,7 +38,7 @@ static struct {
     int64_t due;
 } waiting[WAITING];
 static uint32_t first, last; /* waiting[first % WAITING] is the next to go */
-static int64_t line_free;    /* when the line has carried all that has arrived so far */
+static int64_t link_free;    /* end of the transmission of all packets so far */
 
 static int64_t now(void) {
     struct timespec t;
@@ -46,7 +46,7 @@ static int64_t now(void) {
     return t.tv_sec * SECOND + t.tv_nsec;
 }
 
-/* A request to the kernel's queue, with as many attributes as are added. */
+/* A request to the kernel's queue, with a variable number of attributes. */
 struct request {
     struct nlmsghdr header;
     struct nfgenmsg queue;
@@ -94,14 +94,14 @@ static int open_queue(void) {
     add(&r, NFQA_CFG_CMD, &bind_it, sizeof bind_it);
     deliver(fd, &r);
 
-    /* Only the IP header is copied: no more than the length is wanted. */
+    /* Only the IP header is copied, because only the length is needed. */
     struct nfqnl_msg_config_params copy = {.copy_range = htonl(20), .copy_mode = NFQNL_COPY_PACKET};
     r = request(NFQNL_MSG_CONFIG);
     add(&r, NFQA_CFG_PARAMS, &copy, sizeof copy);
     add_number(&r, NFQA_CFG_QUEUE_MAXLEN, WAITING - 1);
     deliver(fd, &r);
 
-    /* Packets of up to 64 KB stay whole, as the network card's offloading would leave them. */
+    /* Packets of up to 64 KB are not split, as with the offloading of a network card. */
     r = request(NFQNL_MSG_CONFIG);
     add_number(&r, NFQA_CFG_FLAGS, NFQA_CFG_F_GSO);
     add_number(&r, NFQA_CFG_MASK, NFQA_CFG_F_GSO);
@@ -109,15 +109,15 @@ static int open_queue(void) {
     return fd;
 }
 
-/* Notes one packet that has arrived. */
+/* Records a packet that has arrived. */
 static void arrived(uint32_t id, uint32_t length, int64_t delay, double per_byte) {
-    uint32_t frames = (length + MTU - 1) / MTU; /* a whole packet's headers count once a frame */
+    uint32_t frames = (length + MTU - 1) / MTU; /* each frame of a packet has headers */
     double on_wire = length + ETHERNET_HEADER * frames + TCP_IP_HEADERS * (frames - 1.0);
     int64_t start = now();
-    if (line_free > start) start = line_free;
-    line_free = start + (int64_t)(on_wire * per_byte);
+    if (link_free > start) start = link_free;
+    link_free = start + (int64_t)(on_wire * per_byte);
     waiting[last % WAITING].id = id;
-    waiting[last++ % WAITING].due = line_free + delay;
+    waiting[last++ % WAITING].due = link_free + delay;
 }
 
 static void receive(int fd, int64_t delay, double per_byte) {
@@ -135,7 +135,7 @@ static void receive(int fd, int64_t delay, double per_byte) {
                 int type = a->nla_type & NLA_TYPE_MASK;
                 if (type == NFQA_PACKET_HDR)
                     id = ntohl(((struct nfqnl_msg_packet_hdr *)data)->packet_id);
-                else if (type == NFQA_CAP_LEN) /* only there if longer than what was copied */
+                else if (type == NFQA_CAP_LEN) /* only present if the packet was truncated */
                     length = ntohl(*(uint32_t *)data);
                 else if (type == NFQA_PAYLOAD && !length)
                     length = a->nla_len - NLA_HDRLEN;
@@ -145,12 +145,12 @@ static void receive(int fd, int64_t delay, double per_byte) {
         }
 }
 
-/* Lets all packets go that are due; the time until the next one is. */
+/* Releases all packets that are due. Returns the time until the next one is due. */
 static int64_t release(int fd) {
     int64_t time = now();
     uint32_t before = first;
     while (first != last && waiting[first % WAITING].due <= time) first++;
-    if (first != before) { /* a batch verdict is for every packet up to this one */
+    if (first != before) { /* a batch verdict holds for all packets up to this one */
         struct nfqnl_msg_verdict_hdr accept = {htonl(NF_ACCEPT),
                                                htonl(waiting[(first - 1) % WAITING].id)};
         struct request r = request(NFQNL_MSG_VERDICT_BATCH);
@@ -170,7 +170,7 @@ int main(int count, char **arguments) {
     int64_t delay = (int64_t)(atof(arguments[1]) * 1000);
     double rate = atof(arguments[2]), per_byte = rate > 0 ? 8.0 * SECOND / rate : 0;
 
-    /* Late packets would be a slower network: wake up in time, before the programs measured. */
+    /* Wake up in time, before the measured programs: late packets would slow the network. */
     prctl(PR_SET_TIMERSLACK, 1);
     struct sched_param priority = {.sched_priority = 50};
     if (sched_setscheduler(0, SCHED_FIFO, &priority)) perror("delay: no real-time priority");

@@ -1,9 +1,9 @@
-"""Hosts on one machine: their namespaces, the network between them, and jobs that run on them.
+"""Virtual hosts on one machine: their namespaces, their network, and the jobs on them.
 
-Each node is a network, UTS, IPC and mount namespace with an eth0 that leads to one bridge. The
-bridge has a namespace too, so nothing of the machine's own network is seen or touched. Namespaces
-have no names here: each belongs to the process that holds it, and is gone with that process,
-however it ends. A job gets a process namespace, so killing its first process ends it on all nodes.
+Each node is a network, UTS, IPC and mount namespace with an eth0 that is connected to one bridge.
+The bridge has a namespace of its own, so the network of the machine is neither visible nor
+changed. The namespaces have no names. Each belongs to a process and ends with this process. A job
+has a process namespace, so killing its first process ends the job on all nodes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from needs import NAMESPACES, SEARCH, LabError, Missing, missing, tool, which
 HERE = Path(__file__).parent
 NETWORK = "10.77.0"
 
-# A bucket that lets packets of 64 KB, as TCP hands them to the card, pass whole: cutting them into
-# frames would cost much processor time, and the rate.
+# The bucket passes packets of 64 KB, as TCP hands them to the card, without splitting them.
+# Splitting them into frames would cost processor time and reduce the rate.
 BURST, BACKLOG = 80_000, 1_000_000
 ARRIVING_WAITS = shlex.split("--wait -t mangle -A PREROUTING -i eth0 -j NFQUEUE --queue-num 0")
 
-# /dev/shm is the node's own, or an MPI could send through it instead of the network.
+# Each node has its own /dev/shm. Otherwise MPI could use it instead of the network.
 BECOME_NODE = """set -e
 hostname "$1"
 { echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6; } 2>/dev/null || true
@@ -41,8 +41,7 @@ shift 2
 exec "$@"
 """
 
-# MPICH takes TCP, on eth0 only; also where UCX is chosen, which sees one machine and would use
-# its shared memory.
+# MPICH uses TCP on eth0 only. UCX would detect that there is one machine and use shared memory.
 MPICH_OVER_TCP = {
     "MPIR_CVAR_CH4_NETMOD": "ofi",
     "FI_PROVIDER": "tcp",
@@ -50,7 +49,7 @@ MPICH_OVER_TCP = {
     "UCX_TLS": "tcp,self",
     "UCX_NET_DEVICES": "eth0",
 }
-# Open MPI must yield, or it polls away the core that the network's work needs.
+# Open MPI must yield, because its polling would take the core that the network needs.
 OPEN_MPI_OVER_TCP = shlex.split(
     f"--allow-run-as-root --bind-to none --prtemca prte_if_include {NETWORK}.0/24 "
     f"--mca pml ob1 --mca btl tcp,self,sm --mca btl_tcp_if_include {NETWORK}.0/24 "
@@ -60,12 +59,14 @@ OPEN_MPI_OVER_TCP = shlex.split(
 
 @dataclasses.dataclass
 class Cluster:
-    """Nodes that are up. Made by :func:`start`; ``down`` ends it and everything on it."""
+    """Running nodes, created by :func:`start`. ``down`` ends them and everything on them."""
 
     rate: float
     delay: float
-    switch: int = 0  # the process that holds the bridge
-    nodes: list[int] = dataclasses.field(default_factory=list)  # those that hold the nodes
+    switch: int = 0  # id of the process that holds the bridge
+    nodes: list[int] = dataclasses.field(
+        default_factory=list
+    )  # ids of the processes that hold the nodes
     _children: list[subprocess.Popen] = dataclasses.field(default_factory=list, repr=False)
 
     def run(
@@ -78,14 +79,22 @@ class Cluster:
         env: dict[str, str] | None = None,
         capture: bool = True,
     ) -> subprocess.CompletedProcess:
-        """Starts an MPI job over all nodes, as a user logged in on the first one would.
+        """Runs an MPI job on all nodes, started on the first node.
 
-        ``pin`` gives node i only one core, the core i; with more nodes than cores they share.
-        After ``timeout`` seconds the whole job is killed, and subprocess.TimeoutExpired raised.
+        Args:
+            command: The program and its arguments.
+            processes_per_node: Number of processes on each node.
+            pin: Whether node i runs on core i only. More nodes than cores share cores.
+            timeout: Time limit in seconds.
+            env: Additional environment variables.
+            capture: Whether the output is captured.
+
+        Raises:
+            subprocess.TimeoutExpired: If the job was killed at its time limit.
         """
         mpiexec = which("mpiexec")
         if mpiexec is None:
-            raise LabError("no mpiexec on PATH: pip install mpich")
+            raise LabError("mpiexec is not on PATH: pip install mpich")
         shell = str(HERE / "remote_shell.sh")
         hosts = ",".join(f"{address}:{processes_per_node}" for address in self.addresses)
         count = ["-n", str(processes_per_node * len(self.nodes))]
@@ -96,7 +105,7 @@ class Cluster:
             launch = [*OPEN_MPI_OVER_TCP, "--prtemca", "plm_ssh_agent", shell, "--host", hosts]
         nodes = "\n".join(shlex.join(self._enter(node, pin)) for node in range(len(self.nodes)))
         environment = {**MPICH_OVER_TCP, **os.environ, **(env or {}), "LAB_NODES": nodes}
-        # Processes have numbers of the job's own, and find them in a /proc of their own.
+        # The job has its own process ids, and its own /proc to find them in.
         inside = ["unshare", "--mount-proc", *command]
         job = self._job(0, [mpiexec, *launch, *count, *inside], pin)
         return finish([(job, environment)], timeout, capture)[0]
@@ -110,9 +119,9 @@ class Cluster:
         env: dict[str, str] | None = None,
         capture: bool = True,
     ) -> list[subprocess.CompletedProcess]:
-        """Runs a command once on every node at a time, as torch.distributed wants to be started.
+        """Runs a command on every node, with the variables of torch.distributed.
 
-        If it fails on one node it is killed on the others, which would wait for it.
+        If the command fails on one node, it is killed on the other nodes, which would wait for it.
         """
         jobs = []
         for node in range(len(self.nodes)):
@@ -136,7 +145,7 @@ class Cluster:
         return [f"{NETWORK}.{node + 1}" for node in range(len(self.nodes))]
 
     def bytes_sent(self) -> list[int]:
-        """What every node has sent through its eth0 so far."""
+        """The bytes that each node has sent through its eth0 so far."""
         sent = []
         for holder in self.nodes:
             lines = Path(f"/proc/{holder}/net/dev").read_text().splitlines()
@@ -145,16 +154,16 @@ class Cluster:
         return sent
 
     def busy(self) -> bool:
-        """Whether anything runs on a node."""
+        """Whether a job runs on a node."""
         return bool(set(self._inside()) - {self.switch, *self.nodes})
 
     def _inside(self) -> list[int]:
-        """The processes in the cluster's namespaces, those that hold them included."""
+        """All processes in the cluster's namespaces, including those that hold them."""
         ours = {_network(holder) for holder in [self.switch, *self.nodes]} - {None}
         return [pid for pid in _processes() if _network(pid) in ours]
 
     def down(self) -> None:
-        """Kills the processes in the cluster's namespaces, those that hold them included."""
+        """Kills all processes in the cluster's namespaces, including those that hold them."""
         while found := self._inside():
             for pid in found:
                 with contextlib.suppress(ProcessLookupError):
@@ -165,22 +174,22 @@ class Cluster:
         self._children.clear()
 
     def _enter(self, node: int, pin: bool) -> list[str]:
-        """The command before another one that makes it run on a node."""
+        """The prefix of a command that makes it run on a node."""
         cores = sorted(os.sched_getaffinity(0))
         allowed = [cores[node % len(cores)]] if pin else cores
         files = [f"--{k}=/proc/{self.nodes[node]}/ns/{file}" for k, file in NAMESPACES.items()]
         return ["nsenter", *files, "taskset", "-c", ",".join(map(str, allowed))]
 
     def _job(self, node: int, command: list[str], pin: bool) -> list[str]:
-        # The shell is the first process of the job's namespace: it reaps what others leave, and
-        # a signal that a program sends to itself works as elsewhere.
+        # The shell is the first process of the job's namespace. It reaps orphans, and a signal that
+        # a program sends to itself has its usual effect.
         first = ["unshare", "--pid", "--fork", "--kill-child=KILL"]
         shell = ["sh", "-c", '"$@"; exit $?', "job"]
         inside = [*self._enter(node, pin), "env", f"--chdir={os.getcwd()}"]
         return [*TIED_TO_THIS_PROCESS, *first, *shell, *inside, *command]
 
     def _hold(self, command: list[str], keep: bool) -> int:
-        """Starts a process with namespaces of its own; its id, once it has said "ready"."""
+        """Starts a process with its own namespaces. Returns its id when it has printed "ready"."""
         child = subprocess.Popen(
             [*([] if keep else TIED_TO_THIS_PROCESS), "unshare", *command],
             stdin=subprocess.DEVNULL,
@@ -194,22 +203,29 @@ class Cluster:
         self._children.append(child)
         assert child.stdout is not None
         with child.stdout:
-            said = []
+            output = []
             for line in child.stdout:
                 if line == "ready\n":
                     return child.pid
-                said.append(line)
-        raise LabError("".join(said).strip() or "a process of the lab ended at once")
+                output.append(line)
+        raise LabError("".join(output).strip() or "a process of the lab ended at once")
 
 
 def start(nodes: int, rate: str = "0", delay: str = "0", *, keep: bool = False) -> Cluster:
-    """Makes a cluster; it ends with this process, or only by its ``down`` with ``keep``.
+    """Creates a cluster.
 
-    ``rate`` is that of each node's link, in each direction; ``delay`` is one way, node to node.
+    Args:
+        nodes: Number of nodes, 2 to 8.
+        rate: Rate of each node's link in each direction, such as ``"200mbit"``. 0 is no limit.
+        delay: One-way delay between two nodes, such as ``"1ms"``.
+        keep: Whether the cluster stays up when this process ends, until ``down``.
+
+    Raises:
+        Missing: If the machine lacks something that the lab needs.
     """
     cluster = Cluster(parse_rate(rate), parse_delay(delay))
     if not 2 <= nodes <= 8:
-        raise ValueError(f"nodes is {nodes}, must be 2 to 8.")
+        raise ValueError(f"nodes must be 2 to 8, got {nodes}.")
     if (lacking := missing()) is not None:
         raise Missing(lacking)
     try:
@@ -222,7 +238,7 @@ def start(nodes: int, rate: str = "0", delay: str = "0", *, keep: bool = False) 
 
 
 def _start(cluster: Cluster, nodes: int, folder: Path, keep: bool) -> None:
-    # The nodes hold on to both files after the folder is gone.
+    # The nodes keep using both files after the folder has been removed.
     program, hosts = folder / "delay", folder / "hosts"
     _setup(["cc", "-O2", "-o", str(program), str(HERE / "delay.c")])
     names = [f"{NETWORK}.{node + 1} node{node}\n" for node in range(nodes)]
@@ -253,7 +269,7 @@ def _start(cluster: Cluster, nodes: int, folder: Path, keep: bool) -> None:
 
 
 def _setup(command: list[str], holder: int | None = None, lines: list[str] | None = None) -> None:
-    """Runs a command, in a process's network if given, with these lines to read."""
+    """Runs a command with ``lines`` as its input, in the network of process ``holder`` if given."""
     within = [] if holder is None else [tool("nsenter"), f"--net=/proc/{holder}/ns/net"]
     whole = [*within, tool(command[0]), *command[1:]]
     done = subprocess.run(whole, input="\n".join(lines or []), capture_output=True, text=True)
@@ -266,7 +282,7 @@ def _processes() -> list[int]:
 
 
 def _network(pid: int) -> str | None:
-    """The network namespace of a process, unless it is this one's or the process has ended."""
+    """The network namespace of a running process, or None if it is that of this process."""
     try:
         found = os.readlink(f"/proc/{pid}/ns/net")
     except OSError:

@@ -1,4 +1,4 @@
-"""Jobs: programs that run on nodes, for a limited time, and end together."""
+"""Jobs: programs that run on nodes with a time limit, and end together."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import time
 
 from needs import SEARCH
 
-# SIGKILL when the thread that started it ends: nothing stays behind even if that was by SIGKILL.
+# The kernel kills the process when the thread that started it ends, even if that was by SIGKILL.
 TIED_TO_THIS_PROCESS = ["setpriv", "--pdeathsig", "KILL"]
 
 
 def finish(
     jobs: list[tuple[list[str], dict[str, str]]], timeout: float | None, capture: bool
 ) -> list[subprocess.CompletedProcess]:
-    """Waits for jobs that run together; kills all if one fails or the time is over."""
+    """Runs jobs at the same time. Kills all of them if one fails, or at the time limit."""
     processes, outputs = [], []
-    over = None if timeout is None else time.monotonic() + timeout
-    with contextlib.ExitStack() as at_the_end:
+    deadline = None if timeout is None else time.monotonic() + timeout
+    with contextlib.ExitStack() as stack:
         for command, environment in jobs:
             files = [None, None]
-            if capture:  # files, not pipes: nobody needs to read while the job runs
-                files = [at_the_end.enter_context(tempfile.TemporaryFile("w+")) for _ in files]
+            if capture:  # files instead of pipes, which would have to be read during the job
+                files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in files]
             outputs.append(files)
             process = subprocess.Popen(
                 command,
@@ -33,9 +33,9 @@ def finish(
                 start_new_session=True,
                 env={**environment, "PATH": SEARCH},
             )
-            processes.append(at_the_end.enter_context(_ended(process)))
+            processes.append(stack.enter_context(_ended(process)))
         while None in (codes := [process.poll() for process in processes]) and not any(codes):
-            if over is not None and time.monotonic() > over:
+            if deadline is not None and time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired(jobs[0][0], timeout, *map(_read, outputs[0]))
             time.sleep(0.02)
         for process in processes:
@@ -48,7 +48,7 @@ def finish(
 
 @contextlib.contextmanager
 def _ended(process: subprocess.Popen):
-    """Ends a process however the block is left."""
+    """Ends the process at the end of the block."""
     try:
         yield process
     finally:
@@ -56,7 +56,7 @@ def _ended(process: subprocess.Popen):
 
 
 def end(process: subprocess.Popen) -> None:
-    """Kills a job's outermost process; the first inside dies with it, and the rest with that."""
+    """Kills the outermost process of a job, with which all of its processes end."""
     process.kill()
     process.wait()
 

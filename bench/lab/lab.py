@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Several hosts on one machine, with links as slow as you like, and MPI jobs that run over them.
+"""Runs MPI jobs on several virtual hosts of one machine, with links of a given rate and delay.
 
     python bench/lab/lab.py up --nodes 4 --rate 200mbit --delay 1ms
     python bench/lab/lab.py run --pin -- python prog.py      an MPI job, a process on each node
@@ -9,18 +9,18 @@
     python bench/lab/lab.py down
     python bench/lab/lab.py check --nodes 2 --rate 200mbit --delay 1ms
 
-The rate is that of a node's link, each way; the delay is from node to node, one way; 0 is none.
-``check`` makes a cluster of its own and compares what it measures with what the links allow. A
-benchmark makes its own too, which ends with it, and may use as many side by side as it likes;
-``up`` takes the place of the cluster that was up, unless a job runs on it:
+The rate is that of a node's link in each direction. The delay is one way from node to node. 0 means
+no limit and no delay. ``up`` replaces the cluster that is up, unless a job runs on it. ``check``
+creates a cluster of its own and compares its measurements with the theoretical values. A benchmark
+creates its own clusters, any number at the same time, which end with it:
 
     with lab.up(nodes=2, rate="200mbit", delay="1ms") as cluster:
         print(cluster.run([sys.executable, "prog.py"], pin=True, timeout=60).stdout)
 
-Needs Linux, root, iproute2, iptables and a C compiler; without them it says what is missing and
-ends with status 77, and :func:`missing` returns that line. Times out with status 124. The nodes
-share the machine's cores and memory, and nothing else sends over their links: not a substitute
-for a real network.
+The lab needs Linux, root, iproute2, iptables and a C compiler. If one is missing, the program
+prints what to install and exits with status 77, and :func:`missing` returns that text. After a
+timeout the status is 124. The nodes share the cores and the memory of the machine, and their links
+have no other traffic, so the lab does not replace tests on a real network.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from needs import LabError, Missing, missing
 
 __all__ = ["Cluster", "LabError", "Missing", "missing", "start", "up"]
 
-STATE = Path("/run/jdaso-lab.json")  # of the cluster that "up" made; it ends with the machine
+STATE = Path("/run/jdaso-lab.json")  # the cluster of "up"; /run is emptied at a reboot
 SKIPPED, TIMED_OUT = 77, 124
 
 
 @contextlib.contextmanager
 def up(nodes: int = 2, rate: str = "0", delay: str = "0") -> Iterator[Cluster]:
-    """A cluster for the time of a ``with``; use it in the program's main thread."""
+    """A cluster that ends with the ``with`` block. Use it in the main thread of the program."""
     cluster = start(nodes, rate, delay)
     try:
         yield cluster
@@ -57,7 +57,7 @@ def up(nodes: int = 2, rate: str = "0", delay: str = "0") -> Iterator[Cluster]:
 
 
 def load() -> Cluster | None:
-    """The cluster that "up" made; what is left of a broken one is removed."""
+    """The cluster that "up" created, or None. The rest of a broken cluster is removed."""
     if not STATE.exists():
         return None
     state = json.loads(STATE.read_text())
@@ -73,13 +73,14 @@ def load() -> Cluster | None:
 
 
 def save(cluster: Cluster) -> None:
+    """Records the cluster for later calls of the program."""
     state = {name: getattr(cluster, name) for name in ("rate", "delay", "switch", "nodes")}
     state["started"] = [started(pid) for pid in (cluster.switch, *cluster.nodes)]
     STATE.write_text(json.dumps(state))
 
 
 def started(pid: int) -> int | None:
-    """When a process started, if it runs: another one with the same number has another time."""
+    """The start time of a running process, which distinguishes it from a later one with its id."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:
@@ -88,7 +89,7 @@ def started(pid: int) -> int | None:
 
 
 def check(nodes: int, rate: str, delay: str) -> None:
-    """Prints what the links do, beside what they should."""
+    """Prints the measured times of the links and the theoretical ones."""
     with up(nodes, rate, delay) as cluster:
         print(f"{nodes} nodes, {rate}, {delay}")
         probe = [sys.executable, str(HERE / "probe.py")]
@@ -104,7 +105,7 @@ def check(nodes: int, rate: str, delay: str) -> None:
         compare("TCP", size, seconds, size * 8 / links.goodput(cluster.rate or 1), cluster.rate)
         print(f"  node 1 sent {sent / 1e6:.2f} MB through eth0")
         if importlib.util.find_spec("mpi4py") is None:
-            print("all-reduce: not measured, no mpi4py")
+            print("all-reduce: not measured, because mpi4py is not installed")
             return
         found = answer(cluster.run([*probe, "all-reduce"], pin=True, timeout=300))
         size, seconds = found["bytes"], statistics.median(found["seconds"])
@@ -117,7 +118,7 @@ def check(nodes: int, rate: str, delay: str) -> None:
 
 
 def answer(done: subprocess.CompletedProcess) -> dict:
-    """The line of JSON with which the probe on the first node ends."""
+    """The results of the probe, from its last line on the first node."""
     if done.returncode != 0:
         raise LabError(f"the probe failed:\n{done.stdout}{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -131,7 +132,7 @@ def compare(name: str, size: int, seconds: float, least: float, rate: float) -> 
 
 
 def status() -> None:
-    """Prints what is up, and what each node has sent."""
+    """Prints the cluster that is up, and the bytes that each node has sent."""
     cluster = load()
     if cluster is None:
         print("no cluster is up")
@@ -144,7 +145,7 @@ def status() -> None:
 
 
 def about(cluster: Cluster) -> str:
-    """Its size, and what its links do."""
+    """A text with the size, rate and delay of a cluster."""
     return f"{len(cluster.nodes)} nodes, {cluster.rate / 1e6:g} Mbit/s, {1e3 * cluster.delay:g} ms"
 
 
@@ -165,16 +166,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         if name == "exec":
             sub.add_argument("node", type=int)
         else:
-            sub.add_argument("--pin", action="store_true", help="node i gets core i only")
-        sub.add_argument("--timeout", type=float, metavar="SECONDS", help="then all is killed")
-        sub.add_argument("command", nargs="+", help="after --")
+            sub.add_argument("--pin", action="store_true", help="run node i on core i only")
+        sub.add_argument("--timeout", type=float, metavar="SECONDS", help="time limit of the job")
+        sub.add_argument("command", nargs="+", help="the command and its arguments, after --")
     for name in ("status", "down"):
         commands.add_parser(name)
     return parser.parse_args(arguments)
 
 
 def valid(parser):
-    """The text itself as an option's value, once it is known to be right."""
+    """Makes a type for argparse that checks a text with ``parser`` and returns it unchanged."""
 
     def option(text: str) -> str:
         try:
@@ -187,7 +188,7 @@ def valid(parser):
 
 
 def act(options: argparse.Namespace) -> int:
-    """Does what the command line says; the exit status."""
+    """Carries out the command line and returns the exit status."""
     if (lacking := missing()) is not None:
         raise Missing(lacking)
     if options.action == "check":
@@ -197,7 +198,7 @@ def act(options: argparse.Namespace) -> int:
     elif options.action in ("up", "down"):
         if (old := load()) is not None:
             if options.action == "up" and old.busy():
-                raise LabError("a job runs on the cluster that is up: lab.py down ends both")
+                raise LabError("a job runs on the cluster that is up; lab.py down ends both")
             old.down()
             if options.action == "up":
                 print(f"replaced {about(old)}")
@@ -212,11 +213,16 @@ def act(options: argparse.Namespace) -> int:
     else:
         cluster = load()
         if cluster is None:
-            raise LabError("no cluster is up: lab.py up --nodes 2 --rate 200mbit --delay 1ms")
+            raise LabError(
+                "no cluster is up; start one: lab.py up --nodes 2 --rate 200mbit --delay 1ms"
+            )
         same = {"timeout": options.timeout, "capture": False}
         if options.action == "exec":
             if not 0 <= options.node < len(cluster.nodes):
-                raise LabError(f"no node {options.node}: there are {len(cluster.nodes)}")
+                raise LabError(
+                    f"node must be below {len(cluster.nodes)}, the number of nodes, got "
+                    f"{options.node}"
+                )
             return cluster.exec(options.node, options.command, **same).returncode
         if options.action == "each":
             ended = cluster.each(options.command, pin=options.pin, **same)

@@ -1,4 +1,4 @@
-"""What the lab needs of the machine, and how it says what is missing."""
+"""Checks whether the machine has everything that the lab needs."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ PACKAGES = {
     **dict.fromkeys(("unshare", "nsenter", "setpriv", "taskset"), "util-linux"),
 }
 
-# What a node has of its own; the option of unshare and nsenter: the file in /proc/*/ns.
+# The namespaces of a node: option of unshare and nsenter, and file in /proc/*/ns.
 NAMESPACES = {"net": "net", "uts": "uts", "ipc": "ipc", "mount": "mnt"}
 
 
 class LabError(RuntimeError):
-    """Something of the lab did not work."""
+    """An operation of the lab failed."""
 
 
 class Missing(LabError):
-    """This machine cannot have a lab as it is."""
+    """The machine lacks something that the lab needs."""
 
 
 @functools.cache
 def missing() -> str | None:
-    """What the lab lacks on this machine and how to get it, in one line; None if nothing."""
+    """A line that says what this machine lacks and how to get it, or None."""
     if not sys.platform.startswith("linux"):
         return "the network lab needs Linux"
     if os.geteuid() != 0:
@@ -43,13 +43,13 @@ def missing() -> str | None:
     options = [f"--{kind}" for kind in NAMESPACES]
     tried = subprocess.run([tool("unshare"), *options, "true"], capture_output=True, text=True)
     if tried.returncode != 0:
-        return f"the network lab may not make namespaces here: {tried.stderr.strip()}"
+        return f"the network lab cannot create namespaces here: {tried.stderr.strip()}"
     return None
 
 
 def tool(name: str) -> str | None:
-    """The path of a program that the lab uses."""
-    if name == "iptables":  # its newer form needs a kernel option more to queue packets
+    """The path of a program that the lab uses, or None."""
+    if name == "iptables":  # the newer iptables needs another kernel option to queue packets
         return which("iptables-legacy") or which("iptables")
     return which(name)
 

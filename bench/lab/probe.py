@@ -1,7 +1,8 @@
-"""What ``lab.py check`` runs on the nodes: the first one prints the result as a line of JSON.
+"""The measurements of ``lab.py check``. The first node prints the result as a line of JSON.
 
-``tcp``: bytes there and back between two nodes, then many one way; started by "each".
-``all-reduce``: a sum over all nodes by mpi4py, an MPI job.
+- ``tcp``: round trips of a byte between two nodes, then many bytes in one direction, started by
+  "each".
+- ``all-reduce``: a sum over all nodes with mpi4py, an MPI job.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ ALL_REDUCE_BYTES = 40_000_000
 
 
 def sent() -> int:
-    """Bytes that this node has sent so far."""
+    """The bytes that this node has sent so far."""
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
 def connect() -> socket.socket:
-    """A connection between the first two nodes; the others have nothing to do."""
+    """A connection between the first two nodes."""
     first, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if os.environ["RANK"] == "0":
         with socket.create_server((first, port)) as server:
@@ -72,7 +73,7 @@ def all_reduce() -> None:
     comm = MPI.COMM_WORLD
     ours = np.full(ALL_REDUCE_BYTES // 4, comm.rank + 1, np.float32)
     total = np.empty_like(ours)
-    comm.Allreduce(ours, total)  # connections, and pages of memory
+    comm.Allreduce(ours, total)  # opens connections and uses the memory for the first time
     seconds = []
     for _ in range(3):
         comm.Barrier()

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Stands in for ssh between the nodes of the lab: [-options] ADDRESS COMMAND...
+# Replaces ssh between the nodes of the lab: [-options] ADDRESS COMMAND...
 # Line n of $LAB_NODES is the command that enters the node whose address ends in n.
 set -eu
 while [ "${1#-}" != "$1" ]; do shift; done

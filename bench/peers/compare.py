@@ -1,16 +1,16 @@
-"""jdaso beside PyTorch's distributed training: the same network, batch, links and run.
+"""Compares jdaso with PyTorch's distributed training on the same network, batch and links.
 
     python bench/peers/compare.py --torch /path/to/torch/bin/python --rate 200mbit --delay 1ms
     python bench/peers/compare.py --torch ... --train /data/cifar10 --target-loss 1.2
 
-Makes a cluster of the lab (root, Linux), one core a node, and runs both peers on it, one after
-the other; torch_peers.py says how to make torch's environment. A step with communication is
-compared with one without it, of the same library ("alone"; jdaso's of the pairs' other halves).
-With ``--train`` it is the time until the training loss is reached. Writes all lines of JSON to
-``--out`` beside the table and a picture.
+Creates a cluster of the network lab (root, Linux) with one core per node, and runs both peers on
+it, one after the other. torch_peers.py describes how to create torch's environment. A step with
+communication is compared with a step of the same library without it ("alone"). For jdaso both are
+measured in pairs. With ``--train`` the time until the target loss is compared. Writes all lines of
+JSON to ``--out``, with the table and a plot beside it.
 
-Other options go to both peers: --network, --batch, --rounds, --learning-rate, --seed, --train,
---target-loss, --epochs, --log-every; their --help says more, and which variants there are.
+Other options are passed to both peers: --network, --batch, --rounds, --learning-rate, --seed,
+--train, --target-loss, --epochs, --log-every. The --help of a peer describes them and its variants.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent / "lab")]
 import lab  # noqa: E402
 from machine import machine  # noqa: E402
 
-# For torch what jdaso_peer.py asks of the allocator itself, see machine.keep_memory.
+# The settings of the allocator for torch. jdaso_peer.py uses machine.keep_memory.
 KEEP_MEMORY = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_MAX_": "0",
@@ -39,11 +39,10 @@ def lines_of(text: str) -> list[dict]:
 
 
 def run(cluster: lab.Cluster, options: argparse.Namespace, rest: list[str]) -> list[dict]:
-    """What both peers print."""
+    """Runs both peers, and returns the lines of JSON that they print."""
     jdaso = [sys.executable, str(HERE / "jdaso_peer.py"), *rest]
-    for name in ("period", "flight"):
-        value = getattr(options, name)
-        jdaso += [f"--{'delay' if name == 'flight' else name}", str(value)] if value else []
+    for option, value in (("--period", options.period), ("--delay", options.merge_delay)):
+        jdaso += [option, str(value)] if value else []
     chosen = ["--variants", *options.jdaso] if options.jdaso else []
     limit = {"pin": True, "timeout": options.timeout}
     done = [cluster.run([*jdaso, *chosen], **limit)]
@@ -58,7 +57,7 @@ def run(cluster: lab.Cluster, options: argparse.Namespace, rest: list[str]) -> l
 
 
 def step_table(found: list[dict]) -> list[list[str]]:
-    """Rows of the table of step times."""
+    """The rows of the table of step times."""
     alone = {
         line["peer"]: line["seconds_per_step"]["median"]
         for line in found
@@ -85,7 +84,7 @@ def step_table(found: list[dict]) -> list[list[str]]:
 
 
 def training_table(found: list[dict]) -> list[list[str]]:
-    """Rows of the table of trainings."""
+    """The rows of the table of trainings."""
     rows = [["", "seconds to the loss", "steps", "last loss", "MB/step"]]
     for line in found:
         if "reached" in line:
@@ -102,7 +101,7 @@ def training_table(found: list[dict]) -> list[list[str]]:
 
 
 def draw(found: list[dict], title: str, out: Path) -> None:
-    """Steps as bars, or losses over time."""
+    """Draws step times as bars, or losses over time."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -136,19 +135,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # or an option of the peers could be taken for one of these
+        allow_abbrev=False,  # otherwise options of the peers may be taken for these
     )
     add = parser.add_argument
-    add("--torch", help="Python of torch's environment; without it only jdaso is run")
-    add("--nodes", type=int, default=2)
-    add("--rate", default="200mbit")
-    add("--delay", default="1ms", help="of the link, one way")
-    add("--period", type=int, help="of jdaso, with --flight; default: what is recommended")
-    add("--flight", type=int, help="steps that an exchange of jdaso flies")
-    add("--jdaso", nargs="+", metavar="VARIANT", help="default: all")
-    add("--peers", nargs="+", metavar="VARIANT", help="default: all")
-    add("--timeout", type=float, default=1800, help="seconds for each of both")
-    add("--out", type=Path, default=Path("runs/peers"), help="without suffix")
+    add("--torch", help="Python of torch's environment; default: run only jdaso")
+    add("--nodes", type=int, default=2, help="nodes of the lab")
+    add("--rate", default="200mbit", help="of a link")
+    add("--delay", default="1ms", help="of a link, one way")
+    add("--period", type=int, help="of jdaso, with --merge-delay; default: the recommended one")
+    add("--merge-delay", type=int, help="steps until an exchange of jdaso is merged")
+    add("--jdaso", nargs="+", metavar="VARIANT", help="variants of jdaso; default: all")
+    add("--peers", nargs="+", metavar="VARIANT", help="variants of torch; default: all")
+    add("--timeout", type=float, default=1800, help="seconds for each library")
+    add("--out", type=Path, default=Path("runs/peers"), help="results, without suffix")
     options, rest = parser.parse_known_args()
     rest = [str(Path(word).resolve()) if Path(word).is_dir() else word for word in rest]
     try:
@@ -170,7 +169,7 @@ def main() -> None:
     head, *rows = training_table(found) if training else step_table(found)
     for row in (head, ["---"] * len(head), *rows):
         print(f"| {' | '.join(row)} |")
-    print(f"\npicture: {options.out.with_suffix('.png')}")
+    print(f"\nplot: {options.out.with_suffix('.png')}")
     draw(found, title, options.out.with_suffix(".png"))
 
 

@@ -1,25 +1,25 @@
-"""jdaso's ways of data-parallel training, on the same network and links as its peers.
+"""Measures jdaso's methods of data-parallel training, on the same network and links as PyTorch's.
 
     python bench/lab/lab.py up --nodes 2 --rate 200mbit --delay 1ms
     python bench/lab/lab.py run --pin -- python bench/peers/jdaso_peer.py
 
-Prints a line of JSON for each variant, as torch_peers.py does. A round of ``--period`` steps with
-exchanges is paired with one of plain optax, right before it, on every node alone: ``ratio`` is
-what the exchanges cost a step, the median of the pairs' ratios. Without ``--period`` and
-``--delay`` they are what jdaso.perf.recommend says, for the times of a step and of an exchange
-that are measured first. Each timed round follows one of its own that is not, so that what was
-posted in that flies into it as at any other time, and what it has posted lands before the other
-begins. Bytes are those of the exchanges, as the library counts them.
+Prints a line of JSON for each variant, as torch_peers.py does. Each round of ``--period`` steps
+with exchanges is paired with a round of plain optax on every node alone, right before it.
+``ratio`` is the median of the pairs' ratios. Without ``--period`` and ``--delay``, the script
+measures the times of a step and of an exchange, and uses what jdaso.perf.recommend returns for
+them. Before each timed round there is an untimed round of the same kind, so that exchanges are in
+flight as in a long training. All exchanges have been transferred before a round of plain optax
+begins. Bytes are those that the exchanges report.
 
-- ``none``: no communication, every node alone
+- ``none``: no communication
 - ``synchronous``: the mean of the gradients at every step, in float32
 - ``synchronous-bf16``: the same in bfloat16
-- ``daso``: parameters, posted once a period and merged ``--delay`` steps later, in float32
+- ``daso``: the mean of the parameters once a period, merged ``--delay`` steps later, in float32
 - ``daso-bf16``: the same in bfloat16
 - ``daso-int8``: the same in int8, with error feedback
-- ``local_sgd``, ``dasgd``: only if asked for, in float32
+- ``local_sgd``, ``dasgd``: in float32, only if named in ``--variants``
 
-``--train FOLDER`` trains on images to a mean loss instead, as torch_peers.py does.
+With ``--train FOLDER`` it trains on images until a mean loss is reached, as torch_peers.py does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import sys
 import time
 from pathlib import Path
 
-os.environ.setdefault("NPROC", "16")  # XLA's threads, however few cores a node has
+os.environ.setdefault("NPROC", "16")  # number of XLA's threads on any number of cores
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ import jdaso
 
 sys.path.append(str(Path(__file__).parents[1]))
 from machine import keep_memory
-from step import Seen, settle
+from step import ReportTotals, settle
 
 VARIANTS = ("none", "synchronous", "synchronous-bf16", "daso", "daso-bf16", "daso-int8")
 WIRES = {"bf16": "bfloat16", "int8": "int8"}
@@ -65,7 +65,7 @@ def loss_fn(parameters, layers, images, labels):
             variance = jnp.square(x - mean).mean((0, 1, 2))
             x = (x - mean) * (lax.rsqrt(variance + 1e-5) * layer["scale"]) + layer["shift"]
             x = jax.nn.relu(x)
-            # On a CPU the gradient of lax.reduce_window takes XLA longer.
+            # On CPUs this is faster than the gradient of lax.reduce_window.
             even, odd = x[:, ::2], x[:, 1::2]
             x = jnp.maximum(
                 jnp.maximum(even[:, :, ::2], even[:, :, 1::2]),
@@ -79,7 +79,7 @@ def loss_fn(parameters, layers, images, labels):
 
 
 class Training:
-    """A training step and what it carries from one to the next."""
+    """A training step and its state."""
 
     def __init__(self, variant: str, options: argparse.Namespace, exchange: jdaso.Exchange):
         layers = workload.NETWORKS[options.network]
@@ -132,7 +132,7 @@ def random_batch(options, topology):
 
 
 def recommend(options, topology) -> tuple[int, int]:
-    """Period and delay for these nodes; exchanges are measured while training goes on."""
+    """Returns the recommended period and delay. Exchanges are measured during training."""
     exchange = jdaso.mpi_exchange(topology)
     batch = random_batch(options, topology)
     options.period, options.delay = 4, 3
@@ -144,13 +144,13 @@ def recommend(options, topology) -> tuple[int, int]:
         seconds.append(time.perf_counter() - start)
     for _ in range(16):
         with_exchanges(*batch)
-    flights = [until - since for since, until in (f.flight for f in exchange.history())]
-    found = statistics.median(seconds[2:]), statistics.median(flights[1:])
+    transfers = [end - start for start, end in (record.transfer for record in exchange.history())]
+    found = statistics.median(seconds[2:]), statistics.median(transfers[1:])
     return jdaso.perf.recommend(*(max(topology.comm.allgather(value)) for value in found))
 
 
 def measure(variant: str, options, topology) -> dict:
-    """Rounds of steps on random images, each beside one of plain optax."""
+    """Measures rounds of steps on random images, each paired with a round of plain optax."""
     comm = topology.comm
     exchange = jdaso.mpi_exchange(topology)
     batch = random_batch(options, topology)
@@ -162,21 +162,21 @@ def measure(variant: str, options, topology) -> dict:
             training(*batch)
         return (time.perf_counter() - start) / options.period
 
-    def take_pair(seen: Seen) -> tuple[float, float]:
+    def take_pair(totals: ReportTotals) -> tuple[float, float]:
         settle(exchange)
         comm.Barrier()
         take_round(alone)
         base = take_round(alone)
         comm.Barrier()
         take_round(training)
-        with seen:
+        with totals:
             return base, take_round(training)
 
-    for _ in range(2):  # compilation, and memory
-        take_pair(Seen(exchange))
-    seen = Seen(exchange)
-    pairs = [take_pair(seen) for _ in range(options.rounds)]
-    # Of each round the slowest node's counts.
+    for _ in range(2):  # compilation and first use of memory
+        take_pair(ReportTotals(exchange))
+    totals = ReportTotals(exchange)
+    pairs = [take_pair(totals) for _ in range(options.rounds)]
+    # The time of a round is that of the slowest node.
     slowest = [
         tuple(max(times) for times in zip(*nodes, strict=True))
         for nodes in zip(*comm.allgather(pairs), strict=True)
@@ -187,9 +187,9 @@ def measure(variant: str, options, topology) -> dict:
         "seconds_per_step_alone": spread([base for base, _ in slowest]),
         "ratio": spread([with_exchanges / base for base, with_exchanges in slowest]),
         "images_per_second": topology.num_nodes * options.batch / statistics.median(seconds),
-        "bytes_sent_per_step": round(seen["bytes_sent"] / (options.rounds * options.period)),
-        "seconds_in_flight": max(comm.allgather(seen.per_exchange("seconds_in_flight"))),
-        "seconds_blocked": max(comm.allgather(seen.per_exchange("seconds_blocked"))),
+        "bytes_sent_per_step": round(totals["bytes_sent"] / (options.rounds * options.period)),
+        "seconds_in_flight": max(comm.allgather(totals.per_exchange("seconds_in_flight"))),
+        "seconds_blocked": max(comm.allgather(totals.per_exchange("seconds_blocked"))),
         "steps": options.rounds * options.period,
     }
 
@@ -199,7 +199,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def train(variant: str, options, topology) -> dict:
-    """Trains to the wanted loss; prints it over time and returns when it was reached."""
+    """Trains until the target loss, and prints the loss over time. Returns the time it took."""
     images, labels = options.images
     comm, nodes = topology.comm, topology.num_nodes
     exchange = jdaso.mpi_exchange(topology)
@@ -240,7 +240,7 @@ def train(variant: str, options, topology) -> dict:
 
 
 def say(line: dict, topology) -> None:
-    """A line of JSON, from the first node."""
+    """Prints a line of JSON on the first node."""
     if topology.rank == 0:
         print(json.dumps(line), flush=True)
 
@@ -253,18 +253,18 @@ def main() -> None:
     add("--variants", nargs="+", default=VARIANTS, choices=VARIANTS + MORE_VARIANTS)
     add("--network", default="conv", choices=workload.NETWORKS)
     add("--batch", type=int, help="images per node and step; the network's own by default")
-    add("--period", type=int, help="with --delay; default: what is recommended")
-    add("--delay", type=int)
-    add("--rounds", type=int, default=5, help="of --period steps, timed, after two that are not")
+    add("--period", type=int, help="with --delay; default: the recommended one")
+    add("--delay", type=int, help="steps until an exchange is merged")
+    add("--rounds", type=int, default=5, help="timed rounds of --period steps")
     add("--learning-rate", type=float, default=0.01)
     add("--seed", type=int, default=0)
-    add("--train", type=Path, metavar="FOLDER", help="with train/<class>/*.jpg")
+    add("--train", type=Path, metavar="FOLDER", help="folder with train/<class>/*.jpg")
     add("--target-loss", type=float, default=1.0)
-    add("--epochs", type=int, default=10, help="at most")
+    add("--epochs", type=int, default=10, help="largest number of epochs")
     add("--log-every", type=int, default=20, metavar="STEPS")
     options = parser.parse_args()
     if (options.period is None) != (options.delay is None):
-        parser.error("--period and --delay belong together")
+        parser.error("--period and --delay must be given together")
     options.batch = options.batch or workload.BATCH[options.network]
     keep_memory()
     topology = jdaso.discover_topology(processes_per_node=1)

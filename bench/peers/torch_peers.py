@@ -1,29 +1,29 @@
-"""PyTorch's ways of data-parallel training, on the same network and links as jdaso's.
+"""Measures PyTorch's methods of data-parallel training, on the same network and links as jdaso's.
 
     python bench/lab/lab.py up --nodes 2 --rate 200mbit --delay 1ms
     python bench/lab/lab.py each --pin -- /path/to/torch/bin/python bench/peers/torch_peers.py
 
-Needs an environment of its own, never that of the project; the build for CPUs is enough:
+Needs its own environment, not that of the project. The CPU build of PyTorch is enough:
 
     python -m venv /path/to/torch
     /path/to/torch/bin/pip install torch==2.13.0 numpy pillow
 
-Runs on every node at once, started as torch.distributed wants it (RANK, WORLD_SIZE, MASTER_ADDR),
-with gloo and one thread. Prints a line of JSON for each variant: seconds of a step, images per
-second over all nodes, and what a node sends per step, counted on its eth0. Times are taken over
-rounds of ``--period`` steps, because only one step of a period communicates in the last variant;
-of each round the slowest node's counts.
+Runs on every node, started with the variables of torch.distributed (RANK, WORLD_SIZE, MASTER_ADDR),
+with gloo and one thread. Prints a line of JSON for each variant: the seconds of a step, the images
+per second over all nodes, and the bytes that a node sends per step, counted on its eth0. Times are
+those of rounds of ``--period`` steps on the slowest node, because only one step of a period
+communicates in the last variant.
 
-- ``none``: no communication, every node alone
-- ``ddp``: DistributedDataParallel; sums of gradients, in buckets, during the backward pass
-- ``ddp-4mb``: the same in buckets of 4 MB instead of 1 and 25, so that more is sent meanwhile
+- ``none``: no communication
+- ``ddp``: DistributedDataParallel, which sums buckets of gradients during the backward pass
+- ``ddp-4mb``: the same in buckets of 4 MB instead of 1 and 25, for more overlap
 - ``ddp-fp16``: ``ddp`` in half precision (fp16_compress_hook)
 - ``powersgd``: gradients as products of rank 2 (powerSGD_hook, from the third step on)
 - ``postlocal``: post-local SGD, all parameters averaged once a period (PeriodicModelAverager)
 
-``--train FOLDER`` trains on the images of FOLDER/train/<class>/*.jpg instead, until the mean loss
-of the last ``--log-every`` steps over all nodes is at most ``--target-loss``, and prints it over
-time, a line of JSON each. The time is that of training alone, without reading the images.
+With ``--train FOLDER`` it trains on the images of FOLDER/train/<class>/*.jpg until the mean loss
+of the last ``--log-every`` steps over all nodes is at most ``--target-loss``, and prints a line of
+JSON with each such mean. The time does not contain the reading of the images.
 """
 
 from __future__ import annotations
@@ -52,21 +52,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 VARIANTS = ("none", "ddp", "ddp-4mb", "ddp-fp16", "powersgd", "postlocal")
 POWER_SGD_RANK = 2
-# MB of a bucket of gradients, where not torch's own. PowerSGD has one for all: with several, the
-# sums that it starts when others have ended can come in another order on another node, and gloo
-# then aborts.
+# Size of a bucket of gradients in MB, where it differs from torch's default. PowerSGD has one
+# bucket. With several, it may start sums in different orders on different nodes. Then gloo aborts.
 BUCKETS = {"ddp-4mb": 4, "powersgd": 1024}
 
 
 class Flatten(nn.Module):
-    """Images as rows, in the order (height, width, channel)."""
+    """Flattens images in the order (height, width, channel)."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return images.permute(0, 2, 3, 1).flatten(1)
 
 
 def build(network: str, seed: int) -> nn.Sequential:
-    """The network with its first parameters, in torch's layout."""
+    """Creates the network with its initial parameters, in torch's layout."""
     modules: list[nn.Module] = []
     layers = workload.NETWORKS[network]
     parameters = workload.first_parameters(network, seed)
@@ -89,7 +88,7 @@ def build(network: str, seed: int) -> nn.Sequential:
 
 
 def make(variant: str, options: argparse.Namespace):
-    """Model and optimizer of a variant."""
+    """Creates model and optimizer of a variant."""
     model = build(options.network, options.seed)
     if variant != "none":
         model = DistributedDataParallel(model, bucket_cap_mb=BUCKETS.get(variant))
@@ -132,7 +131,7 @@ def over_nodes(values: list[float], operation=dist.ReduceOp.SUM) -> list[float]:
 
 
 def measure(variant: str, options: argparse.Namespace) -> dict:
-    """Times of steps on random images."""
+    """Measures the times of steps on random images."""
     model, optimizer = make(variant, options)
     draw = torch.Generator().manual_seed(dist.get_rank())
     images = torch.randn(options.batch, 3, 32, 32, generator=draw)
@@ -144,7 +143,7 @@ def measure(variant: str, options: argparse.Namespace) -> dict:
             take_step(model, optimizer, images, labels)
         return (time.perf_counter() - start) / options.period
 
-    take_round()  # memory, buckets, and PowerSGD's first steps without it
+    take_round()  # first use of memory and buckets, and PowerSGD's uncompressed first steps
     dist.barrier()
     sent, busy = bytes_sent(), time.process_time()
     mine = [take_round() for _ in range(options.rounds)]
@@ -163,7 +162,7 @@ def measure(variant: str, options: argparse.Namespace) -> dict:
 
 
 def train(variant: str, options: argparse.Namespace) -> dict:
-    """Trains to the wanted loss; prints it over time and returns when it was reached."""
+    """Trains until the target loss, and prints the loss over time. Returns the time it took."""
     images, labels = options.images
     model, optimizer = make(variant, options)
     nodes, node = dist.get_world_size(), dist.get_rank()
@@ -199,7 +198,7 @@ def train(variant: str, options: argparse.Namespace) -> dict:
 
 
 def say(line: dict) -> None:
-    """A line of JSON, from the first node."""
+    """Prints a line of JSON on the first node."""
     if dist.get_rank() == 0:
         print(json.dumps(line), flush=True)
 
@@ -213,12 +212,12 @@ def main() -> None:
     add("--network", default="conv", choices=workload.NETWORKS)
     add("--batch", type=int, help="images per node and step; the network's own by default")
     add("--period", type=int, default=4)
-    add("--rounds", type=int, default=5, help="of --period steps, timed, after one that is not")
+    add("--rounds", type=int, default=5, help="timed rounds of --period steps")
     add("--learning-rate", type=float, default=0.01)
     add("--seed", type=int, default=0)
-    add("--train", type=Path, metavar="FOLDER", help="with train/<class>/*.jpg")
+    add("--train", type=Path, metavar="FOLDER", help="folder with train/<class>/*.jpg")
     add("--target-loss", type=float, default=1.0)
-    add("--epochs", type=int, default=10, help="at most")
+    add("--epochs", type=int, default=10, help="largest number of epochs")
     add("--log-every", type=int, default=20, metavar="STEPS")
     options = parser.parse_args()
     options.batch = options.batch or workload.BATCH[options.network]

@@ -1,13 +1,17 @@
 """DaSGD on CIFAR-10 (dasgd Sec. IV-A and IV-B, Table I): 32 workers of one device, 50 epochs.
 
-The paper's learning rate is 0.01 at its peak, whatever the number of workers, and rises for 30 % of
-the epochs; here the peak is 0.01 for 32 devices: for another number N give --learning-rate 0.01/N.
+The paper's learning rate rises for 30 % of the epochs to a peak of 0.01, for any number of workers.
+Here the peak is 0.01 with 32 devices. With N devices give --learning-rate 0.01/N.
 
-Deviations: the paper's rate starts from 0.0001 and falls to it in a straight line, here it starts
-from 0 and falls to it as a cosine. fast.ai, the authors' platform, decays weights beside the
-gradient, here they decay in it, and norms and biases do not. Table I has ResNet-50 and other large
-networks. An epoch has 48 steps, where the paper has 49: the rest fills no batch everywhere. xi is
-that of Fig. 6; how images are augmented is not said, here it is as in He et al.
+Deviations from the paper:
+
+- The paper's learning rate starts at 0.0001 and falls to it linearly. Here the learning rate starts
+  at 0 and falls to 0 as a cosine.
+- fast.ai, the authors' platform, decays weights separately from the gradient. Here weight decay is
+  part of the gradient, and norms and biases do not decay.
+- Table I has ResNet-50 and other large networks.
+- An epoch has 48 steps, the paper's has 49, because images that do not fill a batch are left out.
+- xi is that of Fig. 6. The paper does not describe the augmentation. Here it is that of He et al.
 """
 
 model = "resnet20"

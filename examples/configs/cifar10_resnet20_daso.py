@@ -1,7 +1,8 @@
-"""DASO on CIFAR-10, which its authors did not try: their period, delay and phases.
+"""DASO on CIFAR-10, with the authors' period, delay and phases for ImageNet.
 
-Period, delay, warm-up and cool-down are those of daso-journal's ImageNet (Table 1 and Sec.
-"Performance evaluation"); all the rest is that of cifar10_resnet20_synchronous.py, the baseline.
+Period, delay, warm-up and cool-down are those of daso-journal (Table 1 and Sec. "Performance
+evaluation"). The authors did not train on CIFAR-10. All other keys are those of the baseline,
+cifar10_resnet20_synchronous.py.
 """
 
 model = "resnet20"

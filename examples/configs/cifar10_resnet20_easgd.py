@@ -1,10 +1,12 @@
 """EASGD on CIFAR-10 (easgd Sec. 5, Fig. 3, and 9.1 to 9.3 of its supplement): four workers.
 
-28x28 pixels, cropped and mirrored at random; batches of 128, a constant learning rate, the largest
-of the three that were tried, and no momentum; beta = 0.9, of which alpha = beta / (4 * period).
-With another number of devices than four give --learning-rate 0.05/N. Deviations: the paper trains
-a network of 7 layers with dropout, asynchronously, for a time and not for a number of epochs; norms
-and biases do not decay here. EAMSGD is --sync eamsgd --momentum 0.99 and a rate of 0.01/N or less.
+Images are cropped to 28x28 pixels and mirrored at random. The batch has 128 images. The learning
+rate is constant, the largest of the three that the paper tried. There is no momentum. beta is 0.9,
+hence alpha = beta / (4 * period). With N devices give --learning-rate 0.05/N.
+
+Deviations: the paper trains a network of 7 layers with dropout, asynchronously, for a given time
+and not for a number of epochs. Here norms and biases do not decay. EAMSGD is --sync eamsgd
+--momentum 0.99 with a learning rate of at most 0.01/N.
 """
 
 model = "resnet20"

@@ -2,10 +2,12 @@
 
     python examples/train.py --config examples/configs/cifar10_resnet20_passm_plus.py --data ...
 
-Minibatches of 256 per process; the switches are those of the table. ASSM is --sync assm --switches,
-with none after it, and so is PASSM. Deviations: norms and biases do not decay here, shortcuts that
-widen are projections, and batch statistics are each process's own until they are averaged to be
-evaluated. The paper does not say how it augments; this is what is usual.
+Each process has minibatches of 256. The switches are those of the table. ASSM is --sync assm
+--switches (with no value), and PASSM is --sync passm --switches.
+
+Deviations: norms and biases do not decay, shortcuts that widen are projections, and each process
+has its own batch statistics, which are averaged for an evaluation. The paper does not describe the
+augmentation. The one here is usual for CIFAR-10.
 """
 
 model = "resnet20"

@@ -1,9 +1,10 @@
 """ResNet-20 on CIFAR-10 (He et al. 2016, Deep residual learning, Sec. 4.2 and Table 6: 91.25 %).
 
-The paper's batch of 128 and learning rate of 0.1 are those of four devices; with others both are
-scaled, which is why there is a warm-up, that the paper has for 110 layers only. Its 64 000 steps,
-with a tenth of the learning rate from 32 000 and 48 000 on, are 164 epochs of all 50 000 images.
-Here norms and biases do not decay, and shortcuts that widen are projections.
+The paper's batch of 128 and learning rate of 0.1 are those of four devices. With other numbers of
+devices both are scaled, which needs a warm-up. The paper has a warm-up for 110 layers only. Its
+64 000 steps are 164 epochs of all 50 000 images. The learning rate falls to a tenth after 32 000
+and after 48 000 steps. Norms and biases do not decay here, and shortcuts that widen are
+projections.
 """
 
 model = "resnet20"

@@ -1,10 +1,12 @@
 """DASO: semantic segmentation of Cityscapes (daso-journal Table 3, daso-preprint Sec. 4.2).
 
-1, 2, ... nodes of four A100 each; --data is the folder with leftImg8bit and gtFine. For segment.py.
+This is a configuration for segment.py and for 1, 2, ... nodes of four A100 each. --data is the
+folder with leftImg8bit and gtFine.
 
-The peak of the learning rate is 0.4 whatever the number of devices, here of 32: for another number
-N give --learning-rate 0.4/N. Neither paper tells batch and crop, nor when a loss is stable.
-Widths and blocks are those of HRNet-W48; see segmentation/hrnet.py for what differs from it.
+The paper's peak of the learning rate is 0.4 for any number of devices. Here it is 0.4 with 32
+devices. With N devices give --learning-rate 0.4/N. Neither paper gives the batch, the crop, or the
+threshold of a stable loss. Widths and blocks are those of HRNet-W48. segmentation/hrnet.py lists
+the differences from it.
 """
 
 model = "hrnet"

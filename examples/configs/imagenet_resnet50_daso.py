@@ -1,12 +1,13 @@
 """DASO: ResNet-50 on ImageNet (daso-journal Table 1 and Sec. "Performance evaluation").
 
-4, 8, 16, 32 and 64 nodes of four A100 each; --data is the folder of ImageNet-2012.
+The paper uses 4, 8, 16, 32 and 64 nodes of four A100 each. --data is the folder of ImageNet-2012.
 
-Not in the paper, and as in the authors' script (Heat, examples/nn/imagenet-DASO.py): the learning
-rate and the batch of a GPU, the threshold of a stable loss. Not as there: the least area of a crop
-is the usual 0.08, not 0.05; the rate may fall below 0.0001; pixels are scaled to [-1, 1]; norms
-and biases do not decay, and the last norm of a block starts at 0, both as in Goyal et al., to whom
-the paper refers for the warm-up.
+These values are not in the paper but in the authors' script (Heat, examples/nn/imagenet-DASO.py):
+the learning rate and the batch of a GPU, and the threshold of a stable loss.
+
+Deviations from the script: the smallest area of a crop is the usual 0.08, not 0.05. The learning
+rate may fall below 0.0001. Pixels are scaled to [-1, 1]. Norms and biases do not decay, and the
+last norm of a block starts at 0, both as in Goyal et al., which the paper cites for the warm-up.
 """
 
 model = "resnet50"

@@ -1,8 +1,8 @@
-"""The baseline of DASO: ResNet-50 on ImageNet, gradients averaged at every step.
+"""The baseline of DASO: ResNet-50 on ImageNet with gradients averaged at every step.
 
-Horovod in daso-journal, Sec. "Performance evaluation", whose settings are those of DASO: see
-imagenet_resnet50_daso.py. Horovod's wire was float16, which bfloat16 replaces here, as in DASO;
-the paper's "classic" method is --wire float32.
+This is Horovod in daso-journal, Sec. "Performance evaluation". The other keys are those of
+imagenet_resnet50_daso.py. Horovod's wire is float16. Here it is bfloat16, as in DASO. The "classic"
+method of the paper is --wire float32.
 """
 
 model = "resnet50"

@@ -1,8 +1,8 @@
 """Hierarchical multi-scale attention (Tao, Sapra, Catanzaro 2020, arXiv:2005.10821).
 
-One network looks at an image in several sizes. What it sees in the small one, where the context
-is, and in the large one, where the details are, is weighed by an attention map that it derives
-from the small one.
+One network processes an image in several sizes. The small image shows the context, and the large
+one shows the details. An attention map, which the network computes from the small image, weights
+the two predictions.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ AUXILIARY_WEIGHT = 0.4
 
 
 class Prediction(NamedTuple):
-    """Logits, float32 of shape (batch, height, width, classes), and those of the auxiliary head."""
+    """Logits of the main and of the auxiliary head, float32 (batch, height, width, classes)."""
 
     logits: jax.Array
     auxiliary: jax.Array
 
 
 def loss(prediction: Prediction, labels: jax.Array) -> jax.Array:
-    """Region mutual information, and 0.4 times the cross-entropy of the auxiliary head."""
+    """Region mutual information plus 0.4 times the cross-entropy of the auxiliary head."""
     auxiliary = region_mutual_information.cross_entropy(prediction.auxiliary, labels)
     return region_mutual_information.loss(prediction.logits, labels) + AUXILIARY_WEIGHT * auxiliary
 
@@ -38,29 +38,29 @@ def loss(prediction: Prediction, labels: jax.Array) -> jax.Array:
 def fuse(
     coarse: jax.Array, attention: jax.Array, fine: jax.Array, shape: tuple[int, int]
 ) -> jax.Array:
-    """``U(α l_coarse) + (1 - U(α)) U(l_fine)``, Eq. 1, with U the interpolation to a shape."""
+    """``U(α l_coarse) + (1 - U(α)) U(l_fine)``, Eq. 1, where U interpolates to a shape."""
     kept = 1 - resize(attention, shape)
     return resize(attention * coarse, shape) + kept * resize(fine, shape)
 
 
 class MultiScaleAttention(nnx.Module):
-    """HRNet, object context, a segmentation head and an attention head, the same for all scales.
+    """HRNet, object context, a segmentation head and an attention head, shared by all scales.
 
-    Scales are fused where the features are, at a quarter of the resolution, and the result is
-    interpolated to that of the images.
+    The scales are fused at a quarter of the resolution, and the result is interpolated to the size
+    of the images.
 
     Args:
-        channels: of the images.
-        num_classes: classes.
-        scales: of evaluation, 1 among them; training takes 0.5 and 1.
-        widths: of the branches of the HRNet.
-        blocks: of the HRNet, on a branch between two exchanges.
-        head_width: channels of context and heads.
-        dtype: of activations.
-        rngs: for the first parameters.
+        channels: Channels of the images.
+        num_classes: Number of classes.
+        rngs: Generators of the initial parameters.
+        scales: Scales of an evaluation. They must contain 1. Training uses 0.5 and 1.
+        widths: Channels of the branches of the HRNet.
+        blocks: Residual blocks of the HRNet on a branch between two fusions.
+        head_width: Channels of context and heads.
+        dtype: Dtype of activations.
 
     Raises:
-        ValueError: if 1 is not one of the scales.
+        ValueError: If 1 is not one of the scales.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class MultiScaleAttention(nnx.Module):
         self.attention_head = nnx.Conv(head_width, 1, (1, 1), dtype=dtype, rngs=rngs)
 
     def __call__(self, images: jax.Array, train: bool) -> Prediction:
-        """Predictions for images, uint8 of shape (batch, height, width, channels)."""
+        """Returns predictions for uint8 images of shape (batch, height, width, channels)."""
         height, width = images.shape[1:3]
         x = images.astype(jnp.float32) / 127.5 - 1
         fused = None
@@ -95,7 +95,7 @@ class MultiScaleAttention(nnx.Module):
             if fused is None:
                 fused = coarse
                 continue
-            # Sizes above that of the labels shrink as they are fused, those below it grow.
+            # Sizes above that of the labels are reduced as they are fused, smaller ones enlarged.
             like = coarse if scale >= 1 else fused
             shape = like.logits.shape[1:3]
             pairs = zip(coarse, fused, strict=True)
@@ -103,7 +103,7 @@ class MultiScaleAttention(nnx.Module):
         return Prediction(*(resize(x, (height, width)) for x in fused))
 
     def at_one_scale(self, x: jax.Array, train: bool) -> tuple[Prediction, jax.Array]:
-        """Logits and attention, float32, at a quarter of the resolution."""
+        """Returns float32 logits and attention at a quarter of the resolution."""
         features, auxiliary = self.context(self.backbone(x, train), train)
         attention = features
         for conv in self.attention:

@@ -1,7 +1,7 @@
 """Cityscapes (Cordts et al. 2016, arXiv:1604.01685) in the folders that its archives unpack to.
 
-leftImg8bit/train/aachen/aachen_000000_000019_leftImg8bit.png has its labels in
-gtFine/train/aachen/aachen_000000_000019_gtFine_labelIds.png, and val/ is like train/.
+The labels of leftImg8bit/train/aachen/aachen_000000_000019_leftImg8bit.png are in
+gtFine/train/aachen/aachen_000000_000019_gtFine_labelIds.png. val/ has the same layout as train/.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from data import Dataset, Split
 from PIL import Image
 
 IMAGE, LABELS = "_leftImg8bit.png", "_gtFine_labelIds.png"
-#: The classes that count and their label ids; all other ids, 0 to 33 and 255, have no class.
+#: The evaluated classes and their label ids. All other ids, 0 to 33 and 255, have no class.
 CLASSES = {
     "road": 7,
     "sidewalk": 8,
@@ -36,22 +36,22 @@ CLASSES = {
     "motorcycle": 32,
     "bicycle": 33,
 }
-SCALES = (0.5, 2.0)  # of training images
-GREY = 127  # around an image that is smaller than the crop
+SCALES = (0.5, 2.0)  # range of the random scale of training images
+GREY = 127  # colour around an image that is smaller than the crop
 
 _CLASS_OF_ID = np.full(256, -1, np.int32)
 _CLASS_OF_ID[list(CLASSES.values())] = np.arange(len(CLASSES))
 
 
 def cityscapes(root: Path, crop: tuple[int, int]) -> Dataset:
-    """Random crops of train/ to train with, whole images of val/ to test; 19 classes.
+    """The data set with 19 classes: random crops of train/ for training, whole images of val/.
 
     Args:
-        root: the folder that holds leftImg8bit/ and gtFine/.
-        crop: height and width in pixels, after the image was scaled.
+        root: The folder of leftImg8bit/ and gtFine/.
+        crop: Height and width of a training image in pixels, after the random scaling.
 
     Raises:
-        ValueError: naming the path where an image or its labels are missing.
+        ValueError: If an image or its labels are missing. The message has the path.
     """
     if min(crop) < 1:
         raise ValueError(f"crop must be at least 1 pixel high and wide, got {crop}.")
@@ -66,9 +66,9 @@ class Pictures:
     """Reads the image and the labels of an index.
 
     Attributes:
-        paths: of each image and its labels.
-        crop: height and width of what is cut out at random if there is an rng.
-        size: height and width that an image must have if there is none.
+        paths: Paths of each image and its labels.
+        crop: Height and width of a random crop, which is taken if there is an rng.
+        size: Height and width that all images must have if there is no rng.
     """
 
     paths: list[tuple[str, str]]
@@ -85,21 +85,21 @@ class Pictures:
             pixels, ids = np.asarray(image), np.asarray(ids)
         else:
             raise ValueError(
-                f"data: {self.paths[index][0]} has {image.height} x {image.width} pixels, others "
-                f"{self.size[0]} x {self.size[1]}; all images to test must have the same size."
+                f"data: {self.paths[index][0]} has {image.height} x {image.width} pixels, but "
+                f"others have {self.size[0]} x {self.size[1]}; all test images must have one size."
             )
         return pixels, _CLASS_OF_ID[ids]
 
 
 def read(image_path: str, labels_path: str) -> tuple[Image.Image, Image.Image]:
-    """An image in RGB and its label ids, 8 bits each; raises ValueError naming the path."""
+    """Reads an image as RGB and its label ids. Raises ValueError with the path if it cannot."""
     image, ids = _open(image_path).convert("RGB"), _open(labels_path)
     if ids.mode != "L":
         raise ValueError(f"data: {labels_path} needs ids of 8 bits, got mode {ids.mode!r}.")
     if ids.size != image.size:
         raise ValueError(
-            f"data: {labels_path} has {ids.height} x {ids.width} labels, but its image "
-            f"{image.height} x {image.width} pixels; they belong to different images."
+            f"data: {labels_path} has {ids.height} x {ids.width} labels, but its image has "
+            f"{image.height} x {image.width} pixels; check that they belong together."
         )
     return image, ids
 
@@ -107,7 +107,7 @@ def read(image_path: str, labels_path: str) -> tuple[Image.Image, Image.Image]:
 def cut(
     image: Image.Image, ids: Image.Image, crop: tuple[int, int], rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A crop of the scaled image, perhaps mirrored; grey without label where it is too small."""
+    """A random crop of the scaled and possibly mirrored image. Missing areas are grey, no label."""
     scale = rng.uniform(*SCALES)
     size = np.array((image.height, image.width))
     visible = np.maximum(np.minimum(crop, np.floor(scale * size)), 1).astype(int)
@@ -124,17 +124,17 @@ def cut(
     return pixels[:, ::step], labels[:, ::step]
 
 
-def _find(root: Path, side: str) -> list[tuple[str, str]]:
-    """Paths of images and their labels."""
-    images = sorted((root / "leftImg8bit" / side).glob("*/*" + IMAGE))
+def _find(root: Path, split: str) -> list[tuple[str, str]]:
+    """The paths of all images and their labels."""
+    images = sorted((root / "leftImg8bit" / split).glob("*/*" + IMAGE))
     if not images:
-        raise ValueError(f"data: no image {root}/leftImg8bit/{side}/*/*{IMAGE}.")
+        raise ValueError(f"data: found no image {root}/leftImg8bit/{split}/*/*{IMAGE}.")
     pairs = []
     for image in images:
         name = image.name.removesuffix(IMAGE) + LABELS
-        labels = root / "gtFine" / side / image.parent.name / name
+        labels = root / "gtFine" / split / image.parent.name / name
         if not labels.is_file():
-            raise ValueError(f"data: {image} needs its labels in {labels}, which is not there.")
+            raise ValueError(f"data: {image} needs its labels in {labels}, which does not exist.")
         pairs.append((str(image), str(labels)))
     return pairs
 
@@ -144,7 +144,7 @@ def _open(path: str) -> Image.Image:
         with Image.open(path) as file:
             file.load()
             return file
-    except Exception as error:  # decoders raise errors of many kinds, none of which has the path
+    except Exception as error:  # decoders raise many kinds of errors, without the path
         raise ValueError(
-            f"data: {path} cannot be used ({type(error).__name__}: {error}); mend or remove it."
+            f"data: {path} cannot be used ({type(error).__name__}: {error}); repair or remove it."
         ) from error

@@ -1,9 +1,9 @@
 """A small high-resolution network (HRNetV2; Sun et al. 2019, arXiv:1904.04514) in flax.nnx.
 
-Branches of several resolutions run side by side and exchange their features every few blocks.
-HRNet-W48 has four branches, 48 to 384 channels wide, with four residual blocks on each between two
-of its eight exchanges, and four blocks at full width before it branches: 66 million parameters.
-This one branches at once, and there is one exchange for each new branch.
+Parallel branches have different resolutions and fuse their features every few blocks. HRNet-W48
+has 66 million parameters: four branches with 48 to 384 channels, eight fusions, four residual
+blocks on each branch between two fusions, and four blocks at full width before the first branching.
+This network branches at once and has one fusion for each new branch.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from jax.typing import DTypeLike
 
 def resize(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
     """Bilinear interpolation of (batch, height, width, channels) to another height and width."""
-    # Without antialiasing, as in PyTorch: half the size is the mean over squares of four.
+    # No antialiasing, as in PyTorch. Half the size is then the mean over 2x2 pixels.
     return jax.image.resize(x, (x.shape[0], *shape, x.shape[3]), "bilinear", antialias=False)
 
 
 class ConvNorm(nnx.Module):
-    """Convolution, BatchNorm, and ReLU if it is active."""
+    """Convolution, BatchNorm, and ReLU if ``active``."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class ConvNorm(nnx.Module):
 
 
 class Path(nnx.Module):
-    """Features of one branch for another: convolutions down to it, or interpolation up to it."""
+    """Converts the features of one branch to another by strided convolutions or interpolation."""
 
     def __init__(
         self, widths: tuple[int, ...], source: int, target: int, dtype: DTypeLike, rngs: nnx.Rngs
@@ -66,7 +66,7 @@ class Path(nnx.Module):
 
 
 class Stage(nnx.Module):
-    """Residual blocks on each branch, then an exchange: a branch adds what all others send it."""
+    """Residual blocks on each branch, then a fusion that adds all other branches."""
 
     def __init__(self, widths: tuple[int, ...], blocks: int, dtype: DTypeLike, rngs: nnx.Rngs):
         self.branches = nnx.List(
@@ -85,20 +85,20 @@ class Stage(nnx.Module):
         fused = []
         for i, paths in enumerate(self.paths):
             others = xs[:i] + xs[i + 1 :]
-            sent = [p(x, xs[i].shape[1:3], train) for p, x in zip(paths, others, strict=True)]
-            fused.append(nnx.relu(sum(sent, xs[i])))
+            converted = [p(x, xs[i].shape[1:3], train) for p, x in zip(paths, others, strict=True)]
+            fused.append(nnx.relu(sum(converted, xs[i])))
         return fused
 
 
 class HRNet(nnx.Module):
-    """Features at a quarter of the resolution; their number is the sum of ``widths``.
+    """Computes ``sum(widths)`` features at a quarter of the resolution.
 
     Args:
-        channels: of the images.
-        widths: channels of the branches; each has half the resolution of the one before.
-        blocks: residual blocks on a branch between two exchanges.
-        dtype: of activations.
-        rngs: for the first parameters.
+        channels: Channels of the images.
+        widths: Channels of the branches. Each branch has half the resolution of the previous one.
+        blocks: Residual blocks on a branch between two fusions.
+        dtype: Dtype of activations.
+        rngs: Generators of the initial parameters.
     """
 
     def __init__(

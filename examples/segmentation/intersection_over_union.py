@@ -8,17 +8,17 @@ import numpy as np
 
 
 def counts(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Pixels of each class that are right, that were predicted, and that were labelled.
+    """Counts the correct, the predicted and the labelled pixels of each class.
 
-    Counted as integers: sums of ones in float32 would stop at 2^24 pixels, eight images of
-    Cityscapes. Larger counts are rounded to 24 bits, once.
+    The pixels are counted as integers, because a float32 sum of ones stops at 2^24 pixels, which is
+    eight images of Cityscapes. Larger counts are rounded to 24 bits once.
 
     Args:
-        logits: of shape (batch, height, width, classes).
-        labels: integers of shape (batch, height, width); what is -1 is not counted.
+        logits: Array of shape (batch, height, width, classes).
+        labels: Integers of shape (batch, height, width). Pixels with -1 are not counted.
 
     Returns:
-        float32 of shape (3, classes), to be summed over batches.
+        A float32 array of shape (3, classes), to be summed over batches.
     """
     classes = jnp.arange(logits.shape[-1])
     labelled = labels[..., None] == classes
@@ -30,18 +30,18 @@ def counts(logits: jax.Array, labels: jax.Array) -> jax.Array:
 def score(counts: np.ndarray) -> dict[str, float]:
     """``test_iou``, the mean over classes of ``right / (predicted + labelled - right)``.
 
-    Classes that are neither labelled nor predicted anywhere are left out, as by Cityscapes' own
-    evaluation. ``test_pixel_accuracy`` is the share of pixels that are right.
+    Classes that are neither labelled nor predicted anywhere are left out, as in the evaluation of
+    Cityscapes. ``test_pixel_accuracy`` is the fraction of correct pixels.
 
     Args:
-        counts: sums of :func:`counts`.
+        counts: Sum of the results of :func:`counts`.
 
     Raises:
-        ValueError: if no pixel has a label.
+        ValueError: If no pixel has a label.
     """
     right, predicted, labelled = counts
     if labelled.sum() == 0:
-        raise ValueError("counts: no pixel of the test images has a label; look at the labels.")
+        raise ValueError("counts: no pixel of the test images has a label; check the label files.")
     union = predicted + labelled - right
     iou = right[union > 0] / union[union > 0]
     return {

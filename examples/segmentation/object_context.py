@@ -11,18 +11,18 @@ from segmentation.hrnet import ConvNorm
 
 
 class ObjectContext(nnx.Module):
-    """Adds to each pixel what the image shows of the classes that the pixel resembles.
+    """Adds to the features of each pixel the context of the classes that the pixel resembles.
 
-    An auxiliary head says where each class may be; the mean of the features there stands for the
-    class, and the pixels attend to these means. Auxiliary head, queries, keys and values are
-    linear here; the original puts another convolution and BatchNorm before each.
+    An auxiliary head predicts the class of each pixel. The mean of the features, weighted with this
+    prediction, represents the class, and the pixels attend to these means. Auxiliary head, queries,
+    keys and values are linear here. The original has a convolution and BatchNorm before each.
 
     Args:
-        features: channels of the backbone.
-        width: channels of what comes out.
-        num_classes: classes.
-        dtype: of activations.
-        rngs: for the first parameters.
+        features: Channels of the backbone.
+        width: Channels of the output.
+        num_classes: Number of classes.
+        dtype: Dtype of activations.
+        rngs: Generators of the initial parameters.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class ObjectContext(nnx.Module):
         self.merge = ConvNorm(2 * width, width, 1, dtype, rngs)
 
     def __call__(self, x: jax.Array, train: bool) -> tuple[jax.Array, jax.Array]:
-        """Features, and the logits of the auxiliary head."""
+        """Returns the features and the logits of the auxiliary head."""
         auxiliary, pixels = self.auxiliary(x), self.pixels(x, train)
         where = nnx.softmax(auxiliary, axis=(1, 2))
         classes = jnp.einsum("bhwc,bhwf->bcf", where, pixels)
-        likeness = jnp.einsum("bhwf,bcf->bhwc", self.query(pixels), self.key(classes))
-        attention = nnx.softmax(likeness / classes.shape[-1] ** 0.5)
+        similarity = jnp.einsum("bhwf,bcf->bhwc", self.query(pixels), self.key(classes))
+        attention = nnx.softmax(similarity / classes.shape[-1] ** 0.5)
         context = jnp.einsum("bhwc,bcf->bhwf", attention, self.value(classes))
         return self.merge(jnp.concatenate([context, pixels], axis=-1), train), auxiliary

@@ -1,8 +1,8 @@
 """Generated pictures of streets: a data set for segmentation that needs no download.
 
-A camera looks along a road between houses; cars, people and trees stand on it and beside it in
-perspective, under changing light. Houses, cars and clothes have any colour, and asphalt that of
-paving stones, so what belongs to a class shows in shape and surroundings more than in colour.
+A camera looks along a road between houses. Cars, people and trees stand on the road and beside it
+in perspective, under changing light. Houses, cars and clothes have random colours, and asphalt has
+the colour of paving stones. So a class shows in shape and surroundings more than in colour.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from data import Dataset, Split
 CLASSES = ("road", "sidewalk", "building", "vegetation", "sky", "person", "car")
 ROAD, SIDEWALK, BUILDING, VEGETATION, SKY, PERSON, CAR = range(len(CLASSES))
 NO_LABEL = -1
-DRAWN = 1  # ends the seed of a picture, which must not be that of its augmentation
-MIN_CROP = 0.7  # of height and width, in training
+DRAWN = 1  # end of the seed of a picture, to differ from the seed of its augmentation
+MIN_CROP = 0.7  # smallest fraction of height and width that a training crop takes
 
 Picture = tuple[np.ndarray, np.ndarray]
 
@@ -25,12 +25,14 @@ Picture = tuple[np.ndarray, np.ndarray]
 def streets(
     height: int = 64, width: int = 128, num_train: int = 512, num_test: int = 128, seed: int = 0
 ) -> Dataset:
-    """Pictures in 7 classes, drawn when they are loaded.
+    """The data set with 7 classes. Pictures are drawn when they are loaded.
 
     Args:
-        height, width: in pixels.
-        num_train, num_test: pictures.
-        seed: another one gives other pictures.
+        height: Height in pixels.
+        width: Width in pixels.
+        num_train: Number of training pictures.
+        num_test: Number of test pictures.
+        seed: Seed of the pictures.
     """
     train = Split(num_train, Streets(height, width, (seed, 0)))
     test = Split(num_test, Streets(height, width, (seed, 1)))
@@ -39,7 +41,7 @@ def streets(
 
 @dataclass(frozen=True)
 class Streets:
-    """The picture of an index, the same for the same seed; cropped and mirrored with an rng."""
+    """Draws the picture of an index, and crops and mirrors it if there is an rng."""
 
     height: int
     width: int
@@ -51,7 +53,7 @@ class Streets:
 
 
 def augment(image: np.ndarray, labels: np.ndarray, rng: np.random.Generator) -> Picture:
-    """A random crop, enlarged to the old size by repeating pixels, and perhaps mirrored."""
+    """A random crop, enlarged to the old size by repeating pixels, and mirrored at random."""
     share = rng.uniform(MIN_CROP, 1)
     rows, columns = (
         (n * (rng.uniform(0, 1 - share) + share * np.arange(n) / n)).astype(int)
@@ -63,25 +65,25 @@ def augment(image: np.ndarray, labels: np.ndarray, rng: np.random.Generator) -> 
 
 
 def draw(height: int, width: int, rng: np.random.Generator) -> Picture:
-    """An image, uint8 of shape (height, width, 3), and its labels, int32; -1 for none."""
+    """Draws a uint8 image of shape (height, width, 3) and its int32 labels, -1 for no label."""
     street = Street(height, width, rng)
-    things = [street.car] * rng.integers(1, 5) + [street.person] * rng.integers(2, 7)
-    things += [street.tree] * rng.integers(1, 5)
-    distances = np.sort(rng.uniform(0.15, 0.8, len(things)))  # from far to near
-    for thing, nearness in zip(rng.permutation(things), distances, strict=True):
-        thing(nearness)
+    objects = [street.car] * rng.integers(1, 5) + [street.person] * rng.integers(2, 7)
+    objects += [street.tree] * rng.integers(1, 5)
+    distances = np.sort(rng.uniform(0.15, 0.8, len(objects)))  # from far to near
+    for draw_object, nearness in zip(rng.permutation(objects), distances, strict=True):
+        draw_object(nearness)
     return street.photograph()
 
 
 class Street:
-    """Pixels and labels; what is painted later hides what was painted before."""
+    """Pixels and labels of a picture. Each object covers the objects painted before it."""
 
     def __init__(self, height: int, width: int, rng: np.random.Generator):
         self.height, self.width, self.rng = height, width, rng
         self.horizon = height * rng.uniform(0.3, 0.45)
         self.vanishing_point = width * rng.uniform(0.35, 0.65)
-        self.middle = rng.uniform(-0.5, 0.5)  # of the road, in units of the camera's height
-        self.road = rng.uniform(0.9, 1.5)  # half its width
+        self.middle = rng.uniform(-0.5, 0.5)  # centre of the road, in units of the camera's height
+        self.road = rng.uniform(0.9, 1.5)  # half the width of the road
         self.labels = np.full((height, width), SKY, np.int32)
         self.image = np.empty((height, width, 3), np.float32)
         y, x = np.ogrid[0.5:height, 0.5:width]
@@ -115,7 +117,7 @@ class Street:
             self._paint(nearness, side + aside, up, 1.3, 1.3, shade, VEGETATION, is_round=True)
 
     def photograph(self) -> Picture:
-        """What the camera makes of it: light, noise, its own car's bonnet, and borders."""
+        """Adds light, noise, the bonnet of the camera's car, and borders without label."""
         rng, shape = self.rng, self.labels.shape
         patches = rng.uniform(0.4, 0.6, (-(-shape[0] // 8), -(-shape[1] // 8), 1))
         patches = (patches * rng.uniform(1, 2) * rng.uniform(0.9, 1.1, 3)).astype(np.float32)
@@ -126,7 +128,7 @@ class Street:
         image[bonnet] = rng.uniform(0.1, 0.4)
         labels = self.labels.copy()
         labels[bonnet] = NO_LABEL
-        # As in Cityscapes, nobody can say to whom the pixels of a border belong.
+        # As in Cityscapes, pixels of a border belong to no class.
         labels[:-1][self.labels[:-1] != self.labels[1:]] = NO_LABEL
         labels[:, :-1][self.labels[:, :-1] != self.labels[:, 1:]] = NO_LABEL
         return (255 * np.clip(image, 0, 1, out=image)).astype(np.uint8), labels
@@ -164,7 +166,7 @@ class Street:
         self.image[marks] = rng.uniform(0.6, 1.0)
 
     def _colour(self) -> np.ndarray:
-        """Any colour, mostly a pale one."""
+        """A random colour, mostly a pale one."""
         return self.rng.uniform(0.1, 0.9) + self.rng.uniform(0, 0.5) * self.rng.uniform(-1, 1, 3)
 
     def _paint(
@@ -178,7 +180,7 @@ class Street:
         label: int | None,
         is_round: bool = False,
     ) -> None:
-        """A rectangle, or the ellipse in it; lengths in units of the camera's height."""
+        """Paints a rectangle or the ellipse in it. Lengths are in units of the camera's height."""
         unit = nearness * (self.height - self.horizon)
         y, x = self.horizon + (1 - up - height / 2) * unit, self.vanishing_point + side * unit
         height, width = height * unit / 2, width * unit / 2

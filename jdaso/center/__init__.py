@@ -1,11 +1,42 @@
-"""Asynchronous workers around a centre: see ``jdaso.mpi_center``, and in turns, here."""
+"""Asynchronous methods: workers exchange messages with a server that keeps the centre.
 
-from jdaso._center import Rule as Rule
-from jdaso.center._turns import Cluster as Cluster
-from jdaso.center._turns import gather as gather
-from jdaso.center._turns import random_order as random_order
-from jdaso.center._turns import read as read
-from jdaso.center._turns import round_robin as round_robin
-from jdaso.center._turns import take_turns as take_turns
+``server/`` is the server over MPI. Only ``jdaso/__init__.py`` and ``__main__.py`` may import this
+folder, which imports :mod:`jdaso.algorithms`, :mod:`jdaso.exchange` and entries below them.
+"""
 
-__all__ = ["Cluster", "Rule", "gather", "random_order", "read", "round_robin", "take_turns"]
+from jdaso.center.admm import admm
+from jdaso.center.async_easgd import async_eamsgd, async_easgd
+from jdaso.center.downpour import adownpour, downpour, mvadownpour
+from jdaso.center.mdownpour import mdownpour
+from jdaso.center.server.mpi_center import mpi_center
+from jdaso.center.simulation import simulated_center
+from jdaso.center.turns import (
+    SimulatedCluster,
+    init_cluster,
+    random_order,
+    read_center,
+    round_robin,
+    take_turns,
+)
+from jdaso.center.types import Center, CenterState, ServerRule
+
+__all__ = [
+    "Center",
+    "CenterState",
+    "ServerRule",
+    "SimulatedCluster",
+    "admm",
+    "adownpour",
+    "async_eamsgd",
+    "async_easgd",
+    "downpour",
+    "init_cluster",
+    "mdownpour",
+    "mpi_center",
+    "mvadownpour",
+    "random_order",
+    "read_center",
+    "round_robin",
+    "simulated_center",
+    "take_turns",
+]

@@ -1,0 +1,10 @@
+"""Exchanges between nodes: on a virtual cluster or mesh, over MPI, and over mpi4jax.
+
+This entry imports :mod:`jdaso.cluster` and :mod:`jdaso.core`. The folder ``transport/`` moves
+messages over MPI, and ``host/`` moves arrays between devices and host memory.
+"""
+
+from jdaso.core.types import ExchangeRecord
+from jdaso.exchange.mpi4jax import mpi4jax_exchange, process_mean
+
+__all__ = ["ExchangeRecord", "mpi4jax_exchange", "process_mean"]

@@ -1,12 +1,12 @@
-"""The mean of gradients, before an optimizer."""
+"""The mean of gradients, before the optimizer."""
 
 import golden_family
 import jax.numpy as jnp
 import numpy as np
 import optax
-from cluster import LR, assert_near, dyadic_run, few, random_run, train
 from hypothesis import given
 from hypothesis import strategies as st
+from virtual_nodes import LR, assert_near, dyadic_run, few, random_run, train
 
 import jdaso
 
@@ -32,9 +32,9 @@ def test_follows_the_recursion(nodes, momentum, seed):
 
 
 def test_gradients_travel_in_16_bits_by_default():
-    # Sums and quotients of four such numbers are exact: no rounding remains but the wire's.
+    # Sums and quotients of four such numbers are exact, so only the wire rounds.
     x, grads = dyadic_run(12, 4)
-    x, grads = np.broadcast_to(x[0], x.shape), grads + np.float32(2**-12)  # more than bfloat16 has
+    x, grads = np.broadcast_to(x[0], x.shape), grads + np.float32(2**-12)  # not a bfloat16 number
     params, _ = run(jdaso.allreduce_gradients(jdaso.axis_exchange("node", 4)), x, grads)
     np.testing.assert_array_equal(params, expected(x, grads, wire="bfloat16"))
     assert (params != expected(x, grads)).any()

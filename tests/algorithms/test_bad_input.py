@@ -1,4 +1,4 @@
-"""Arguments that do not fit: each message names the argument, what it was and what it may be."""
+"""Errors about arguments name the argument, what was given and what is required."""
 
 import math
 import re
@@ -48,10 +48,10 @@ TABLE = [
     (dasgd, {"xi": math.nan}, "xi must be in [0, 1], got nan"),
     (dasgd, {"delay": 5}, "delay must not exceed period, got delay=5 and period=4"),
     (dasgd, {"delay": -1}, "delay must be a whole number of at least 0, got -1"),
-    (dasgd, {"delay": None}, "dasgd(period=4) needs a delay, in steps; 0 blocks"),
+    (dasgd, {"delay": None}, "dasgd(period=4) requires a delay in steps"),
     (dasgd, {"delay": 4, "xi": 0}, "dasgd: delay must be less than period where xi is 0"),
     (dasgd, {"period": None, "delay": None, "schedule": FULL, "xi": 0}, "less than period where"),
-    (dasgd, {"period": None, "schedule": RARE}, "dasgd needs either a period or a schedule"),
+    (dasgd, {"period": None, "schedule": RARE}, "dasgd requires either a period or a schedule"),
     (dasgd, {"period": None, "schedule": RARE, "delay": None, "xi": "half"}, "xi must be a number"),
     (dasgd, {"xi": None}, "xi must be a number, got None"),
     (dasgd, {"xi": True}, "xi must be a number, got True"),
@@ -73,8 +73,8 @@ TABLE = [
     (
         diloco,
         {"period": None, "delay": 1, "schedule": RARE},
-        "diloco needs either a period or a schedule, which has its own delay; got period=None, "
-        "delay=1 and a schedule",
+        "diloco requires either a period or a schedule, which has a delay of its own; got "
+        "period=None, delay=1 and a schedule",
     ),
     (diloco, {"outer": 0.7}, "outer must be an optax optimizer, such as optax.sgd(1.0), got 0.7"),
     (diloco, {"outer": optax.sgd}, "outer must be an optax optimizer"),
@@ -84,27 +84,27 @@ TABLE = [
         "local_sgd: delay must be less than period where a node's own weight is 0",
     ),
     (local_sgd, {"period": None, "schedule": 4}, "local_sgd: schedule must be a jdaso.Schedule"),
-    (easgd, {"alpha": 0}, "alpha must be positive, got 0"),
-    (easgd, {"alpha": -0.1}, "alpha must be positive, got -0.1"),
-    (easgd, {"alpha": math.inf}, "alpha must be positive, got inf"),
-    (easgd, {"beta": 0}, "beta must be positive, got 0"),
-    (easgd, {"beta": -0.9}, "beta must be positive, got -0.9"),
-    (easgd, {"period": None, "schedule": RARE}, "easgd needs alpha where a schedule is given"),
+    (easgd, {"alpha": 0}, "alpha must be positive and finite, got 0"),
+    (easgd, {"alpha": -0.1}, "alpha must be positive and finite, got -0.1"),
+    (easgd, {"alpha": math.inf}, "alpha must be positive and finite, got inf"),
+    (easgd, {"beta": 0}, "beta must be positive and finite, got 0"),
+    (easgd, {"beta": -0.9}, "beta must be positive and finite, got -0.9"),
+    (easgd, {"period": None, "schedule": RARE}, "easgd requires alpha if a schedule"),
     (easgd, {"alpha": "small"}, "alpha must be a number, got 'small'"),
     (easgd, {"beta": None}, "beta must be a number, got None"),
-    (eamsgd, {"alpha": 0}, "alpha must be positive, got 0"),
-    (eamsgd, {"beta": 0}, "beta must be positive, got 0"),
-    (eamsgd, {"learning_rate": None}, "eamsgd needs a learning_rate, a number or"),
-    (eamsgd, {"momentum": None}, "eamsgd needs a momentum in [0, 1)"),
+    (eamsgd, {"alpha": 0}, "alpha must be positive and finite, got 0"),
+    (eamsgd, {"beta": 0}, "beta must be positive and finite, got 0"),
+    (eamsgd, {"learning_rate": None}, "eamsgd requires a learning_rate, a number or"),
+    (eamsgd, {"momentum": None}, "eamsgd requires a momentum in [0, 1)"),
     (eamsgd, {"momentum": "much"}, "momentum must be a number, got 'much'"),
     (eamsgd, {"momentum": 1.0}, "momentum must be in [0, 1), got 1.0"),
     (eamsgd, {"momentum": -0.1}, "momentum must be in [0, 1), got -0.1"),
     *((f, {"period": 2**31}, "period must be below 2**31, got 2147483648") for f in PERIODIC),
     *((f, {"period": 0}, "period must be a whole number of at least 1, got 0") for f in PERIODIC),
     *((f, {"period": 2.5}, "period must be a whole number of at least 1") for f in PERIODIC),
-    *((f, {"period": None}, f"{f.__name__} needs either a period or a sch") for f in PERIODIC),
-    *((f, {"schedule": RARE}, f"{f.__name__} needs either a period or a sch") for f in PERIODIC),
-    *((f, {"period": RARE}, f"{f.__name__} takes a schedule by name") for f in PERIODIC),
+    *((f, {"period": None}, f"{f.__name__} requires either a period or a sch") for f in PERIODIC),
+    *((f, {"schedule": RARE}, f"{f.__name__} requires either a period or a sch") for f in PERIODIC),
+    *((f, {"period": RARE}, f"{f.__name__} requires the schedule as a keyword") for f in PERIODIC),
     *(
         (f, {"wire": "float8"}, "wire must be one of float64, float32, bfloat16, float16")
         for f in [*PERIODIC, allreduce_gradients]
@@ -126,7 +126,7 @@ def test_a_factory_names_what_does_not_fit(factory, bad, message):
         factory(**bad)
 
 
-def test_what_is_no_exchange_is_told():
+def test_an_exchange_of_the_wrong_type_is_refused():
     topology = jdaso.discover_topology()
     with pytest.raises(ValueError, match=r"exchange must be a jdaso\.Exchange, .* got Topology"):
         jdaso.daso(topology, RARE)
@@ -138,12 +138,12 @@ def test_what_is_no_exchange_is_told():
         (jdaso.constant(4, 3), False),
         (jdaso.constant(1, 0), False),
         (jdaso.constant(1, 1), True),
-        (jdaso.by_step(lambda step: (4, step % 4)), False),
-        (jdaso.by_step(lambda step: (4, 4 * (step == 4000))), True),
-        (jdaso.linear((2, 1), (8, 4), 9), False),
-        (jdaso.linear((2, 0), (8, 8), 9), True),
+        (jdaso.schedules.by_step(lambda step: (4, step % 4)), False),
+        (jdaso.schedules.by_step(lambda step: (4, 4 * (step == 4000))), True),
+        (jdaso.schedules.linear((2, 1), (8, 4), 9), False),
+        (jdaso.schedules.linear((2, 0), (8, 8), 9), True),
         (jdaso.cycling(4, 0, 0, 40, epoch=10, delay=0), False),
-        (jdaso.cycling(4, 0, 0, 40, epoch=10, delay=2), True),  # of a period of 1 in the end
+        (jdaso.cycling(4, 0, 0, 40, epoch=10, delay=2), True),  # halving ends at period 1, delay 1
     ],
 )
 def test_what_would_lose_every_step_is_refused(schedule, lost):
@@ -153,7 +153,7 @@ def test_what_would_lose_every_step_is_refused(schedule, lost):
         jdaso.local_sgd(ALONE, schedule=schedule)
 
     if lost:
-        with pytest.raises(ValueError, match="or every step would be lost"):
+        with pytest.raises(ValueError, match="discard every step"):
             build()
     else:
         build()
@@ -170,7 +170,9 @@ def test_more_fragments_than_leaves_are_refused(factory):
 
 @pytest.mark.parametrize("factory", [*PERIODIC, allreduce_gradients])
 def test_parameters_without_a_number_to_average_are_refused(factory):
-    with pytest.raises(ValueError, match=f"{factory.__name__}: params hold no floating-point"):
+    with pytest.raises(
+        ValueError, match=f"{factory.__name__}: params must have at least one floating-point"
+    ):
         factory().init({"n": jnp.int32(1)})
 
 
@@ -182,7 +184,7 @@ def test_an_update_without_parameters_is_refused(factory):
 
 
 def test_a_state_without_a_centre_is_refused():
-    with pytest.raises(ValueError, match=r"no centre: .*not that of easgd or eamsgd"):
+    with pytest.raises(ValueError, match=r"no centre: .*not the state of easgd or eamsgd"):
         jdaso.easgd_center(dasgd().init(jnp.ones(2)))
     with pytest.raises(ValueError, match="holds 0 states of the type AveragingState"):
         jdaso.easgd_center(optax.sgd(0.1).init(jnp.ones(2)))
@@ -202,7 +204,7 @@ def test_a_rate_that_diverges_for_every_learning_rate_is_warned_of(unstable, bet
     message = rf"Condition 17.*Choose alpha below 0.4, or beta below {beta}\."
     with pytest.warns(UserWarning, match=message) as caught:
         unstable()
-    assert [warning.filename for warning in caught] == [__file__]  # where it was called
+    assert [warning.filename for warning in caught] == [__file__]  # points to the caller
 
 
 def test_a_rate_that_can_be_stable_is_not_warned_of():

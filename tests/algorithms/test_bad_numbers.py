@@ -1,4 +1,4 @@
-"""Numbers that are not finite: on one node, on all, in sums; whatever the algorithm.
+"""Non-finite numbers on one node, on all nodes and in sums, for every algorithm.
 
 A new algorithm is one line of ALGORITHMS.
 """
@@ -20,7 +20,7 @@ PHASES = {"period": 2, "warmup": 3, "cooldown": 3, "total": STEPS, "epoch": 5, "
 
 
 def sgd():
-    """Without a memory: what it was given once is forgotten."""
+    """Without momentum, so that a non-finite gradient is forgotten after its step."""
     return optax.sgd(RATE)
 
 
@@ -44,7 +44,7 @@ ALGORITHMS = {
     ),
     "allreduce_gradients": lambda x: optax.chain(jdaso.allreduce_gradients(x, "float32"), sgd()),
 }
-# Here a node takes a mean and posts it in the same step: then it is sound again, and contributes.
+# Here a node merges a mean and posts it in the same step, so that it contributes again.
 AT_ONCE = {
     "daso cycling": lambda x: optax.chain(
         sgd(), jdaso.daso(x, jdaso.cycling(**PHASES), blocking_wire="float32")
@@ -52,7 +52,7 @@ AT_ONCE = {
     "easgd whole period": lambda x: optax.chain(sgd(), jdaso.easgd(x, 4, alpha=0.2)),
     "eamsgd whole period": lambda x: jdaso.eamsgd(x, 4, RATE, 0.9, alpha=0.2),
 }
-# Here nodes owe what they have rounded off in the sums, and who adds up depends on how many.
+# Here nodes keep rounding errors of the sums, and the owner of a shard depends on P.
 COARSE = {
     "dasgd int8": lambda x: optax.chain(sgd(), jdaso.dasgd(x, 4, 2, wire="int8")),
     "allreduce_gradients int8": lambda x: optax.chain(jdaso.allreduce_gradients(x, "int8"), sgd()),
@@ -62,7 +62,7 @@ PARAMS = {"bias": jnp.linspace(-1, 1, 7), "kernel": jnp.linspace(-2, 3, 15).resh
 
 
 def gradients(nodes=NODES):
-    """Of every step and node, (steps, nodes, ...)."""
+    """Gradients of every step and node, (steps, nodes, ...)."""
     rng = np.random.default_rng(0)
     return {
         name: jnp.asarray(rng.normal(size=(STEPS, nodes, *x.shape)), jnp.float32)
@@ -74,7 +74,7 @@ def at(step, grads):
     return jax.tree.map(lambda g: g[step], grads)
 
 
-def run(build, grads, params=PARAMS, damage=None, apply=jdaso.apply_updates):
+def run(build, grads, params=PARAMS, damage=None, apply_gradients=jdaso.apply_gradients):
     """Parameters of all nodes after every step, and their states after the last.
 
     ``damage(step, params)`` is what happens to parameters before a step.
@@ -85,8 +85,7 @@ def run(build, grads, params=PARAMS, damage=None, apply=jdaso.apply_updates):
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     @functools.partial(jax.vmap, axis_name="node")
     def step(params, state, grads):
-        updates, state = tx.update(grads, state, params, value=1.0)
-        return apply(params, updates), state
+        return apply_gradients(tx, grads, state, params, value=1.0)
 
     params = jax.tree.map(lambda x: jnp.stack([x] * nodes), params)
     state, history = jax.vmap(tx.init)(params), []
@@ -98,19 +97,25 @@ def run(build, grads, params=PARAMS, damage=None, apply=jdaso.apply_updates):
     return jax.tree.map(lambda *x: np.stack(x), *history), state
 
 
+def plain_apply_gradients(tx, grads, state, params, **extra):
+    """An ordinary optax step."""
+    updates, state = tx.update(grads, state, params, **extra)
+    return optax.apply_updates(params, updates), state
+
+
 def shared(state):
-    """What merges keep, centres and anchors: the same on all nodes."""
-    return [flight.merge for flight in jdaso.averaging_state(state).flights]
+    """The states of the merges (centres and anchors), which are equal on all nodes."""
+    return [fragment.merge for fragment in jdaso.core.averaging_state(state).fragments]
 
 
 def assert_same(actual, expected, **tolerance):
-    """A few roundings apart at most: the same arithmetic, fused differently."""
+    """Checks equality up to a few roundings, because XLA fuses the arithmetic differently."""
     tolerance = tolerance or {"rtol": 1e-5, "atol": 1e-6}
     jax.tree.map(functools.partial(np.testing.assert_allclose, **tolerance), actual, expected)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_node_that_is_never_finite_is_to_the_others_as_if_it_were_not_there(name):
+def test_a_node_that_is_never_finite_does_not_affect_the_others(name):
     grads = gradients()
     without = jax.tree.map(lambda g: g[:, OTHERS], grads)
     bad = jax.tree.map(lambda g: g.at[:, BAD].set(jnp.nan), grads)
@@ -131,7 +136,7 @@ def test_a_node_that_is_never_finite_is_to_the_others_as_if_it_were_not_there(na
 def test_where_no_node_is_ever_finite_nothing_changes_but_counts(name):
     bad = jax.tree.map(lambda g: jnp.full_like(g, jnp.inf), gradients())
     params, state = run(ALL[name], bad)
-    # Who posts at once what it has kept is in a mean of equal numbers, which rounds.
+    # Here the mean of equal numbers rounds.
     near = {"rtol": 2.0**-20, "atol": 2.0**-24} if name in AT_ONCE else {"rtol": 0}
     for x, start in zip(*map(jax.tree.leaves, (params, PARAMS)), strict=True):
         np.testing.assert_allclose(x, np.broadcast_to(start, x.shape), **near)
@@ -145,7 +150,7 @@ def test_where_no_node_is_ever_finite_nothing_changes_but_counts(name):
 
 
 def with_one(number, tree=PARAMS, dtype=jnp.float32):
-    """The tree with a number in one place of each leaf, which is the largest by far."""
+    """The tree with a large number in one place of each leaf."""
     tree = jax.tree.map(lambda x: x.astype(dtype), tree)
     return {
         "bias": tree["bias"].at[..., 4].set(number),
@@ -155,7 +160,7 @@ def with_one(number, tree=PARAMS, dtype=jnp.float32):
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_sum_that_is_not_finite_changes_nothing(name):
-    """Each node's numbers are finite, what they add up to is not: all leave it out."""
+    """The numbers of each node are finite and their sum is not, so all nodes leave it out."""
     grads, params = jax.tree.map(jnp.zeros_like, gradients()), with_one(LARGE)
     if name.startswith("allreduce"):
         grads, params = with_one(LARGE, grads), PARAMS
@@ -164,7 +169,7 @@ def test_a_sum_that_is_not_finite_changes_nothing(name):
     assert (seen.skipped == 0).all()
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((history, shared(state))))
     if name == "allreduce_gradients int8":
-        return  # such a sum is cut off at the largest number that there is
+        return  # such a sum is clipped to the largest number
     for x, start in zip(*map(jax.tree.leaves, (history, params)), strict=True):
         np.testing.assert_array_equal(x, np.broadcast_to(start, x.shape))
     assert (seen.left_out == seen.exchanges - seen.in_flight).all()
@@ -175,7 +180,7 @@ PARAMETERS = [name for name in ALL if not name.startswith("allreduce")]
 
 
 def damaged(step, params):
-    """A fault of the hardware on one node."""
+    """A hardware fault on one node."""
     if step != 5:
         return params
     return params | {"kernel": params["kernel"].at[BAD, 1, 2].set(jnp.nan)}
@@ -189,27 +194,27 @@ def test_lost_parameters_come_back_with_the_next_mean_and_reach_no_other_node(na
     np.testing.assert_array_equal(seen.skipped, ~OTHERS)
     assert (seen.left_out[OTHERS] == 0).all()
     if name == "local_sgd":
-        for x in jax.tree.leaves(params):  # but for the rounding of x + (mean - x)
+        for x in jax.tree.leaves(params):  # up to the rounding of x + (mean - x)
             same = np.broadcast_to(x[7, :1], x[7].shape)
             np.testing.assert_allclose(x[7], same, rtol=2.0**-22)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_step_that_would_leave_the_range_of_numbers_is_skipped(name):
-    """60000 and a tenth of 65000 are numbers of float16, which ends at 65504; their sum is not."""
+    """60000 and a tenth of 65000 are float16 numbers. Their sum exceeds 65504, the largest one."""
     params = with_one(60000.0, dtype=jnp.float16)
     grads = jax.tree.map(lambda g: jnp.zeros_like(g, jnp.float16), gradients())
     grads["kernel"] = grads["kernel"].at[5, BAD, 1, 2].set(-65000.0)
-    history, state = run(ALL[name], grads, params, apply=optax.apply_updates)
+    history, state = run(ALL[name], grads, params, apply_gradients=plain_apply_gradients)
     for x, start in zip(*map(jax.tree.leaves, (history, params)), strict=True):
-        # All nodes have the same, but means of float16 round: to 1/2048 of a number.
+        # All nodes have equal numbers, and float16 means round to 1/2048 of a number.
         np.testing.assert_allclose(x, np.broadcast_to(start, x.shape), rtol=2**-10, atol=2**-10)
     np.testing.assert_array_equal(jdaso.metrics(state).skipped, ~OTHERS)
 
 
 @pytest.mark.parametrize("name", ["dasgd", "moments average", "allreduce_gradients"])
 def test_a_step_that_loss_scaling_skips_advances_the_schedule(name):
-    """Gradients in half precision of a scaled loss; where they overflow, the scale is halved."""
+    """Half-precision gradients of a scaled loss. An overflow halves the scale."""
     tx, grads = ALL[name](jdaso.axis_exchange("node", NODES)), gradients()
 
     @jax.jit
@@ -255,16 +260,23 @@ def test_raise_stops_and_names_algorithm_and_step(name):
         jax.block_until_ready(update(jnp.array([0.0, jnp.inf, 0.0]), state, params))
 
 
+def test_raise_names_a_wire_that_cannot_hold_the_parameters():
+    tx = jdaso.daso(jdaso.single_exchange(), jdaso.constant(1), wire="float16", nonfinite="raise")
+    params = jnp.array([1e5])
+    with pytest.raises(Exception, match=r"above 65504 in magnitude, which the wire float16 cannot"):
+        jax.block_until_ready(jax.jit(tx.update)(jnp.zeros(1), tx.init(params), params))
+
+
 def test_raise_stops_at_a_sum_that_is_not_finite():
     tx = RAISING["local_sgd"](jdaso.axis_exchange("node", 2))
     params = jnp.full((2, 1), LARGE)
     step = jax.jit(jax.vmap(lambda s, x: tx.update(jnp.zeros(1), s, x)[1], axis_name="node"))
     state = step(jax.vmap(tx.init)(params), params)
-    with pytest.raises(Exception, match=r"local_sgd: .*at step 1, or a sum of them is not"):
+    with pytest.raises(Exception, match=r"local_sgd: .*at step 1, or their sum"):
         jax.block_until_ready(step(state, params))
 
 
-def test_consensus_leaves_out_who_is_not_finite():
+def test_consensus_leaves_out_nodes_that_are_not_finite():
     exchange = jdaso.axis_exchange("node", NODES)
     mean = jax.vmap(lambda x: jdaso.consensus(exchange, x), axis_name="node")
     x = jnp.array([[1.0, 2.0], [jnp.nan, 6.0], [3.0, 4.0]])
@@ -272,12 +284,13 @@ def test_consensus_leaves_out_who_is_not_finite():
     assert jnp.isnan(mean(x * jnp.inf)).all()
 
 
-def test_apply_updates_are_those_of_optax_where_numbers_are_finite():
+def test_apply_gradients_equals_optax_where_numbers_are_finite():
     params = {"w": jnp.arange(3, dtype=jnp.bfloat16), "n": jnp.arange(2), "none": None}
     updates = {"w": jnp.full(3, 0.3), "n": jnp.ones(2, int), "none": None}
-    mine, theirs = (f(params, updates) for f in (jdaso.apply_updates, optax.apply_updates))
+    mine = jdaso.apply_gradients(optax.identity(), updates, optax.EmptyState(), params)[0]
+    theirs = optax.apply_updates(params, updates)
     assert jax.tree.map(lambda x: x.dtype, mine) == jax.tree.map(lambda x: x.dtype, theirs)
     jax.tree.map(np.testing.assert_array_equal, mine, theirs)
     lost = {"w": jnp.array([jnp.nan, jnp.inf, 1.0])}
-    moved = jdaso.apply_updates(lost, {"w": jnp.ones(3)})
+    moved, _ = jdaso.apply_gradients(optax.identity(), {"w": jnp.ones(3)}, optax.EmptyState(), lost)
     assert moved["w"].tolist() == [1.0, 1.0, 2.0]

@@ -1,4 +1,4 @@
-"""What every algorithm owes to those who train with it, whatever it computes.
+"""Properties that every algorithm has, whatever it computes.
 
 A new algorithm is one line of ALGORITHMS.
 """
@@ -27,7 +27,7 @@ ALGORITHMS = {
     "dasgd": lambda x, sgd, lr: optax.chain(sgd(lr), jdaso.dasgd(x, 4, 2)),
     "dasgd fragments": lambda x, sgd, lr: optax.chain(sgd(lr), jdaso.dasgd(x, 4, 3, fragments=2)),
     "dasgd linear": lambda x, sgd, lr: optax.chain(
-        sgd(lr), jdaso.dasgd(x, schedule=jdaso.linear((1, 0), (4, 3), 10))
+        sgd(lr), jdaso.dasgd(x, schedule=jdaso.schedules.linear((1, 0), (4, 3), 10))
     ),
     "local_sgd": lambda x, sgd, lr: optax.chain(sgd(lr), jdaso.local_sgd(x, 4)),
     "easgd": lambda x, sgd, lr: optax.chain(sgd(lr), jdaso.easgd(x, 4)),
@@ -55,12 +55,12 @@ def is_float(x):
 
 
 def plain(rate):
-    """SGD with momentum, of the floating-point leaves."""
+    """SGD with momentum for the floating-point leaves."""
     return optax.masked(optax.sgd(rate, momentum=0.9), lambda t: jax.tree.map(is_float, t))
 
 
 def protected(rate):
-    """The same, whose momentum survives a gradient that is not finite."""
+    """The same with momentum that ignores non-finite gradients."""
     return optax.apply_if_finite(plain(rate), 100)
 
 
@@ -85,7 +85,7 @@ def stepper(tx):
 
 
 def gradients(params, steps=STEPS):
-    """Of every step and node, (steps, nodes, ...); those of integers are zeros of their dtype."""
+    """Gradients (steps, nodes, ...). Those of integers are zeros of their dtype."""
     rng = np.random.default_rng(0)
 
     def draw(x):
@@ -103,7 +103,7 @@ def at(step, grads):
 
 
 def jitted(function, **options):
-    # What is tested is not how fast it runs: half the time to compile.
+    # Speed is not tested here, and this halves the time to compile.
     return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0}, **options)
 
 
@@ -136,15 +136,15 @@ def assert_same_bits(actual, expected):
 
 
 def assert_close(actual, expected):
-    """A few roundings of float32 apart: the same arithmetic, fused differently."""
+    """Checks equality up to a few float32 roundings, because XLA fuses differently."""
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), actual, expected
     )
 
 
-def flying(state):
-    """Whether something is in flight, on node 0."""
-    return any(bool(flight.posted[0]) for flight in jdaso.averaging_state(state).flights)
+def in_flight(state):
+    """Whether an exchange is in flight on node 0."""
+    return any(bool(fragment.posted[0]) for fragment in jdaso.core.averaging_state(state).fragments)
 
 
 @for_each_algorithm
@@ -164,7 +164,7 @@ def test_all_steps_are_one_trace_in_donated_buffers_of_the_same_dtypes(name):
         assert all(x.is_deleted() for x in old)
         assert signature((params, state)) == before
     assert len(traces) == 1
-    assert jdaso.averaging_state(state).exchanges[0] > 0
+    assert jdaso.core.averaging_state(state).exchanges[0] > 0
     assert not (params["half"][0] == MIXED["half"]).all()
     assert (params["count"] == MIXED["count"]).all()
 
@@ -225,7 +225,7 @@ def test_tree_map_params_reaches_what_has_the_shape_of_parameters(name):
     def is_masked(node):
         return isinstance(node, optax.MaskedNode)
 
-    # As for shardings: for each copy of a parameter, what was said of the parameter.
+    # As for shardings: each copy of a parameter gets the value of the parameter.
     said = {x.shape: f"of {name}" for name, x in MIXED.items()}
     mapped = optax.tree_map_params(
         tx,
@@ -259,22 +259,22 @@ def test_multi_steps_takes_the_mean_gradient_and_counts_optimizer_steps(name):
     params, state = train(name, grads, start(tx, FLOATS), step)[-1]
     expected, expected_state = train(name, means, steps=range(steps))[-1]
     assert_close(params, expected)
-    mine, theirs = map(jdaso.averaging_state, (state, expected_state))
+    mine, theirs = map(jdaso.core.averaging_state, (state, expected_state))
     assert mine.step.tolist() == [steps] * NODES
     assert mine.exchanges.tolist() == theirs.exchanges.tolist()
     assert theirs.exchanges[0] > 0
 
 
 @for_each_algorithm
-def test_goes_on_from_bytes_as_if_nothing_had_happened(name):
-    """Saved in the middle of a flight, into a transformation and a state that are made anew."""
+def test_a_restored_state_continues_bit_for_bit(name):
+    """Saves with an exchange in flight, and restores into a new transformation and state."""
     grads, history = gradients(FLOATS), plain_history(name)
-    blocks = all((jdaso.averaging_state(state).plan.delay == 0).all() for _, state in history)
+    blocks = all((jdaso.core.averaging_state(state).plan.delay == 0).all() for _, state in history)
     if blocks:
         save = STEPS // 2
-        assert not any(flying(state) for _, state in history)
+        assert not any(in_flight(state) for _, state in history)
     else:
-        save = next(t for t in range(STEPS // 2, STEPS) if flying(history[t][1]))
+        save = next(t for t in range(STEPS // 2, STEPS) if in_flight(history[t][1]))
     saved = serialization.to_bytes(history[save])
 
     tx = build(name)
@@ -282,7 +282,7 @@ def test_goes_on_from_bytes_as_if_nothing_had_happened(name):
     carry = serialization.from_bytes(start(tx, FLOATS), saved)
     assert_same_bits(train(name, grads, carry, step, range(save + 1, STEPS))[-1], history[-1])
 
-    # What was in flight did matter.
+    # The exchange in flight matters.
     lost = jax.tree_util.tree_map_with_path(
         lambda path, x: jnp.zeros_like(x) if ".sums" in jax.tree_util.keystr(path) else x, carry
     )
@@ -300,8 +300,8 @@ def test_a_gradient_that_is_not_finite_leaves_nodes_in_step(name, sgd):
     history = train(name, bad, start(tx, FLOATS), step)
 
     def timeline(history):
-        states = [jdaso.averaging_state(state) for _, state in history]
-        return [(s.exchanges.tolist(), [f.posted.tolist() for f in s.flights]) for s in states]
+        states = [jdaso.core.averaging_state(state) for _, state in history]
+        return [(s.exchanges.tolist(), [f.posted.tolist() for f in s.fragments]) for s in states]
 
     assert timeline(history) == timeline(plain_history(name))
     params, state = history[-1]
@@ -309,4 +309,4 @@ def test_a_gradient_that_is_not_finite_leaves_nodes_in_step(name, sgd):
     if sgd is protected:
         assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(state) if is_float(x))
     else:
-        assert jdaso.averaging_state(state).skipped[1] > 0
+        assert jdaso.core.averaging_state(state).skipped[1] > 0

@@ -3,9 +3,9 @@
 import golden_family
 import numpy as np
 import pytest
-from cluster import LR, assert_near, dyadic_run, few, random_run, simulate
 from hypothesis import given
 from hypothesis import strategies as st
+from virtual_nodes import LR, assert_near, dyadic_run, few, random_run, simulate
 
 import jdaso
 
@@ -14,7 +14,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 @st.composite
 def rules(draw, least_period=1):
-    """Period, delay and xi that fit."""
+    """Valid periods, delays and xi."""
     period = draw(st.integers(least_period, 6))
     delay = draw(st.integers(0, period))
     weights = [0.25, 0.7] if delay == period else [0.0, 0.25, 0.7]
@@ -44,7 +44,7 @@ def test_fragments_take_turns_and_each_follows_the_recursion(rule, fragments, no
         golden_family.dasgd, x, golden_family.sgd(grads, LR), period, fragments, delay=delay, xi=xi
     )
     assert_near(params, expected.params)
-    assert len(state.flights) == fragments
+    assert len(state.fragments) == fragments
 
 
 @few(max_examples=4)
@@ -73,20 +73,20 @@ def test_xi_is_the_weight_of_a_node_itself(xi):
     params, _ = simulate(averaging, x, grads)
     alone = x + golden_family.sgd(grads, LR).cumsum(axis=0)
     late = np.broadcast_to(alone[2].mean(axis=0), x.shape)
-    # Four roundings of numbers below 4.
+    # The tolerance covers four roundings of numbers below 4.
     np.testing.assert_allclose(params[3], alone[3] if xi else late, atol=4 * 2.0**-23)
 
 
 @pytest.mark.parametrize("delay", [0, 2, 4])
 def test_where_nobody_contributes_nothing_changes_but_counts(delay):
-    """All nodes fail in step 3, after which they would be averaged."""
+    """All nodes fail in step 3, after which an exchange is due."""
     x, grads = dyadic_run(12, 3)
     grads[3] = np.nan
     averaging = jdaso.dasgd(jdaso.axis_exchange("node", 3), 4, delay)
     params, state = simulate(averaging, x, grads)
     alone = x + golden_family.sgd(np.nan_to_num(grads), LR).cumsum(axis=0)
     np.testing.assert_array_equal(params[: 7 + delay], alone[: 7 + delay])  # exact
-    # The next mean is that of all.
+    # All nodes contribute to the next mean.
     merged = 0.25 * alone[7 + delay] + 0.75 * alone[7].mean(axis=0)
     np.testing.assert_allclose(params[7 + delay], merged, rtol=1e-6)
     assert (state.skipped[-1] == 1).all()

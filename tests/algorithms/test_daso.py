@@ -1,4 +1,4 @@
-"""DASO against the NumPy recursion of tests/golden.py, and what must hold beside the numbers."""
+"""DASO against the NumPy recursion of tests/golden.py, and properties beyond the numbers."""
 
 import functools
 
@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cluster import LR, assert_near, dyadic_run, few, random_run, simulate
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
+from virtual_nodes import LR, assert_near, dyadic_run, few, random_run, simulate
 
 import jdaso
 
@@ -19,13 +19,13 @@ EXACT = {"wire": "float32", "blocking_wire": "float32"}
 
 
 def assert_follows(result, expected):
-    """Parameters, period, delay, phase, flights and left-out nodes are those of the recursion."""
+    """Parameters, period, delay, phase, exchanges and left-out nodes follow the recursion."""
     params, state = result
     for node in range(params.shape[1]):  # equal on all nodes
         np.testing.assert_array_equal(state.plan.period[:, node], expected.period)
         np.testing.assert_array_equal(state.plan.delay[:, node], expected.delay)
         np.testing.assert_array_equal(state.plan.phase[:, node], expected.phase)
-        np.testing.assert_array_equal(state.flights[0].posted[:, node], expected.in_flight)
+        np.testing.assert_array_equal(state.fragments[0].posted[:, node], expected.in_flight)
     np.testing.assert_array_equal(state.left_out[-1], expected.left_out)
     assert_near(params, expected.params)
 
@@ -43,7 +43,7 @@ def random_losses(rng, steps, nodes, epoch):
 
 @st.composite
 def runs(draw):
-    """A schedule that fits, a cluster, and the seed of its gradients and losses."""
+    """A valid schedule, a cluster, and the seed of its gradients and losses."""
     period = draw(st.integers(1, 6))
     total = 100
     warmup = draw(st.integers(0, 40))
@@ -131,7 +131,7 @@ def test_period_and_delay_halve_at_a_plateau_and_start_again_from_one():
 
 
 def test_plateaus_are_decided_by_the_mean_over_all_nodes():
-    # Node 0 improves tenfold each epoch, but not enough for the mean of both.
+    # Node 0 improves tenfold each epoch. The mean of both nodes improves too little.
     x, grads = random_run(1, 104, 2)
     losses = np.ones((104, 2))
     losses[:, 0] = 1e-3 * 0.1 ** (np.arange(104) // 8)
@@ -149,15 +149,15 @@ def test_warm_up_epochs_do_not_count_as_plateaus():
     assert (state.plan.period[16] == 4).all()
 
 
-def test_losses_that_are_not_finite_are_not_heard():
+def test_losses_that_are_not_finite_are_ignored():
     schedule = golden.Schedule(period=4, delay=1, total=40, epoch=4, patience=0)
     x, grads = random_run(3, 40, 2)
     losses = np.ones((40, 2)) * 0.5 ** (np.arange(40) // 4)[:, None]
     losses[5, 1] = np.nan  # within an epoch
-    losses[16:20] = np.inf  # a whole one
+    losses[16:20] = np.inf  # a whole epoch
     averaging = jdaso.daso(jdaso.axis_exchange("node", 2), cycling(schedule), **EXACT)
     _, state = simulate(averaging, x, grads, losses)
-    assert (state.plan.period == 4).all()  # it improved all the time
+    assert (state.plan.period == 4).all()  # every epoch improves
 
 
 def test_without_value_period_and_delay_never_change():
@@ -189,15 +189,15 @@ def test_an_epoch_ends_with_equal_nodes_and_nothing_in_flight(delay):
     averaging = jdaso.daso(jdaso.axis_exchange("node", 3), cycling(schedule), **EXACT)
     params, state = simulate(averaging, x, grads)
     last = slice(5, None, 6)
-    assert not state.flights[0].posted[last].any()
+    assert not state.fragments[0].posted[last].any()
     # Equal up to two roundings of numbers below 4: updates = merged - params, and back.
     assert np.abs(params).max() < 4
     assert (np.ptp(params[last], axis=1) <= 2 * 2.0**-23).all()
-    assert np.ptp(params[4::6], axis=1).max() > 1e-3  # one step before they were not
+    assert np.ptp(params[4::6], axis=1).max() > 1e-3  # not one step earlier
 
 
 def test_blocking_phases_round_to_bfloat16_and_the_cycling_phase_does_not():
-    # All arithmetic is exact (P = 4, 2S + P = 8), so that no rounding but the wire's remains.
+    # All arithmetic is exact (P = 4, 2S + P = 8), so only the wire rounds.
     schedule = golden.Schedule(period=4, delay=2, warmup=6, cooldown=6, total=20)
     x, grads = dyadic_run(20, 4)
     expected = golden.daso(x, grads, schedule, LR, blocking_wire="bfloat16")
@@ -210,7 +210,7 @@ def test_blocking_phases_round_to_bfloat16_and_the_cycling_phase_does_not():
 @pytest.mark.parametrize("wire", ["bfloat16", "float16"])
 def test_the_cycling_phase_rounds_to_the_wire_it_is_given(wire):
     x, grads = dyadic_run(12, 4)
-    x, grads = x + np.float32(2**-12), grads  # bits that 16 bits have not
+    x, grads = x + np.float32(2**-12), grads  # bits that 16-bit numbers lack
     expected = golden.daso(x, grads, golden.Schedule(4, 2), LR, wire=wire)
     averaging = jdaso.daso(jdaso.axis_exchange("node", 4), jdaso.constant(4, 2), wire=wire)
     params, _ = simulate(averaging, x, grads)
@@ -221,7 +221,7 @@ def test_the_cycling_phase_rounds_to_the_wire_it_is_given(wire):
 
 
 def test_float16_sums_do_not_overflow():
-    x = np.full((4, 2), 40000.0)  # four of them are beyond float16's 65504
+    x = np.full((4, 2), 40000.0)  # the sum of four exceeds 65504
     averaging = jdaso.daso(jdaso.axis_exchange("node", 4), jdaso.constant(1), wire="float16")
     params, state = simulate(averaging, x, np.zeros((2, 4, 2)))
     np.testing.assert_array_equal(params[-1], x)
@@ -253,8 +253,8 @@ def test_period_one_without_delay_is_synchronous_sgd_on_the_joint_batch():
     joint = start
     for x, y in zip(inputs, targets, strict=True):
         joint = joint - 0.05 * jax.grad(loss)(joint, x.reshape(-1, 5), y.reshape(-1))
-    assert np.linalg.norm(joint - jnp.arange(1.0, 6.0)) < 0.5  # it did learn
-    # 50 steps of float32, summed in another order.
+    assert np.linalg.norm(joint - jnp.arange(1.0, 6.0)) < 0.5  # training succeeds
+    # The tolerance covers 50 float32 steps with sums in another order.
     np.testing.assert_allclose(separate, jnp.broadcast_to(joint, (nodes, 5)), rtol=1e-5)
 
 
@@ -263,7 +263,7 @@ def test_consensus_has_the_same_bits_on_all_nodes():
     exchange = jdaso.axis_exchange("node", 5)
     mean = jax.vmap(lambda tree: jdaso.consensus(exchange, tree), axis_name="node")(tree)
     assert len(set(map(bytes, np.asarray(mean["w"])))) == 1
-    # Absolute: the mean of five standard normal numbers may be near 0.
+    # An absolute tolerance, because the mean of five standard normal numbers may be near 0.
     np.testing.assert_allclose(mean["w"][0], np.mean(tree["w"], axis=0), atol=1e-6)
     np.testing.assert_array_equal(mean["n"], tree["n"])
 
@@ -294,12 +294,12 @@ def test_nothing_is_merged_when_no_node_is_finite():
     averaging = jdaso.daso(jdaso.axis_exchange("node", 2), jdaso.constant(1), **EXACT)
     params, state = simulate(averaging, x, grads)
     assert state.left_out[0].tolist() == [1, 1]
-    # Not the mean of nothing: each keeps its own, with or without the step that it took.
+    # Each node keeps its own parameters, with or without its step.
     assert (np.abs(params[0] - x)[:, 1:] <= LR * np.abs(grads[0, :, 1:]) + 1e-6).all()
 
 
 def test_nonfinite_raise_stops_and_names_algorithm_and_step():
-    # Without vmap: a callback cannot be under a condition that vmap has batched.
+    # Without vmap, because lax.cond cannot contain a callback under vmap.
     averaging = jdaso.daso(jdaso.single_exchange(), jdaso.constant(2), nonfinite="raise")
     params, update = jnp.ones(3), jax.jit(averaging.update)
     state = averaging.init(params)
@@ -309,7 +309,7 @@ def test_nonfinite_raise_stops_and_names_algorithm_and_step():
         jax.block_until_ready(update(jnp.array([0.0, jnp.nan, 0.0]), state, params))
 
 
-def test_drain_merges_with_the_age_it_has():
+def test_drain_merges_with_the_actual_age():
     # Posted after step 3 with delay 3; training ends after step 4, one step later.
     x, grads = random_run(11, 5, 3)
     averaging = jdaso.daso(jdaso.axis_exchange("node", 3), jdaso.constant(4, 3), **EXACT)
@@ -326,10 +326,10 @@ def test_drain_merges_with_the_age_it_has():
     before, after, state = jax.jit(jax.vmap(node, (0, 1), axis_name="node"))(f32(x), f32(grads))
     posted = x - LR * grads[:4].sum(axis=0)
     np.testing.assert_allclose(after, (2 * before + posted.sum(axis=0)) / 5, rtol=1e-5)  # float32
-    assert not jdaso.averaging_state(state).flights[0].posted.any()
+    assert not jdaso.core.averaging_state(state).fragments[0].posted.any()
 
 
-def test_drain_without_a_flight_changes_nothing():
+def test_drain_with_nothing_in_flight_changes_nothing():
     averaging = jdaso.daso(jdaso.single_exchange(), jdaso.constant(4, 2))
     params = jnp.arange(3.0)
     state = averaging.init(params)

@@ -1,28 +1,28 @@
-"""DiLoCo against its recursion with the outer Nesterov SGD written out."""
+"""DiLoCo against its recursion with an explicit outer Nesterov SGD."""
 
 import golden_family
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from cluster import LR, assert_near, few, random_run, simulate
 from hypothesis import given
 from hypothesis import strategies as st
+from virtual_nodes import LR, assert_near, few, random_run, simulate
 
 import jdaso
 
 SEEDS = st.integers(0, 2**32 - 1)
 NESTEROV = {"lr": 0.7, "momentum": 0.9}  # the default of the library, and of the paper
-# Of every rounding in a mean, the outer optimizer makes lr / (1 - momentum) = 7 in the anchor,
-# which nothing pulls back: in 100 steps NumPy's float32 goes up to 6e-6 of the norm astray.
+# The outer optimizer amplifies each rounding error of a mean by lr / (1 - momentum) = 7, and these
+# errors accumulate in the anchor. In 100 steps NumPy's float32 deviates by up to 6e-6 of the norm.
 STRAYS = 1e-5
 
 
 def anchors(state, params):
     """The anchor of all fragments, and the engine's state."""
     del params
-    flights = jdaso.averaging_state(state).flights
-    return jnp.concatenate(jax.tree.leaves([flight.merge.anchor for flight in flights]))
+    fragments = jdaso.core.averaging_state(state).fragments
+    return jnp.concatenate(jax.tree.leaves([fragment.merge.anchor for fragment in fragments]))
 
 
 def assert_follows(result, expected):
@@ -34,7 +34,7 @@ def assert_follows(result, expected):
 
 @st.composite
 def rules(draw, least_period=1):
-    """Period, delay and mix that fit."""
+    """Valid periods, delays and mixes."""
     period = draw(st.integers(least_period, 6))
     delay = draw(st.integers(0, period))
     mixes = [0.25, 0.6] if delay == period else [0.0, 0.25, 0.6]

@@ -5,9 +5,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from cluster import LR, assert_near, few, random_run, train
 from hypothesis import given
 from hypothesis import strategies as st
+from virtual_nodes import LR, assert_near, few, random_run, train
 
 import jdaso
 
@@ -15,17 +15,17 @@ CURVATURE = np.linspace(0.5, 8.0, 60).astype(np.float32)
 
 
 def gradient(y, noise):
-    """Of a quadratic that depends on where it is taken; for NumPy and JAX."""
+    """Gradient of a quadratic, for NumPy and JAX."""
     return CURVATURE * y - noise
 
 
 def observed(tx):
-    """x and v of this node, the centre, and the centre with all that is in flight."""
+    """x and v of this node, the centre, and the centre with the exchange in flight."""
 
     def look(state, params):
-        _, landed = jdaso.drain(tx, state, params)
+        _, drained = jdaso.drain(tx, state, params)
         x, v = jdaso.eamsgd_eval_params(state, params), state.velocity
-        return x[0], v[0], jdaso.easgd_center(state)[0], jdaso.easgd_center(landed)[0]
+        return x[0], v[0], jdaso.easgd_center(state)[0], jdaso.easgd_center(drained)[0]
 
     return look
 
@@ -40,15 +40,15 @@ def observed(tx):
 def test_follows_algorithm_2(period, nodes, momentum, seed):
     x, noise = random_run(seed, 100, nodes, alike=True)
     tx = jdaso.eamsgd(jdaso.axis_exchange("node", nodes), period, LR, momentum, alpha=0.9 / nodes)
-    params, (own, v, _, landed) = train(tx, x, noise, gradient=gradient, look=observed(tx))
+    params, (own, v, _, drained) = train(tx, x, noise, gradient=gradient, look=observed(tx))
     expected = golden_family.eamsgd(
         x, lambda t, y: gradient(y, noise[t]), 100, period, 0.9 / nodes, LR, momentum
     )
-    # The same float32 arithmetic as in test_daso.py, but for x = y - delta v, one rounding each.
+    # The same float32 arithmetic as in test_daso.py, and one rounding for each x = y - delta v.
     assert_near(own, expected.params)
-    assert_near(landed[:, 0], expected.common)
-    assert (landed == landed[:, :1]).all()
-    # What is trained is the point at which the next gradient is taken.
+    assert_near(drained[:, 0], expected.common)
+    assert (drained == drained[:, :1]).all()
+    # The trained parameters are the point of the next gradient.
     np.testing.assert_allclose(params, own + momentum * v, rtol=1e-6, atol=1e-6)
 
 
@@ -64,7 +64,7 @@ def test_a_learning_rate_may_be_a_schedule():
     assert_near(own, expected.params)
 
 
-def test_a_step_that_is_not_finite_leaves_no_trace_in_v():
+def test_a_step_that_is_not_finite_does_not_change_v():
     tx = jdaso.eamsgd(jdaso.single_exchange(), 4, LR, momentum=0.5)
     params, state = jnp.ones(3), tx.init(jnp.ones(3))
     updates, state = tx.update(jnp.ones(3), state, params)
@@ -72,10 +72,10 @@ def test_a_step_that_is_not_finite_leaves_no_trace_in_v():
     updates, state = tx.update(jnp.array([1.0, jnp.nan, 1.0]), state, params + updates)
     np.testing.assert_array_equal(state.velocity, before)
     np.testing.assert_array_equal(updates, jnp.zeros(3))
-    assert int(jdaso.averaging_state(state).skipped) == 1
+    assert int(jdaso.core.averaging_state(state).skipped) == 1
 
 
-def test_integers_stay_as_they_are():
+def test_integers_do_not_change():
     tx = jdaso.eamsgd(jdaso.single_exchange(), 1, LR, momentum=0.5)
     params = {"w": jnp.ones(3), "n": jnp.int32(7)}
     state = tx.init(params)
@@ -87,29 +87,34 @@ def test_integers_stay_as_they_are():
 
 
 def test_drain_gives_a_lost_node_the_mean_of_the_others():
-    """Lost in step 2 and so left out before step 4; what is posted then lands at once by drain."""
+    """A node is lost in step 2 and left out before step 4. Then drain merges the exchange."""
     x, noise = random_run(0, 8, 3, alike=True)
     noise[2, 1, 0] = np.nan
     tx = jdaso.eamsgd(jdaso.axis_exchange("node", 3), 4, LR, momentum=0.9, alpha=0.1)
 
     def look(state, params):
-        drained, landed = jdaso.drain(tx, state, params)
+        drained, drained_state = jdaso.drain(tx, state, params)
         x = jdaso.eamsgd_eval_params(state, params)[0]
-        return x, drained[0], jdaso.eamsgd_eval_params(landed, drained)[0], landed.velocity[0]
+        return (
+            x,
+            drained[0],
+            jdaso.eamsgd_eval_params(drained_state, drained)[0],
+            drained_state.velocity[0],
+        )
 
-    params, (own, drained, landed, v) = train(tx, x, noise, gradient=gradient, look=look)
+    params, (own, drained, evaluated, v) = train(tx, x, noise, gradient=gradient, look=look)
     others = [0, 2]
     for t in range(4, 8):
-        mean = own[3, others].mean(axis=0)  # of what was there before step 4
-        np.testing.assert_allclose(landed[t, 1], mean, rtol=1e-6, atol=1e-6)
+        mean = own[3, others].mean(axis=0)  # before step 4
+        np.testing.assert_allclose(evaluated[t, 1], mean, rtol=1e-6, atol=1e-6)
         np.testing.assert_allclose(drained[t, 1] - 0.9 * v[t, 1], mean, rtol=1e-6, atol=1e-6)
-        assert np.abs(own[t, 1] - mean).max() > 0.01  # it was somewhere else
+        assert np.abs(own[t, 1] - mean).max() > 0.01  # its own x was different
         np.testing.assert_array_equal(
             drained[t, others], params[t, others]
         )  # only the centre moved
 
 
-def test_drain_without_a_flight_changes_no_bit():
+def test_drain_with_nothing_in_flight_changes_no_bit():
     tx = jdaso.eamsgd(jdaso.single_exchange(), 4, LR, momentum=0.9)
     params = {"w": jnp.linspace(-1, 1, 50), "n": jnp.int32(7)}
     state = tx.init(params)
@@ -120,7 +125,7 @@ def test_drain_without_a_flight_changes_no_bit():
 
 
 def test_x_is_the_same_to_the_last_bits_in_float64():
-    """delta is kept in as many bits as the parameters have, 0.9 has more than float32."""
+    """delta has the precision of the parameters. 0.9 is not a float32 number."""
     with jax.enable_x64(True):
         tx = jdaso.eamsgd(jdaso.single_exchange(), 4, LR, momentum=0.9)
         y, state = jnp.linspace(-1, 1, 50), tx.init(jnp.linspace(-1, 1, 50))

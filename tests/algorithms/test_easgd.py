@@ -1,13 +1,13 @@
-"""EASGD against easgd Eq. 5 and 6; the recursion blocks, the library flies a whole period."""
+"""EASGD against a blocking recursion of easgd Eq. 5 and 6. The delay is a whole period."""
 
 import golden
 import golden_family
 import jax
 import numpy as np
 import pytest
-from cluster import LR, assert_near, dyadic_run, engine_state, few, random_run, simulate
 from hypothesis import given
 from hypothesis import strategies as st
+from virtual_nodes import LR, assert_near, dyadic_run, engine_state, few, random_run, simulate
 
 import jdaso
 
@@ -15,23 +15,23 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 def looking(averaging):
-    """What the centre is, what it is with all that is in flight, and the engine's state."""
+    """The centre, the centre with the exchange in flight, and the engine's state."""
 
     def look(state, params):
-        _, landed = jdaso.drain(averaging, state, params)
-        centers = [jdaso.easgd_center(s)[0] for s in (state, landed)]
+        _, drained = jdaso.drain(averaging, state, params)
+        centers = [jdaso.easgd_center(s)[0] for s in (state, drained)]
         return *centers, engine_state(state, params)
 
     return look
 
 
 def run(averaging, x, grads, momentum=None, losses=None):
-    params, (center, landed, state) = simulate(
+    params, (center, drained, state) = simulate(
         averaging, x, grads, losses, momentum, look=looking(averaging)
     )
-    for tree in (center, landed):  # the same on all nodes
+    for tree in (center, drained):  # the same on all nodes
         assert (tree == tree[:, :1]).all()
-    return params, center[:, 0], landed[:, 0], state
+    return params, center[:, 0], drained[:, 0], state
 
 
 @few(max_examples=6)
@@ -42,17 +42,17 @@ def run(averaging, x, grads, momentum=None, losses=None):
     momentum=st.sampled_from([0.0, 0.9]),
     seed=SEEDS,
 )
-def test_flying_a_whole_period_changes_no_number(period, nodes, beta, momentum, seed):
+def test_a_delay_of_a_whole_period_changes_no_number(period, nodes, beta, momentum, seed):
     x, grads = random_run(seed, 100, nodes, alike=True)
     averaging = jdaso.easgd(jdaso.axis_exchange("node", nodes), period, alpha=beta / nodes)
-    params, center, landed, state = run(averaging, x, grads, momentum)
+    params, center, drained, state = run(averaging, x, grads, momentum)
     updates = golden_family.sgd(grads, LR, momentum)
     expected = golden_family.easgd(x, updates, period, alpha=beta / nodes)
     # The same float32 arithmetic as in test_daso.py.
     assert_near(params, expected.params)
-    # What is posted before step t stays in the air until the next communication step.
-    assert state.flights[0].posted[period:].all()
-    assert_near(landed, expected.common)
+    # An exchange posted before step t is in flight until the next communication step.
+    assert state.fragments[0].posted[period:].all()
+    assert_near(drained, expected.common)
     assert_near(center[period:], expected.common[np.arange(100) // period * period - 1][period:])
 
 
@@ -62,15 +62,15 @@ def test_a_schedule_changes_when_the_sum_arrives_and_no_number(delay, nodes, see
     x, grads = random_run(seed, 100, nodes, alike=True)
     schedule = jdaso.constant(3, delay)
     averaging = jdaso.easgd(jdaso.axis_exchange("node", nodes), alpha=0.1, schedule=schedule)
-    params, _, landed, _ = run(averaging, x, grads)
+    params, _, drained, _ = run(averaging, x, grads)
     expected = golden_family.easgd(x, golden_family.sgd(grads, LR), 3, alpha=0.1)
     assert_near(params, expected.params)
-    assert_near(landed, expected.common)
+    assert_near(drained, expected.common)
 
 
 def blocking(x, updates, losses, schedule, alpha):
-    """Eq. 5 and 6 before the update of step t + 1 where the schedule wants them after step t."""
-    c, cycle, heard, params, centers = x[0], golden.Cycle(schedule), [], [], []
+    """Eq. 5 and 6 before the update of step t + 1, if an exchange is due after step t."""
+    c, cycle, epoch_losses, params, centers = x[0], golden.Cycle(schedule), [], [], []
     for t, update in enumerate(updates):
         phase, start, _ = schedule.phase(t - 1)
         period = cycle.period if phase == golden.CYCLING else 1
@@ -78,9 +78,9 @@ def blocking(x, updates, losses, schedule, alpha):
             x, c = x - alpha * (x - c), c + alpha * (x - c).sum(axis=0)
         if t > 0 and schedule.epoch_ends(t - 1):
             if phase == golden.CYCLING:
-                cycle.epoch_loss(np.mean(heard))
-            heard = []
-        heard.append(losses[t])
+                cycle.epoch_loss(np.mean(epoch_losses))
+            epoch_losses = []
+        epoch_losses.append(losses[t])
         x = x + update
         params.append(x)
         centers.append(c)
@@ -98,33 +98,33 @@ def test_cycling_is_the_blocking_algorithm_whatever_the_delay(nodes, seed):
         phases = golden.Schedule(4, delay, warmup=6, cooldown=5, total=70, epoch=7, patience=0)
         averaging = jdaso.easgd(exchange, alpha=0.1, schedule=jdaso.cycling(**vars(phases)))
         results.append(run(averaging, x, grads, losses=losses))
-        params, _, landed, state = results[-1]
+        params, _, drained, state = results[-1]
         updates = golden_family.sgd(grads, LR)
         expected, centers = blocking(x, updates, losses, phases, alpha=0.1)
         assert_near(params, expected)
-        assert_near(landed, centers)
+        assert_near(drained, centers)
         assert {1, 2, 4} <= set(state.plan.period[7:65].ravel().tolist())
-    for params, _, landed, _ in results[1:]:
+    for params, _, drained, _ in results[1:]:
         np.testing.assert_array_equal(params, results[0][0])
-        np.testing.assert_array_equal(landed, results[0][2])
+        np.testing.assert_array_equal(drained, results[0][2])
 
 
 @pytest.mark.parametrize("delay", [0, 2, 4])
 def test_where_nobody_contributes_nothing_changes_but_counts(delay):
-    """All nodes fail in step 4, before whose update they would communicate."""
+    """All nodes fail in step 4, before whose update an exchange is due."""
     x, grads = dyadic_run(12, 3)
     x[:] = x[0]
     grads[4] = np.nan
     schedule = jdaso.constant(4, delay)
     averaging = jdaso.easgd(jdaso.axis_exchange("node", 3), alpha=0.125, schedule=schedule)
-    params, _, landed, state = run(averaging, x, grads)
+    params, _, drained, state = run(averaging, x, grads)
     steps = golden_family.sgd(np.nan_to_num(grads), LR).cumsum(axis=0)
     np.testing.assert_array_equal(params[:8], (x + steps)[:8])
-    assert (landed[:8] == x[0]).all()
-    # The next communication is that of all, on the numbers that were kept.
+    assert (drained[:8] == x[0]).all()
+    # All nodes contribute to the next exchange, with their unchanged parameters.
     c, old = x[0], params[7]
     np.testing.assert_allclose(params[8], old - 0.125 * (old - c) - LR * grads[8], rtol=1e-6)
-    np.testing.assert_allclose(landed[8], c + 0.125 * (old - c).sum(axis=0), rtol=1e-6)
+    np.testing.assert_allclose(drained[8], c + 0.125 * (old - c).sum(axis=0), rtol=1e-6)
     assert (state.skipped[-1] == 1).all()
     assert (state.left_out[-1] == 1).all()
     assert (state.exchanges[-1] == 2).all()
@@ -151,11 +151,11 @@ def test_a_node_that_is_not_finite_takes_the_mean_of_the_others(delay, nodes, no
     grads[step, node, 1] = np.inf
     exchange, schedule = jdaso.axis_exchange("node", nodes), jdaso.constant(4, delay)
     averaging = jdaso.easgd(exchange, alpha=0.9 / (4 * nodes), schedule=schedule)
-    params, _, landed, state = run(averaging, x, grads)
+    params, _, drained, state = run(averaging, x, grads)
     updates = golden_family.sgd(grads, LR)
     expected = golden_family.easgd(x, updates, 4, alpha=0.9 / (4 * nodes), delay=delay)
     assert_near(params, expected.params)
-    assert_near(landed, expected.common)
+    assert_near(drained, expected.common)
     np.testing.assert_array_equal(state.left_out[-1], expected.left_out)
     assert state.skipped[-1].sum() == state.skipped[-1][node] == 1
 

@@ -1,4 +1,4 @@
-"""Numbers of algorithms that optax.inject_hyperparams traces: the value of the step is used."""
+"""Algorithms use the value of the step for numbers traced by optax.inject_hyperparams."""
 
 import golden_family
 import jax
@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cluster import LR, assert_near, random_run, train
 from optax import inject_hyperparams
+from virtual_nodes import LR, assert_near, random_run, train
 
 import jdaso
 
@@ -85,7 +85,7 @@ def test_the_value_given_is_used_and_may_be_set(build, value, other):
             updates, state = tx.update(grads, state, params)
             return optax.apply_updates(params, updates), state
 
-        # Not how fast it runs is tested: less to compile.
+        # Speed is not tested here, and this compiles less.
         quick = {"xla_backend_optimization_level": 0}
         return jax.jit(jax.vmap(step, axis_name="node"), compiler_options=quick)
 
@@ -96,7 +96,7 @@ def test_the_value_given_is_used_and_may_be_set(build, value, other):
         return params
 
     def close(a, b):
-        return np.allclose(a, b, rtol=1e-5, atol=1e-5)  # a traced number is fused otherwise
+        return np.allclose(a, b, rtol=1e-5, atol=1e-5)  # XLA fuses a traced number differently
 
     expected, otherwise = (
         final(stepper(build(v)), jax.vmap(build(v).init)(x)) for v in (value, other)
@@ -107,7 +107,7 @@ def test_the_value_given_is_used_and_may_be_set(build, value, other):
     assert close(final(step, set_to), otherwise)
 
 
-def test_a_value_that_is_known_is_checked():
+def test_a_concrete_value_is_checked():
     tx = inject_hyperparams(lambda xi: with_sgd(jdaso.dasgd(EXCHANGE, 4, 2, xi)))(1.5)
     with pytest.raises(ValueError, match=r"xi must be in \[0, 1\], got"):
         tx.init(jnp.ones(2))

@@ -1,10 +1,10 @@
-"""Algorithms that are the same one under another name."""
+"""Algorithms that coincide for special values of their arguments."""
 
 import jax
 import numpy as np
 import optax
 import pytest
-from cluster import LR, assert_near, engine_state, random_run, simulate, train
+from virtual_nodes import LR, assert_near, engine_state, random_run, simulate, train
 
 import jdaso
 
@@ -24,7 +24,7 @@ def test_dasgd_without_delay_and_own_weight_is_local_sgd():
 
 
 def test_local_sgd_with_a_mean_at_every_step_is_minibatch_sgd():
-    def gradient(x, noise):  # of a bounded, not quadratic loss; for NumPy and JAX
+    def gradient(x, noise):  # of a bounded loss, not quadratic, for NumPy and JAX
         return x / (1 + x * x) - noise
 
     x, noise = random_run(1, 100, NODES, alike=True)
@@ -32,7 +32,7 @@ def test_local_sgd_with_a_mean_at_every_step_is_minibatch_sgd():
     params, _ = simulate(averaging, x, noise, gradient=gradient)
     joint, minibatch = x[0], []
     for step in noise:
-        joint = joint - LR * gradient(joint, step).mean(axis=0)  # of the joint batch
+        joint = joint - LR * gradient(joint, step).mean(axis=0)  # over the joint batch
         minibatch.append(np.broadcast_to(joint, x.shape))
     assert_near(params, np.array(minibatch))  # the same float32 arithmetic as in test_daso.py
 
@@ -42,8 +42,8 @@ def test_diloco_whose_outer_step_goes_all_the_way_is_local_sgd():
     averaging = jdaso.diloco(NODE_AXIS, period=4, outer=optax.sgd(1.0))
     diloco, _ = simulate(averaging, x, grads)
     local_sgd, _ = simulate(jdaso.local_sgd(NODE_AXIS, period=4), x, grads)
-    # a - (a - mean) is the mean up to two roundings, of which there are 25 of either sign: about
-    # as many as in a run that is compared to NumPy's.
+    # a - (a - mean) is the mean up to two roundings. 25 of them, of either sign, are about as many
+    # as in a comparison with NumPy.
     assert_near(diloco, local_sgd)
 
 
@@ -83,9 +83,9 @@ def test_easgd_gives_the_same_whenever_its_sum_arrives(delay):
 
         return simulate(averaging, x, grads, momentum=0.9, look=look)
 
-    flying = run(jdaso.easgd(NODE_AXIS, period=4, alpha=0.1))
+    delayed = run(jdaso.easgd(NODE_AXIS, period=4, alpha=0.1))
     early = run(jdaso.easgd(NODE_AXIS, alpha=0.1, schedule=jdaso.constant(4, delay)))
-    assert_same(flying, early)
+    assert_same(delayed, early)
 
 
 def test_the_mean_of_gradients_gives_the_mean_of_parameters():
@@ -93,5 +93,5 @@ def test_the_mean_of_gradients_gives_the_mean_of_parameters():
     tx = optax.chain(jdaso.allreduce_gradients(NODE_AXIS, wire="float32"), optax.sgd(LR))
     of_gradients, _ = train(tx, x, grads)
     of_parameters, _ = simulate(jdaso.local_sgd(NODE_AXIS, period=1), x, grads)
-    # mean(x - lr g) or x - lr mean(g): a rounding or two in each of 100 steps.
+    # mean(x - lr g) and x - lr mean(g) differ by one or two roundings in each of 100 steps.
     assert_near(of_gradients, of_parameters)

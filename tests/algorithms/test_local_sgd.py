@@ -5,9 +5,9 @@ import functools
 import golden_family
 import jax.numpy as jnp
 import numpy as np
-from cluster import LR, assert_near, few, random_run, simulate
 from hypothesis import given
 from hypothesis import strategies as st
+from virtual_nodes import LR, assert_near, few, random_run, simulate
 
 import jdaso
 
@@ -21,13 +21,13 @@ def test_follows_the_recursion(period, nodes, seed):
     updates = golden_family.sgd(grads, LR, 0.9)
     expected = golden_family.dasgd(x, updates, period, delay=0, xi=0.0)
     assert_near(params, expected.params)  # the same float32 arithmetic as in test_daso.py
-    assert not state.flights[0].posted.any()
+    assert not state.fragments[0].posted.any()
     assert (state.exchanges[-1] == 100 // period).all()
 
 
 def test_post_local_sgd_is_a_mean_at_every_step_and_then_rare_ones():
     x, grads = random_run(1, 40, 3)
-    schedule = jdaso.by_step(lambda step: (jnp.where(step < 16, 1, 8), 0))
+    schedule = jdaso.schedules.by_step(lambda step: (jnp.where(step < 16, 1, 8), 0))
     averaging = jdaso.local_sgd(jdaso.axis_exchange("node", 3), schedule=schedule)
     params, _ = simulate(averaging, x, grads)
     updates = golden_family.sgd(grads, LR)

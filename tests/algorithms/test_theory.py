@@ -1,17 +1,17 @@
-"""What the papers prove, measured with the library: means, variances, stability."""
+"""Results that the papers prove: means, variances and stability."""
 
 import numpy as np
 import optax
 import pytest
-from cluster import LR, assert_near, few, random_run, simulate, train
 from hypothesis import given
 from hypothesis import strategies as st
+from virtual_nodes import LR, assert_near, few, random_run, simulate, train
 
 import jdaso
 
 
 def roots(nodes, eta_h, alpha):
-    """gamma and phi of easgd Lemma 7.1, the eigenvalues by which the centre moves."""
+    """gamma and phi of easgd Lemma 7.1, the eigenvalues of the centre's motion."""
     a = eta_h + (nodes + 1) * alpha
     root = np.sqrt(a**2 - 4 * eta_h * nodes * alpha)
     return 1 - (a - root) / 2, 1 - (a + root) / 2
@@ -32,7 +32,7 @@ def lemma(t, x0, c0, eta, alpha, h, sigma):
 
 
 def propagated(t, x0, c0, eta, alpha, h, sigma):
-    """The same from the drift matrix of Eq. 18 and 19, one step after the other."""
+    """The same from repeated steps with the drift matrix of Eq. 18 and 19."""
     p = len(x0)
     drift = np.diag([1 - alpha - eta * h] * p + [1 - p * alpha])
     drift[:p, p] = drift[p, :p] = alpha
@@ -47,7 +47,7 @@ NOISY = [(1, 0.1, 0.9), (4, 0.5, 0.9), (10, 1.0, 0.5)]
 
 
 @pytest.mark.parametrize(("nodes", "eta", "beta"), NOISY)
-def test_lemma_7_1_is_what_its_recursion_says(nodes, eta, beta):
+def test_lemma_7_1_agrees_with_its_recursion(nodes, eta, beta):
     arguments = {"eta": eta, "alpha": beta / nodes, "h": 1.3, "sigma": 2.0}
     x0, c0 = np.random.default_rng(0).normal(size=nodes), 0.7
     for t in (1, 2, 10, 100):
@@ -57,13 +57,13 @@ def test_lemma_7_1_is_what_its_recursion_says(nodes, eta, beta):
 
 @pytest.mark.parametrize(("nodes", "eta", "beta"), NOISY)
 def test_the_centre_of_noisy_quadratics_has_the_mean_and_variance_of_lemma_7_1(nodes, eta, beta):
-    # 10 000 runs at once, one in each parameter: nothing in EASGD couples them.
+    # Each parameter is an independent run, because EASGD does not couple them.
     runs, steps, h, sigma, start, optimum = 10_000, 60, 1.3, 2.0, 1.5, 0.5
     noise = sigma * np.random.default_rng(1).standard_normal((steps, nodes, runs), np.float32)
     averaging = jdaso.easgd(jdaso.axis_exchange("node", nodes), period=1, beta=beta)
 
     def center(state, params):
-        # c_t of the paper after t steps: what was posted before the last of them is in it.
+        # c_t of the paper includes the exchange posted before step t.
         return jdaso.easgd_center(jdaso.drain(averaging, state, params)[1])[0]
 
     _, centers = train(
@@ -78,7 +78,7 @@ def test_the_centre_of_noisy_quadratics_has_the_mean_and_variance_of_lemma_7_1(n
         mean, variance = lemma(
             t, np.full(nodes, start - optimum), start - optimum, eta, beta / nodes, h, sigma
         )
-        # c is a sum of normal numbers, so that the variance has this standard error.
+        # c is a sum of normal numbers, so this is the standard error of its variance.
         mean_error, variance_error = np.sqrt(variance / runs), variance * np.sqrt(2 / (runs - 1))
         assert abs(c.mean() - mean) <= 3 * mean_error
         assert abs(c.var(ddof=1) - variance) <= 3 * variance_error
@@ -99,12 +99,12 @@ def test_the_centre_is_stable_just_inside_condition_17_and_not_just_outside(node
     )
     rate = np.abs(centers[-1, 0] / centers[-101, 0]) ** (1 / 100)
     assert rate[0] < 1 < rate[1]
-    # The largest eigenvalue rules by then; a hundred steps of float32 leave it six digits.
+    # The largest eigenvalue dominates by then, with six digits after a hundred float32 steps.
     np.testing.assert_allclose(rate, np.abs(roots(nodes, eta_h, alpha)).max(axis=0), rtol=1e-6)
 
 
 def gradient(x, noise):
-    """Of a bounded, not quadratic loss; for NumPy and JAX."""
+    """Gradient of a bounded loss, not quadratic, for NumPy and JAX."""
     return x / (1 + x * x) - noise
 
 
@@ -120,7 +120,7 @@ def test_the_mean_of_dasgd_follows_the_perturbed_sgd_of_its_analysis(tau_and_d, 
     x, noise = random_run(seed, 100, nodes)
     averaging = jdaso.dasgd(jdaso.axis_exchange("node", nodes), tau, d, xi)
     params, _ = simulate(averaging, x, noise, gradient=gradient)
-    before = np.concatenate([x[None], params])  # x_k is what step k starts from
+    before = np.concatenate([x[None], params])  # x_k is the start of step k
     mu, g = before.mean(axis=1), gradient(before[:-1], noise).mean(axis=1)
     here, there = [], []
     for start in range(d, 100 - tau, tau):  # tau k + d
@@ -128,5 +128,5 @@ def test_the_mean_of_dasgd_follows_the_perturbed_sgd_of_its_analysis(tau_and_d, 
         waiting = g[start + tau - d : start + tau].sum(axis=0)
         here.append(mu[start + tau])
         there.append(mu[start] - LR * (xi * waiting + alone))  # dasgd Sec. III-C1
-    # One period at a time, a few roundings: less than the 100 steps of other tests.
+    # Each comparison covers one period, with fewer roundings than 100 steps.
     assert_near(np.array(here), np.array(there))

@@ -1,4 +1,4 @@
-"""The network lab: its numbers everywhere, its links where the machine lets it make them."""
+"""The network lab: its formulas, and its links where the machine can have them."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "lab"))
 import lab
 import links
 
-TIMEOUT = 60  # of every job: a hanging one is killed, never waited for
+TIMEOUT = 60  # of every job
 MEGABYTE = 1_000_000
 
 HELLO = f"""
@@ -112,7 +112,7 @@ def test_a_job_runs_on_all_nodes_and_sends_over_their_links(cluster):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "[('node0', 1), ('node1', 1)]\n"
     sent = [after - first for after, first in zip(cluster.bytes_sent(), before, strict=True)]
-    # Starting and ending the job also goes over the link, some ten kilobytes.
+    # Starting and ending the job sends some ten kilobytes over the link as well.
     assert MEGABYTE < sent[0] < 1.1 * MEGABYTE
     assert sent[1] < 0.1 * MEGABYTE
     assert seconds > MEGABYTE * 8 / links.goodput(cluster.rate)
@@ -154,11 +154,13 @@ def test_nothing_stays_behind_when_its_owner_is_killed(cluster):
         finally:
             owner.send_signal(signal.SIGKILL)
     gone_within(5, lambda: [pid for pid in nodes if lab.started(int(pid)) is not None])
-    assert cluster.exec(0, ["true"], timeout=TIMEOUT).returncode == 0  # another one is not touched
+    assert (
+        cluster.exec(0, ["true"], timeout=TIMEOUT).returncode == 0
+    )  # another cluster is not affected
 
 
 def running(*command: str) -> list[str]:
-    """The processes with this command line."""
+    """The ids of the processes with this command line."""
     wanted = "\0".join([*command, ""])
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -171,7 +173,7 @@ def running(*command: str) -> list[str]:
 
 
 def gone_within(seconds: float, left) -> None:
-    """Asserts that there is nothing left, at the latest after this time."""
+    """Asserts that nothing is left after ``seconds`` at the latest."""
     deadline = time.monotonic() + seconds
     while left() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -10,8 +10,8 @@ import pytest
 from golden_center import admm_map, composed, easgd_map, radius
 
 import jdaso
-from jdaso.center import Cluster, gather, round_robin, take_turns
-from jdaso.center._simulation import center_of
+from jdaso.center import SimulatedCluster, init_cluster, round_robin, take_turns
+from jdaso.center.simulation import center_of
 
 
 def bound(eta):
@@ -45,13 +45,17 @@ def test_beyond_the_bound_the_composed_map_is_unstable_only_after_a_while(eta, j
 
 
 def easgd_round(eta, alpha, workers):
-    tx = optax.chain(optax.sgd(eta), jdaso.async_easgd(jdaso.simulated_center(workers), 1, alpha))
+    tx = optax.chain(
+        optax.sgd(eta), jdaso.center.async_easgd(jdaso.center.simulated_center(workers), 1, alpha)
+    )
     unit = jnp.eye(workers + 1)
-    cluster = gather(tx, unit[0], workers)
+    cluster = init_cluster(tx, unit[0], workers)
     # Past the first step, before which there is no exchange.
     sgd, elastic = cluster.opt_state
     state = sgd, elastic._replace(step=jnp.ones_like(elastic.step))
-    cluster = Cluster(unit[:workers], state, cluster.center._replace(center=[unit[workers]]))
+    cluster = SimulatedCluster(
+        unit[:workers], state, cluster.center._replace(center=[unit[workers]])
+    )
     cluster, _ = take_turns(
         functools.partial(quadratic_step, tx), cluster, round_robin(workers, workers), None
     )
@@ -65,11 +69,11 @@ def quadratic_step(tx, params, opt_state, _):
 
 def admm_round(eta, rho, workers):
     """On (lambda^1, x^1, ...), with c as Eq. 11 has left it."""
-    tx = jdaso.admm(jdaso.simulated_center(workers), eta, rho)
+    tx = jdaso.center.admm(jdaso.center.simulated_center(workers), eta, rho)
     unit = jnp.eye(2 * workers)
     multipliers, params = unit[0::2], unit[1::2]
-    cluster = gather(tx, unit[0], workers)
-    cluster = Cluster(
+    cluster = init_cluster(tx, unit[0], workers)
+    cluster = SimulatedCluster(
         params,
         cluster.opt_state._replace(multiplier=multipliers),
         cluster.center._replace(center=[jnp.mean(params - multipliers, axis=0)]),
@@ -123,14 +127,14 @@ def test_admm_in_the_simulation_diverges_from_the_papers_start_and_easgd_does_no
     def centers(tx):
         step = functools.partial(quadratic_step, tx)
         run = jax.jit(lambda c: take_turns(step, c, order, None)[1])
-        return np.abs(run(gather(tx, jnp.float32(1000), workers)))[workers - 1 :: workers]
+        return np.abs(run(init_cluster(tx, jnp.float32(1000), workers)))[workers - 1 :: workers]
 
-    diverging = centers(jdaso.admm(jdaso.simulated_center(workers), 0.001, 2.5))
+    diverging = centers(jdaso.center.admm(jdaso.center.simulated_center(workers), 0.001, 2.5))
     late, end = diverging[3000:3500].max(), diverging[4500:].max()
     # The phase of the oscillation is seen by the maxima of windows of 500 rounds.
     growth = composed(admm_map, workers, 0.001, 2.5)
     assert (end / late) ** (1 / 1500) == pytest.approx(radius(growth), abs=3e-4)
-    elastic = jdaso.async_easgd(jdaso.simulated_center(workers), 1, alpha=0.001 * 2.5)
+    elastic = jdaso.center.async_easgd(jdaso.center.simulated_center(workers), 1, alpha=0.001 * 2.5)
     falling = centers(optax.chain(optax.sgd(0.001), elastic))
     assert (np.diff(falling) <= 0).all()
     expected = radius(composed(easgd_map, workers, 0.001, 0.001 * 2.5))
@@ -141,13 +145,15 @@ def test_admm_in_the_simulation_diverges_from_the_papers_start_and_easgd_does_no
 def test_easgd_beyond_the_bound_grows_as_the_composed_map_does():
     workers, rounds, eta = 4, 600, 1.9
     alpha = 1.1 * bound(eta)
-    tx = optax.chain(optax.sgd(eta), jdaso.async_easgd(jdaso.simulated_center(workers), 1, alpha))
+    tx = optax.chain(
+        optax.sgd(eta), jdaso.center.async_easgd(jdaso.center.simulated_center(workers), 1, alpha)
+    )
     step = functools.partial(quadratic_step, tx)
     order = round_robin(workers, workers * rounds)
     seen = jax.jit(lambda c: take_turns(step, c, order, None)[1])(
-        gather(tx, jnp.float32(1.0), workers)
+        init_cluster(tx, jnp.float32(1.0), workers)
     )
-    state = np.array([1 - eta] * workers + [1.0])  # in the first round nobody meets the centre
+    state = np.array([1 - eta] * workers + [1.0])  # no exchange in the first round
     matrix, expected = composed(easgd_map, workers, eta, alpha), []
     for _ in range(rounds):
         expected.append(state[-1])

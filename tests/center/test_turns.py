@@ -8,18 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cluster import LR, assert_near
+from virtual_nodes import LR, assert_near
 
 import jdaso
-from jdaso.center import gather, random_order, read, round_robin, take_turns
-from jdaso.center._simulation import center_of
+from jdaso.center import init_cluster, random_order, read_center, round_robin, take_turns
+from jdaso.center.simulation import center_of
 
 SIZE, TURNS, WORKERS = 60, 90, 3
 CURVATURE = np.linspace(0.5, 8.0, SIZE).astype(np.float32)
 ORDERS = {"round robin": round_robin(WORKERS, TURNS), "random": random_order(WORKERS, TURNS, 1)}
 
 
-def cut(vector):
+def two_leaves(vector):
     """Two leaves, of different lengths."""
     return [vector[..., :24], vector[..., 24:]]
 
@@ -40,16 +40,16 @@ def run(tx, start, noise, order, workers=WORKERS):
     """The centre after every turn, as one CenterState with a leading axis, and the cluster."""
 
     def step(params, opt_state, noise):
-        # A quadratic, so that it matters where its gradient is taken.
-        grads = [k * x - n for k, x, n in zip(cut(CURVATURE), params, noise, strict=True)]
+        # A quadratic, whose gradient depends on where it is taken.
+        grads = [k * x - n for k, x, n in zip(two_leaves(CURVATURE), params, noise, strict=True)]
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, center_of(opt_state)
 
     @jax.jit
     def all_turns(start, noise):
-        return take_turns(step, gather(tx, start, workers), order, noise)
+        return take_turns(step, init_cluster(tx, start, workers), order, noise)
 
-    start, noise = (cut(jnp.asarray(x, jnp.float32)) for x in (start, noise))
+    start, noise = (two_leaves(jnp.asarray(x, jnp.float32)) for x in (start, noise))
     cluster, seen = all_turns(start, noise)
     return seen, cluster
 
@@ -58,7 +58,9 @@ def run(tx, start, noise, order, workers=WORKERS):
 @pytest.mark.parametrize(("period", "delay"), [(1, 0), (1, 1), (4, 0), (4, 2), (4, 4)])
 def test_easgd_follows_algorithm_1(order, period, delay):
     start, noise, gradient = random_run()
-    averaging = jdaso.async_easgd(jdaso.simulated_center(WORKERS), period, alpha=0.3, delay=delay)
+    averaging = jdaso.center.async_easgd(
+        jdaso.center.simulated_center(WORKERS), period, alpha=0.3, delay=delay
+    )
     tx = optax.chain(optax.sgd(LR), averaging)
     seen, cluster = run(tx, start, noise, ORDERS[order])
     expected = golden_center.eamsgd(start, gradient, ORDERS[order], period, 0.3, LR, delay=delay)
@@ -69,7 +71,9 @@ def test_easgd_follows_algorithm_1(order, period, delay):
 @pytest.mark.parametrize("delay", [0, 3])
 def test_eamsgd_follows_algorithm_2(delay):
     start, noise, gradient = random_run()
-    tx = jdaso.async_eamsgd(jdaso.simulated_center(WORKERS), 4, LR, 0.9, alpha=0.3, delay=delay)
+    tx = jdaso.center.async_eamsgd(
+        jdaso.center.simulated_center(WORKERS), 4, LR, 0.9, alpha=0.3, delay=delay
+    )
     seen, cluster = run(tx, start, noise, ORDERS["random"])
     expected = golden_center.eamsgd(
         start, gradient, ORDERS["random"], 4, 0.3, LR, momentum=0.9, delay=delay
@@ -80,9 +84,9 @@ def test_eamsgd_follows_algorithm_2(delay):
 
 
 METHODS = {
-    "downpour": (jdaso.downpour, None),
-    "adownpour": (jdaso.adownpour, lambda t: 1 / (t + 1)),
-    "mvadownpour": (functools.partial(jdaso.mvadownpour, moving_rate=0.01), lambda t: 0.01),
+    "downpour": (jdaso.center.downpour, None),
+    "adownpour": (jdaso.center.adownpour, lambda t: 1 / (t + 1)),
+    "mvadownpour": (functools.partial(jdaso.center.mvadownpour, moving_rate=0.01), lambda t: 0.01),
 }
 
 
@@ -101,7 +105,7 @@ METHODS = {
 def test_downpour_follows_algorithm_3_and_its_averages_section_5(order, method, period, delay):
     start, noise, gradient = random_run()
     make, rate = METHODS[method]
-    averaging = make(jdaso.simulated_center(WORKERS), period, delay=delay)
+    averaging = make(jdaso.center.simulated_center(WORKERS), period, delay=delay)
     seen, cluster = run(optax.chain(optax.sgd(LR), averaging), start, noise, ORDERS[order])
     expected = golden_center.downpour(
         start, gradient, ORDERS[order], period, LR, delay, **({"rate": rate} if rate else {})
@@ -118,10 +122,10 @@ def test_downpour_follows_algorithm_3_and_its_averages_section_5(order, method, 
 @pytest.mark.parametrize("order", ORDERS)
 def test_mdownpour_follows_algorithms_4_and_5(order):
     start, noise, gradient = random_run()
-    tx = jdaso.mdownpour(jdaso.simulated_center(WORKERS), LR, 0.9)
+    tx = jdaso.center.mdownpour(jdaso.center.simulated_center(WORKERS), LR, 0.9)
     seen, cluster = run(tx, start, noise, ORDERS[order])
     expected = golden_center.mdownpour(start, gradient, ORDERS[order], LR, 0.9)
-    # The velocity is a sum of some ten gradients, of which each brings its own rounding.
+    # The velocity is a sum of about ten gradients, each with its own rounding error.
     assert_near(joined(seen.center), expected.centers, 5e-6)
     assert_near(joined(cluster.params), expected.params, 5e-6)
 
@@ -136,44 +140,48 @@ def test_one_worker_of_downpour_is_the_optimizer_alone():
         def step(carry, given):
             params, state, z = carry
             t, noise = given
-            grads = [k * x - n for k, x, n in zip(cut(CURVATURE), params, noise, strict=True)]
+            grads = [
+                k * x - n for k, x, n in zip(two_leaves(CURVATURE), params, noise, strict=True)
+            ]
             updates, state = alone.update(grads, state, params)
             z = optax.incremental_update(params, z, rate(t))
             return (optax.apply_updates(params, updates), state, z), None
 
-        first = cut(jnp.asarray(start, jnp.float32))
-        given = jnp.arange(TURNS), cut(jnp.asarray(noise, jnp.float32))
+        first = two_leaves(jnp.asarray(start, jnp.float32))
+        given = jnp.arange(TURNS), two_leaves(jnp.asarray(noise, jnp.float32))
         return jax.lax.scan(step, (first, alone.init(first), first), given)[0]
 
     for make, rate in [
-        (jdaso.adownpour, lambda t: 1 / (t + 1)),
-        (jdaso.mvadownpour, lambda t: 0.001),
+        (jdaso.center.adownpour, lambda t: 1 / (t + 1)),
+        (jdaso.center.mvadownpour, lambda t: 0.001),
     ]:
-        tx = optax.chain(alone, make(jdaso.simulated_center(1), period=1))
+        tx = optax.chain(alone, make(jdaso.center.simulated_center(1), period=1))
         _, cluster = run(tx, start, noise, order, workers=1)
         params, _, z = train(rate)
         assert_near(joined(cluster.center.center)[None], joined(params)[None])
         assert_near(joined(cluster.center.average)[None], joined(z)[None])
 
 
-# A turn of worker 1 at which it sends; at those between, a reply comes and heals it at once.
-@pytest.mark.parametrize(("make", "turn"), [(jdaso.async_easgd, 37), (jdaso.downpour, 40)])
-def test_a_worker_that_loses_its_numbers_starts_again_from_the_centre(make, turn):
+# A turn of worker 1 at which it sends. At the turns between, a reply replaces its parameters.
+@pytest.mark.parametrize(
+    ("make", "turn"), [(jdaso.center.async_easgd, 37), (jdaso.center.downpour, 40)]
+)
+def test_a_worker_with_nonfinite_parameters_starts_again_from_the_centre(make, turn):
     start, noise, _ = random_run()
     noise[turn, 3] = np.nan
-    tx = optax.chain(optax.sgd(LR), make(jdaso.simulated_center(WORKERS), 2, delay=1))
+    tx = optax.chain(optax.sgd(LR), make(jdaso.center.simulated_center(WORKERS), 2, delay=1))
     seen, cluster = run(tx, start, noise, ORDERS["round robin"])
     assert np.isfinite(joined(seen.center)).all()
     assert np.isfinite(joined(cluster.params)).all()
-    state = jdaso.averaging_state(cluster.opt_state)
+    state = jdaso.core.averaging_state(cluster.opt_state)
     assert state.skipped.tolist() == [0, 1, 0]
     assert state.left_out.tolist() == [0, 1, 0]
 
 
-def test_what_is_in_flight_lands_when_it_is_drained():
-    """The force that was computed: what the centre was moved by, the worker is moved back by."""
+def test_drain_applies_the_force_in_flight():
+    """The worker moves back by as much as the centre moved."""
     start, noise, _ = random_run()
-    averaging = jdaso.async_easgd(jdaso.simulated_center(1), 4, alpha=0.3, delay=4)
+    averaging = jdaso.center.async_easgd(jdaso.center.simulated_center(1), 4, alpha=0.3, delay=4)
     tx = optax.chain(optax.sgd(LR), averaging)
     seen, cluster = run(tx, start, noise[:5], round_robin(1, 5), workers=1)
     params, state = jax.vmap(lambda s, p: jdaso.drain(averaging, s, p))(
@@ -182,17 +190,17 @@ def test_what_is_in_flight_lands_when_it_is_drained():
     moved = joined(seen.center)[4] - start
     assert np.abs(moved).max() > 0.01
     np.testing.assert_allclose(joined(params)[0], joined(cluster.params)[0] - moved, atol=1e-6)
-    assert not jdaso.averaging_state(state).flights[0].posted.any()
+    assert not jdaso.core.averaging_state(state).fragments[0].posted.any()
 
 
-def test_bfloat16_parameters_do_not_pull_the_centre_to_what_they_round_to():
-    averaging = jdaso.downpour(jdaso.simulated_center(2), period=1)
+def test_rounding_of_bfloat16_parameters_does_not_move_the_centre():
+    averaging = jdaso.center.downpour(jdaso.center.simulated_center(2), period=1)
 
     def step(params, opt_state, update):
         updates, opt_state = averaging.update(update, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, None
 
-    cluster = gather(averaging, jnp.bfloat16(256), 2)
+    cluster = init_cluster(averaging, jnp.bfloat16(256), 2)
     cluster = cluster._replace(center=cluster.center._replace(center=[jnp.float32(256.75)]))
     # The nearest numbers of bfloat16 are 256 and 258.
     cluster, _ = take_turns(step, cluster, round_robin(2, 6), jnp.zeros(6, jnp.bfloat16))
@@ -202,8 +210,8 @@ def test_bfloat16_parameters_do_not_pull_the_centre_to_what_they_round_to():
 
 def test_the_centre_is_read_as_the_parameters_tree():
     params = {"w": jnp.ones((2, 3), jnp.bfloat16), "n": jnp.int32(7), "b": jnp.zeros(2)}
-    cluster = gather(jdaso.adownpour(jdaso.simulated_center(2), 1), params, 2)
-    seen = read(cluster)
+    cluster = init_cluster(jdaso.center.adownpour(jdaso.center.simulated_center(2), 1), params, 2)
+    seen = read_center(cluster)
     for tree in (seen.center, seen.average):
         assert jax.tree.map(jnp.shape, tree) == jax.tree.map(jnp.shape, params)
         assert tree["w"].dtype == jnp.float32
@@ -213,42 +221,57 @@ def test_the_centre_is_read_as_the_parameters_tree():
 
 def turns(center, order, batches=None):
     """One step for each of the workers that the order names."""
-    cluster = gather(jdaso.downpour(center, 1), jnp.ones(2), 2)
+    cluster = init_cluster(jdaso.center.downpour(center, 1), jnp.ones(2), 2)
     return take_turns(lambda p, s, _: (p, s, None), cluster, order, batches)
 
 
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda c: jdaso.async_easgd(c, 0), "period must be a whole number of at least 1, got 0"),
-        (lambda c: jdaso.downpour(c, 2.5), "period must be a whole number"),
-        (lambda c: jdaso.downpour(c, 2, delay=3), "delay must not exceed period"),
-        (lambda c: jdaso.async_easgd(c, 4, alpha=0.0), "alpha must be positive, got 0"),
-        (lambda c: jdaso.async_easgd(c, 4, alpha=1.0), r"alpha must be in \[0, 1\), got 1"),
-        (lambda c: jdaso.async_easgd(c, 4, beta=-1), "beta must be positive"),
-        (lambda c: jdaso.async_eamsgd(c, 4, 0.1, 1.0), r"momentum must be in \[0, 1\)"),
-        (lambda c: jdaso.mvadownpour(c, 4, 1.5), r"moving_rate must be in \[0, 1\]"),
-        (lambda c: jdaso.mdownpour(c, 0.1, 0.0), "momentum must be positive"),
-        (lambda c: jdaso.mdownpour(c, -0.1, 0.5), "learning_rate must be positive"),
-        (lambda c: jdaso.admm(c._replace(in_turns=False), 0.1, 1.0), "needs a simulated_center"),
-        (lambda c: jdaso.admm(c, 0.1, 0), "rho must be positive"),
-        (lambda c: jdaso.simulated_center(0), "num_workers must be a whole number"),
+        (
+            lambda c: jdaso.center.async_easgd(c, 0),
+            "period must be a whole number of at least 1, got 0",
+        ),
+        (lambda c: jdaso.center.downpour(c, 2.5), "period must be a whole number"),
+        (lambda c: jdaso.center.downpour(c, 2, delay=3), "delay must not exceed period"),
+        (
+            lambda c: jdaso.center.async_easgd(c, 4, alpha=0.0),
+            "alpha must be positive and finite, got 0",
+        ),
+        (lambda c: jdaso.center.async_easgd(c, 4, alpha=1.0), r"alpha must be in \[0, 1\), got 1"),
+        (lambda c: jdaso.center.async_easgd(c, 4, beta=-1), "beta must be positive"),
+        (lambda c: jdaso.center.async_eamsgd(c, 4, 0.1, 1.0), r"momentum must be in \[0, 1\)"),
+        (lambda c: jdaso.center.mvadownpour(c, 4, 1.5), r"moving_rate must be in \[0, 1\]"),
+        (lambda c: jdaso.center.mdownpour(c, 0.1, 0.0), "momentum must be positive"),
+        (lambda c: jdaso.center.mdownpour(c, -0.1, 0.5), "learning_rate must be positive"),
+        (
+            lambda c: jdaso.center.admm(c._replace(in_turns=False), 0.1, 1.0),
+            "needs a simulated_center",
+        ),
+        (lambda c: jdaso.center.admm(c, 0.1, 0), "rho must be positive"),
+        (lambda c: jdaso.center.simulated_center(0), "num_workers must be a whole number"),
         (lambda c: c.read(None), r"read cluster\.center"),
-        (lambda c: gather(optax.sgd(0.1), jnp.ones(2), 2), "holds 0 states"),
-        (lambda c: jdaso.downpour(jdaso.single_exchange(), 2), "needs a centre, .* got Exchange"),
-        (lambda c: jdaso.async_easgd(jdaso.single_exchange(), 2), "needs a centre"),
-        (lambda c: jdaso.async_eamsgd(c, 4, 0.0, 0.9), "learning_rate must be positive, got 0.0"),
+        (lambda c: init_cluster(optax.sgd(0.1), jnp.ones(2), 2), "holds 0 states"),
+        (
+            lambda c: jdaso.center.downpour(jdaso.single_exchange(), 2),
+            "needs a centre, got Exchange",
+        ),
+        (lambda c: jdaso.center.async_easgd(jdaso.single_exchange(), 2), "needs a centre"),
+        (
+            lambda c: jdaso.center.async_eamsgd(c, 4, 0.0, 0.9),
+            "learning_rate must be positive and finite, got 0.0",
+        ),
         (lambda c: turns(c, np.array([0, 1, 2])), "from 0 to 1, .* got int64 from 0 to 2"),
         (lambda c: turns(c, np.array([0.0, 1.0])), "whole numbers"),
         (lambda c: turns(c, np.array([0, 1]), jnp.zeros(3)), r"axis of 2 turns.* shape \(3,\)"),
         (lambda c: turns(c, np.array([0, 1]), (x for x in "ab")), "turns, .* got generator"),
         (lambda c: c.join(None, saved=1), r"read cluster\.center"),
         (
-            lambda c: gather(jdaso.downpour(c, 2), jnp.ones(2), 3),
-            r"num_workers is 3, but the centre of tx is simulated_center\(2\)",
+            lambda c: init_cluster(jdaso.center.downpour(c, 2), jnp.ones(2), 3),
+            r"num_workers=3, but simulated_center was made for 2",
         ),
     ],
 )
 def test_bad_input_is_named(make, match):
     with pytest.raises(ValueError, match=match):
-        make(jdaso.simulated_center(2))
+        make(jdaso.center.simulated_center(2))

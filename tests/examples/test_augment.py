@@ -1,16 +1,12 @@
-"""Crops of known images: their place, their size, and that any mode becomes RGB."""
+"""Crops of known images: position, size, and conversion of any mode to RGB."""
 
-import sys
 from pathlib import Path
 
+import augment
 import numpy as np
 import pytest
-from PIL import Image
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
-import augment
 from augment import Crop, read_image
+from PIL import Image
 
 
 @pytest.fixture
@@ -26,7 +22,7 @@ def save(tmp_path):
 
 
 def positions(height, width):
-    """An image whose red is the column and whose green is the row."""
+    """An image whose red value is the column and whose green value is the row."""
     rows, columns = np.indices((height, width))
     return np.stack([columns, rows, 0 * rows], axis=-1).astype(np.uint8)
 
@@ -42,8 +38,8 @@ def test_random_crop_is_a_part_of_the_padded_image(save):
     rng = np.random.default_rng(0)
     seen = {read_image(path, Crop("random_crop", 8, padding=2), rng).tobytes() for _ in range(1000)}
     assert seen <= set(allowed)
-    # (12 + 2 * 2 - 8 + 1) * (10 + 2 * 2 - 8 + 1) places, each plain and mirrored: all but the
-    # fewest are seen.
+    # There are (12 + 2 * 2 - 8 + 1) * (10 + 2 * 2 - 8 + 1) positions, plain and mirrored. Nearly
+    # all of them occur.
     assert len(allowed) == 2 * 9 * 7
     assert len(seen) > 0.9 * len(allowed)
 
@@ -55,14 +51,14 @@ def test_middle_is_evaluated_at_its_own_scale(save):
 
 
 def test_middle_seven_eighths_of_the_square_are_evaluated_resized(save):
-    """64 x 32 pixels: rows 18 to 46 and columns 2 to 30, in the size they have."""
+    """The central crop of 64 x 32 pixels is rows 18 to 46 and columns 2 to 30, without resizing."""
     pixels = positions(64, 32)
     crop = read_image(save(pixels), Crop("random_resized_crop", 28), None)
     np.testing.assert_array_equal(crop, pixels[18:46, 2:30])
 
 
 def test_resized_crops_have_the_area_and_ratio_asked_for(save):
-    """In an image whose colours are places, the corners of a crop tell where it was taken."""
+    """The corners of a crop show its position, because the colours of the image are positions."""
     path = save(positions(200, 250))
     crop, rng = Crop("random_resized_crop", 50, min_area=0.25), np.random.default_rng(0)
     crops = np.stack([read_image(path, crop, rng) for _ in range(200)]).astype(float)
@@ -72,7 +68,7 @@ def test_resized_crops_have_the_area_and_ratio_asked_for(save):
     areas, ratios = widths * heights / (200 * 250), widths / heights
     assert areas.min() > 0.25 * 0.95
     assert areas.max() < 1.0
-    assert areas.std() > 0.5 * (1 - 0.25) / 12**0.5  # that of a uniform distribution, or about
+    assert areas.std() > 0.5 * (1 - 0.25) / 12**0.5  # about that of a uniform distribution
     assert ratios.min() > 3 / 4 * 0.95
     assert ratios.max() < 4 / 3 * 1.05
     assert 60 < np.sum(right < left) < 140  # mirrored
@@ -113,7 +109,7 @@ def test_same_rng_same_crop(save):
 @pytest.mark.parametrize("name", augment.AUGMENTS)
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16"])
 def test_any_mode_becomes_rgb(save, mode, name):
-    """A grey of 100, or of 100 * 257 of 65535; of one bit, white."""
+    """A grey of 100, or of 100 * 257 with 16 bits. White with one bit."""
     if mode == "I;16":
         image = Image.fromarray(np.full((9, 9), 100 * 257, np.uint16))
     else:
@@ -132,7 +128,7 @@ def test_damaged_image_is_named(save, name, damage):
     path = save(np.random.default_rng(0).integers(0, 256, (20, 20, 3), np.uint8), name)
     content = Path(path).read_bytes()
     Path(path).write_bytes(content[: len(content) // 2] if damage is None else damage)
-    with pytest.raises(ValueError, match=rf"{path} cannot be used .*; mend or remove it"):
+    with pytest.raises(ValueError, match=rf"{path} cannot be used .*; repair or remove it"):
         read_image(path, Crop("random_crop", 8), None)
 
 

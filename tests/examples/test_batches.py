@@ -1,27 +1,23 @@
-"""Every image once, on one process, the same number of steps everywhere, and always the same."""
+"""Every image is taken once by one process, in the same number of steps and in the same order."""
 
 import functools
 import os
 import signal
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
+import batches
+import data
 import numpy as np
 import pytest
 from launch import CHILDREN, mpiexec, passes, run
 from PIL import Image
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
-import batches
-import data
-
 SIZES = [(100, 2, 8), (101, 3, 5), (16, 1, 16), (1437, 4, 32), (97, 5, 7)]
 
 
 def number(index, rng):
-    """An image of one pixel and a map of labels that tell which it is, and what rng drew."""
+    """An image of one pixel and a map of labels, which show the index and what rng has drawn."""
     drawn = 0 if rng is None else rng.integers(256)
     return np.full((1, 1, 1), drawn, np.uint8), np.full((2, 1), index, np.int32)
 
@@ -65,7 +61,7 @@ def test_a_step_sees_the_same_images_whatever_the_number_of_parts():
 
 
 def test_batch_that_is_too_large_says_so():
-    with pytest.raises(ValueError, match=r"batch_size: 2 processes .* lower it"):
+    with pytest.raises(ValueError, match=r"batch_size: 2 processes .* choose a smaller batch"):
         batches.train_batches(numbers(10), 0, 2, 8, epochs=1, seed=0)
 
 
@@ -88,7 +84,7 @@ def test_training_goes_through_all_epochs():
 
 
 def test_augmentation_depends_on_seed_epoch_and_image_alone():
-    """However many processes there are, and wherever in the epoch an image comes."""
+    """Augmentation depends neither on the number of processes nor on the position in the epoch."""
     for part in range(2):
         seen = list(batches.train_batches(numbers(40), part, 2, 5, epochs=2, seed=7))
         for step, (images, labels) in enumerate(seen):
@@ -140,7 +136,7 @@ def load(root):
 
 
 def test_worker_processes_give_the_same_batches(images):
-    """Ten steps, shared by two workers; what they send stays valid as long as it is held."""
+    """Two workers load ten steps. Their arrays stay valid while they are referenced."""
     batches_of = functools.partial(
         batches.train_batches, load(images).train, 0, 2, 2, epochs=5, seed=1
     )
@@ -155,11 +151,11 @@ def test_damaged_image_is_named(images, workers):
 
 
 def test_workers_leave_mpi_and_signals_to_their_process():
-    """Slurm may send to all processes of a job what only the training can heed."""
+    """Slurm may send signals to all processes of a job, but only the training handles them."""
     passes(mpiexec(2, "workers.py", "regular"))
 
 
 def test_workers_end_with_a_process_that_was_killed():
-    """A worker that lived on would hold the output open, and the run would never end."""
+    """A worker that outlived its parent would keep the output open, and the job would not end."""
     child = [sys.executable, str(CHILDREN / "workers.py"), "killed"]
     assert run(child, dict(os.environ), timeout=120).returncode == -signal.SIGKILL

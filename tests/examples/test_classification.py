@@ -1,15 +1,9 @@
 """Loss, counts and score of the training script."""
 
-import sys
-from pathlib import Path
-
+import classification
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
-import classification
 from config import complete
 
 CLASSES = 10

@@ -1,4 +1,4 @@
-"""Keys come from defaults, a file and the command line, in this order, and wrong ones are named."""
+"""Keys come from defaults, a file and the command line. Errors name the wrong key."""
 
 import dataclasses
 import json
@@ -6,12 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
 import config
 import models
+import pytest
 from classification import Classification as Config
 from segment import Segmentation
 
@@ -67,7 +64,7 @@ def test_files_go_over_defaults_and_options_over_files(file):
 
 
 def other(field):
-    """A value of a key that is not its default, and how it is written on the command line."""
+    """A value that is not the default of a key, and its notation on the command line."""
     valid, default = field.metadata["valid"], field.default
     if isinstance(default, bool):
         return not default, ["--no-" * default or f"--{field.name}".replace("_", "-")]
@@ -92,7 +89,7 @@ def other(field):
     return value, [config.option(field.name), *map(str, words)]
 
 
-# What a key needs beside it to have an effect.
+# Options that a key needs to have an effect.
 BESIDE = {
     "decay_factor": ["--decay", "plateau"],
     "decay_patience": ["--decay", "plateau"],
@@ -129,7 +126,7 @@ def test_every_key_is_an_option(field):
         ("decay_epochs = 30", ["decay_epochs must be whole numbers, got 30"]),
         ("decay_epochs = 30, 0", ["decay_epochs must be whole numbers in [1, inf), got (30, 0)"]),
         ("model = 'resnet52'", ["model must be one of", "resnet50", "got 'resnet52'"]),
-        ("data = 7", ["data must be a text, got 7"]),
+        ("data = 7", ["data must be a string, got 7"]),
         ("_epochs = 90", ["sets no key"]),
         ("epochs = ninety", ["NameError", "ninety"]),
         ("epochs = = 90", ["SyntaxError"]),
@@ -143,13 +140,13 @@ def test_what_is_wrong_in_a_file_is_named(file, refused, text, named):
 
 def test_a_file_that_is_missing_is_named(refused, tmp_path):
     for path in (tmp_path / "none.py", tmp_path):
-        assert f"no file {path}" in refused(parse, ["--config", str(path)])
+        assert f"the file {path} does not exist" in refused(parse, ["--config", str(path)])
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--epoch 3", "--epoch is no option; did you mean --epochs?"),
+        ("--epoch 3", "--epoch is not an option; did you mean --epochs?"),
         ("--learning-rat=0.1", "did you mean --learning-rate?"),
         ("--momentum 1", "--momentum must be a number in [0, 1), got 1.0."),
         ("--momentum nan", "--momentum must be a number in [0, 1), got nan."),
@@ -268,7 +265,7 @@ def test_baselines_differ_in_what_happens_between_nodes_only():
 
 @dataclasses.dataclass(frozen=True)
 class Other(Config):
-    """The keys of another program, which has another model and one key more."""
+    """The keys of another program, with another model and an additional key."""
 
     model: str = config.key("unet", "", ("unet",))
     crop: int | None = config.key(None, "pixels", "[1, inf)")

@@ -1,18 +1,14 @@
-"""The data sets, and folders that are not as they should be."""
+"""The data sets, and errors for folders with another layout."""
 
 import os
 import pickle
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import data
 import numpy as np
 import pytest
 from PIL import Image
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
-import data
 
 
 def load(name, **settings):
@@ -26,7 +22,7 @@ def labels(split):
 
 @pytest.fixture
 def images(tmp_path):
-    """Folders as ImageNet has them: two classes, 3 + 4 images for training, 1 + 2 for testing."""
+    """Folders in ImageNet's layout: two classes, 3 + 4 training images, 1 + 2 test images."""
     rng = np.random.default_rng(0)
     for side, counts in (("train", (3, 4)), ("val", (1, 2))):
         for name, count in zip(("cat", "dog"), counts, strict=True):
@@ -118,7 +114,7 @@ def test_class_on_one_side_only_is_named(images):
 def test_class_without_images_is_named(images, side):
     for path in (images / side / "cat").iterdir():
         path.unlink()
-    with pytest.raises(ValueError, match=f"{side}/cat holds no image"):
+    with pytest.raises(ValueError, match=f"{side}/cat has no image"):
         load(images)
 
 
@@ -127,7 +123,7 @@ def test_folder_without_classes_is_named(images):
         path.rename(images / "val" / path.name)
     for name in ("cat", "dog"):
         (images / "val" / name).rmdir()
-    with pytest.raises(ValueError, match="val holds no folder; it needs one for each class"):
+    with pytest.raises(ValueError, match="val has no subfolder; it needs one for each class"):
         load(images)
 
 
@@ -149,7 +145,7 @@ def test_val_is_preferred_to_test(images):
 
 @pytest.mark.parametrize("closed", ["train", "val/dog"])
 def test_unreadable_folder_is_named(images, closed, monkeypatch):
-    """Pretended, as root may read everything."""
+    """The error is simulated, because root may read everything."""
     scandir = os.scandir
 
     def pretend(path):

@@ -1,18 +1,13 @@
-"""Whatever a command line or a saved configuration holds, it is read, or named and refused."""
+"""Any command line and any saved configuration is either read or refused with a message."""
 
 import json
 import string
-import sys
-from pathlib import Path
-
-import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import config
+import pytest
 from classification import Classification as Config
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
 KEYS = list(Config.__dataclass_fields__)
 WORDS = st.one_of(
@@ -34,11 +29,11 @@ many = settings(
 
 
 def assert_right_or_refused(argv):
-    """A configuration that is complete, or an end of the program that says why."""
+    """Asserts that the result is a complete configuration, or an exit with a message."""
     try:
         parsed = config.parse(argv, "", Config())
     except SystemExit as ended:
-        # 0 and 2 are of argparse: --help, and what it has said itself.
+        # argparse exits with 0 for --help, and with 2 for errors that it has printed.
         if ended.code not in (0, 2) and not (isinstance(ended.code, str) and ended.code.strip()):
             raise AssertionError(f"ended with {ended.code!r}") from ended
     else:
@@ -71,7 +66,7 @@ def test_any_saved_configuration(tmp_path, text):
     path = tmp_path / "config.json"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     assert_right_or_refused(["--config", str(path)])
-    try:  # as train.py does when --resume finds such a file
+    try:  # like train.py with --resume
         found = config.differences(config.parse([], "", Config()), path)
     except ValueError as error:
         found = [str(error)]

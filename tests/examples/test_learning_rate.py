@@ -1,17 +1,12 @@
-"""The learning rate against formulas, and the plateau at the epoch where it has to be."""
+"""The learning rate against formulas, and the epochs of plateaus."""
 
 import dataclasses
 import math
-import sys
-from pathlib import Path
 
 import jax
+import learning_rate
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
-import learning_rate
 from config import Config, complete
 
 WARMUP, EPOCHS, DEVICES, STEPS = 5, 30, 16, 7  # steps of an epoch
@@ -64,7 +59,7 @@ def test_no_epoch_beyond_the_last_one_raises_the_cosine_again():
 
 
 def scales(losses, patience, threshold, factor):
-    """The decays after each epoch's loss, written down plainly."""
+    """A plain implementation of the decays after each epoch's loss."""
     best, bad, scale, found = math.inf, 0, 1.0, []
     for epoch, loss in enumerate(losses):
         if epoch >= WARMUP:
@@ -101,7 +96,7 @@ def test_a_loss_that_falls_by_more_than_the_threshold_once_is_not_stable():
 
 
 def test_epochs_of_the_warm_up_do_not_count():
-    """Neither as epochs without progress nor, however low their loss, as the best."""
+    """Warm-up epochs count neither as stable epochs nor as the best loss."""
     schedule = learning_rate.create(configured(decay="plateau"), DEVICES)
     found, state = observed(schedule, [0.1] * WARMUP)
     assert jax.tree.all(jax.tree.map(np.array_equal, state, schedule.init()))

@@ -1,11 +1,10 @@
 """The published numbers of parameters, shapes, precisions, and one training step of ResNet-50."""
 
 import functools
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import optax
 import pytest
@@ -13,10 +12,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jdaso
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
-import models
 
 PUBLISHED = {
     "resnet18": 11_689_512,
@@ -28,7 +23,7 @@ PUBLISHED = {
 
 @functools.cache
 def shapes(name, channels=3, num_classes=1000, dtype=jnp.bfloat16):
-    """The model with shapes in the place of parameters, which cost nothing."""
+    """The model with shapes in place of parameters, which need no computation."""
     return nnx.eval_shape(lambda: models.create(name, channels, num_classes, 0, dtype))
 
 
@@ -88,12 +83,13 @@ def test_unknown_model_is_named():
         models.create("resnet19", 3, 10, seed=0)
 
 
+@pytest.mark.slow
 def test_training_step_of_resnet50():
     """Two images of 224 x 224, differentiated as in examples/train.py, reach every parameter."""
     rng = np.random.default_rng(0)
     model = shapes("resnet50", dtype=jnp.float32)
     graphdef, params, stats = nnx.split(model, nnx.Param, nnx.BatchStat)
-    # Compiling the initializers, or with optimizations, would take longer than the step itself.
+    # Compiling initializers, or optimizing, would take longer than the step itself.
     params = jax.tree.map(lambda x: 0.1 * rng.standard_normal(x.shape, np.float32), params)
     stats = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), stats)
     images, labels = rng.integers(0, 256, (2, 224, 224, 3), np.uint8), np.array([3, 999])
@@ -120,7 +116,7 @@ def test_training_step_of_resnet50():
 
 
 def test_batch_norm_is_over_all_devices_of_a_process():
-    """Two devices with half of the images each give what one gives with all of them."""
+    """Two devices with half of the images each compute the same as one device with all images."""
     model = models.create("resnet20", 1, 10, 0)
     graphdef, params, stats = nnx.split(model, nnx.Param, nnx.BatchStat)
     images = np.random.default_rng(0).integers(0, 256, (8, 8, 8, 1), np.uint8)

@@ -1,22 +1,17 @@
-"""Every optimizer of the training script takes each step with the learning rate it is handed."""
+"""Every optimizer of the training script uses the learning rate that it gets for each step."""
 
 import dataclasses
 import functools
-import sys
-from pathlib import Path
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-import pytest
-from flax import nnx
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import config
+import jax
+import jax.numpy as jnp
 import models
+import numpy as np
+import optax
 import optimizers
+import pytest
+from flax import nnx
 
 import jdaso
 
@@ -47,7 +42,7 @@ def compiled(tx):
     """The training step with given gradients, and how often it was traced."""
     traces = []
 
-    # Not how fast it runs is tested: less to compile.
+    # Fast compilation, because the speed of the program does not matter.
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def step(params, opt_state, rate):
         traces.append(rate)
@@ -86,7 +81,7 @@ def test_every_step_uses_its_own_learning_rate(sync):
     seen, opt_state = run(build(sync=sync, **late, **wire).transformation, RATES)
     for params, total in zip(seen, np.cumsum(RATES), strict=True):
         assert_close(params, jax.tree.map(lambda x, g, t=total: x - t * g, PARAMS, GRADS))
-    assert int(jdaso.averaging_state(opt_state).step) == len(RATES)
+    assert int(jdaso.core.averaging_state(opt_state).step) == len(RATES)
     rate = rate_of(opt_state)
     assert (rate.dtype, rate.shape, float(rate)) == (np.float32, (), RATES[-1])
 
@@ -114,7 +109,7 @@ def test_momentum_and_nesterov(nesterov):
 
 
 def test_eamsgd_has_nesterovs_momentum_with_the_rate_of_the_step():
-    """v <- m v - rate g; y moves by (1 + m) v' - m v, as long as nothing is exchanged."""
+    """v <- m v - rate g; y moves by (1 + m) v' - m v until the first exchange."""
     seen, _ = run(build(sync="eamsgd", period=5, momentum=0.9).transformation, RATES)
     v, y, g = 0.0, PARAMS["bias"], GRADS["bias"]
     for rate, params in zip(RATES, seen, strict=True):
@@ -133,7 +128,7 @@ def test_kernels_decay_and_biases_do_not(sync):
 
 @pytest.fixture(scope="module")
 def resnet():
-    """Shapes of its parameters."""
+    """The shapes of the parameters."""
     return nnx.state(nnx.eval_shape(lambda: models.create("resnet20", 1, 10, 0)), nnx.Param)
 
 
@@ -157,12 +152,12 @@ def test_phases_are_counted_in_epochs():
     opt_state, seen = jax.jit(build(**phases).transformation.init)(start()), []
     for _ in range(4 * EPOCH):
         _, opt_state = step(start(), opt_state, jnp.float32(0))
-        seen.append(jdaso.PHASES[jdaso.averaging_state(opt_state).plan.phase])
+        seen.append(jdaso.schedules.PHASES[jdaso.core.averaging_state(opt_state).plan.phase])
     assert seen == ["warm-up"] * EPOCH + ["cycling"] * EPOCH + ["cool-down"] * 2 * EPOCH
 
 
 def test_a_merge_resets_moments_and_not_the_rate():
-    """Local SGD on one node changes no parameter: only what happens to v is seen."""
+    """Local SGD on one node changes no parameter, so only the change of v is visible."""
     keys = {"sync": "local_sgd", "period": 2, "momentum": 0.5}
     seen, opt_state = run(build(**keys, moments="reset").transformation, RATES)
     first, second = (heavy_ball(rates, 0.5, False) for rates in (RATES[:2], RATES[2:]))
@@ -176,9 +171,9 @@ def test_what_is_in_flight_can_be_drained(sync):
     late = {"delay": 2} if sync == "dasgd" else {}
     optimizer = build(sync=sync, period=3, **late)
     seen, opt_state = run(optimizer.transformation, RATES)
-    assert jdaso.averaging_state(opt_state).flights[0].posted
+    assert jdaso.core.averaging_state(opt_state).fragments[0].posted
     params, drained = jdaso.drain(optimizer.averaging, opt_state, seen[-1])
-    assert not jdaso.averaging_state(drained).flights[0].posted
+    assert not jdaso.core.averaging_state(drained).fragments[0].posted
     assert jax.tree.structure(drained) == jax.tree.structure(opt_state)
     evaluated = optimizer.evaluated(params, drained)
     assert_close(evaluated, params if sync == "dasgd" else jdaso.easgd_center(drained))

@@ -1,19 +1,15 @@
-"""A program starts itself on several processes, once."""
+"""A program restarts itself as several processes once."""
 
 import os
 import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import processes
+import pytest
 
 
 @pytest.fixture
 def started(monkeypatch):
-    """The commands that this process was given up for."""
+    """The commands that replaced this process."""
     for name in processes.LAUNCHED:
         monkeypatch.delenv(name, raising=False)
     commands = []

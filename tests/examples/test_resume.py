@@ -1,4 +1,4 @@
-"""A training that was killed or stopped, and resumed, ends as one that was not: bit for bit."""
+"""A training that was killed or stopped and then resumed ends with the same bits."""
 
 import re
 import shutil
@@ -31,7 +31,7 @@ def train(out, *options, nodes=2, **env):
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """A run that nothing has stopped."""
+    """A run without interruption."""
     out = tmp_path_factory.mktemp("run") / "straight"
     ended = train(out)
     assert ended.returncode == 0, ended.output
@@ -41,9 +41,10 @@ def straight(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """A run that was killed while it saved step 40: the last one that counts is in flight."""
+    """A run that was killed while it saved step 40, so step 35 is the last complete one."""
     out = tmp_path_factory.mktemp("run") / "killed"
-    ended = train(out, SIGNAL="SIGKILL:000008_*/node_1_of_2.*tmp:0")
+    # Pauses let the other node finish writing step 35 before.
+    ended = train(out, SIGNAL="SIGKILL:000008_*/node_1_of_2.*tmp:0", PAUSE="0.1")
     assert ended.returncode != 0, ended.output
     assert any(name[0].isdigit() for name in saved(out, 35)[0])  # numbers of exchanges
     return out
@@ -62,6 +63,7 @@ def test_killed_while_saving(killed, straight, tmp_path):
     check_resumed(out, 35, straight)
 
 
+@pytest.mark.slow
 def test_killed_between_two_saves(tmp_path, straight):
     seconds = np.random.default_rng().uniform(0, 0.2)
     ended = train(tmp_path, SIGNAL=f"SIGKILL:000006_*/node_1_of_2:{seconds}")
@@ -69,8 +71,9 @@ def test_killed_between_two_saves(tmp_path, straight):
     check_resumed(tmp_path, r"\d+", straight)
 
 
+@pytest.mark.slow
 def test_other_number_of_nodes_says_so_and_goes_on(killed, tmp_path):
-    """Step 35 is the 13th of its epoch; of three nodes an epoch has 14 steps, not 22."""
+    """Step 35 is the 13th of its epoch. With three nodes an epoch has 14 steps instead of 22."""
     out = tmp_path / "killed"
     shutil.copytree(killed, out)
     ended = train(out, "--resume", nodes=3)
@@ -83,7 +86,7 @@ def test_other_number_of_nodes_says_so_and_goes_on(killed, tmp_path):
 
 def test_signal_saves_and_ends_with_a_status_of_its_own(tmp_path, straight):
     ended = train(tmp_path, SIGNAL="SIGUSR1:000003_*/node_1_of_2:0")
-    assert ended.returncode == jdaso.EXIT_TRY_AGAIN, ended.output
+    assert ended.returncode == jdaso.cluster.EXIT_TRY_AGAIN, ended.output
     (step,) = re.findall(r"stopped by a signal and saved at step (\d+) of 66", ended.output)
     check_resumed(tmp_path, step, straight)
 
@@ -91,7 +94,7 @@ def test_signal_saves_and_ends_with_a_status_of_its_own(tmp_path, straight):
 def test_processes_of_one_node_stop_together(tmp_path):
     node = ("--processes-per-node", 2, "--devices", 1)
     ended = train(tmp_path, *node, SIGNAL="SIGUSR1:000002_*/node_0_of_1:0")
-    assert ended.returncode == jdaso.EXIT_TRY_AGAIN, ended.output
+    assert ended.returncode == jdaso.cluster.EXIT_TRY_AGAIN, ended.output
     ended = train(tmp_path, *node, "--resume")
     assert ended.returncode == 0, ended.output
     assert "bit for bit" in ended.output
@@ -100,7 +103,7 @@ def test_processes_of_one_node_stop_together(tmp_path):
 def test_folder_of_a_run_is_not_taken_by_another(straight):
     ended = train(straight)
     assert ended.returncode != 0
-    assert "holds a run already; --resume goes on with it" in ended.output
+    assert "already has a run; continue it with --resume" in ended.output
     ended = train(straight, "--resume", "--momentum", "0.8")
     assert ended.returncode != 0
     assert "momentum (0.9, now 0.8)" in ended.output

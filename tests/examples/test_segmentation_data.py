@@ -1,15 +1,10 @@
-"""Generated streets, and Cityscapes' folders."""
+"""Generated streets, and folders in Cityscapes' layout."""
 
 import pickle
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
 from segmentation import cityscapes, streets
 
 IDS = np.array([7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33])
@@ -27,7 +22,7 @@ def of_every_index(split, rng_seed=None):
 
 @pytest.fixture
 def root(tmp_path):
-    """Two cities to train with, one to test, two images each; labels are all ids in turn."""
+    """Two training cities and one test city, two images each. Labels are all ids in turn."""
     rng = np.random.default_rng(0)
     for side, city in (("train", "aachen"), ("train", "bochum"), ("val", "lindau")):
         for i in range(2):
@@ -111,7 +106,7 @@ def test_cityscapes_ids_become_19_classes(root):
 
 @pytest.mark.parametrize("crop", [(8, 16), (64, 32)])
 def test_cityscapes_crops(root, crop):
-    """Of any size, with labels at the places of their pixels, and none where the image ends."""
+    """Crops of any size have labels at their pixels, and none outside the image."""
     for path in (root / "leftImg8bit/train").rglob("*.png"):  # an image that shows its labels
         ids = np.repeat(np.arange(4), 10)[None].repeat(20, axis=0) * 5 + 7
         Image.fromarray(np.repeat(ids[..., None], 3, axis=-1).astype(np.uint8)).save(path)
@@ -155,7 +150,7 @@ def test_errors_name_the_path(root):
     Image.new("L", (40, 21)).save(labels)
     fails_with("lindau_000001.*has 21 x 40 labels.*20 x 40 pixels")
     Image.new("RGB", (40, 21)).save(image)
-    fails_with("lindau_000001.*has 21 x 40 pixels, others 20 x 40")
+    fails_with("lindau_000001.*has 21 x 40 pixels, but others have 20 x 40")
     image.write_bytes(image.read_bytes()[:50])
     fails_with("lindau_000001_000019_leftImg8bit.png cannot be used")
     labels.unlink()

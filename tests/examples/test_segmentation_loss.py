@@ -1,16 +1,10 @@
 """Region mutual information against its definition, and intersection over union."""
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.ndimage
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
 from segmentation import intersection_over_union
 from segmentation import region_mutual_information as rmi
 
@@ -18,7 +12,7 @@ RIDGE, CLASSES = 5e-4, 4
 
 
 def scene(seed, shape=(2, 48, 80)):
-    """Labels in one straight border, a disc and squares, some pixels with none."""
+    """Labels with a straight border, a disc and squares, and some pixels without a label."""
     rng = np.random.default_rng(seed)
     labels = np.zeros(shape, int)
     y, x = np.mgrid[: shape[1], : shape[2]]
@@ -31,7 +25,7 @@ def scene(seed, shape=(2, 48, 80)):
 
 
 def scores(labels, kind, seed=1):
-    """Logits from wild guesses to certainty."""
+    """Logits from random guesses to certainty."""
     rng = np.random.default_rng(seed)
     signs = 2.0 * (labels[..., None] == np.arange(CLASSES)) - 1
     return {
@@ -60,7 +54,7 @@ def published(logits, labels):
 
 
 def points(image):
-    """Columns are the 3x3 neighbourhoods of an image that is pooled 4x4, less their mean."""
+    """The columns are the 3x3 neighbourhoods of an image that is pooled 4x4, minus their mean."""
     height, width = image.shape[0] // 4, image.shape[1] // 4
     pooled = image[: 4 * height, : 4 * width].reshape(height, 4, width, 4).mean(axis=(1, 3))
     columns = [
@@ -76,7 +70,7 @@ loss_and_gradient = jax.jit(jax.value_and_grad(rmi.loss))
 @jax.jit
 @jax.value_and_grad
 def region_and_gradient(logits, labels):
-    """Of the region loss alone, which is what a pixel weight of 0 leaves."""
+    """The region loss alone and its gradient, with a pixel weight of 0."""
     return rmi.loss(logits, labels, pixel_weight=0.0)
 
 
@@ -117,7 +111,7 @@ def test_extreme_logits_leave_loss_and_gradient_finite(kind):
 
 
 def test_smooth_predictions_keep_their_digits():
-    """Neighbours are nearly the same: covariances of pixels are singular to float32."""
+    """Neighbours are nearly equal, so covariances of pixels are singular in float32."""
     labels = scene(0, (1, 48, 80)).repeat(4, axis=1).repeat(4, axis=2)
     logits = scores(np.roll(labels, 20, axis=2), "good", seed=2)
     logits = scipy.ndimage.gaussian_filter(logits, (0, 25, 25, 0), mode="nearest")
@@ -126,7 +120,7 @@ def test_smooth_predictions_keep_their_digits():
 
 
 def test_structure_counts_where_pixels_do_not():
-    """Always right without much confidence, or often right with it: the same cross-entropy."""
+    """Predictions of the same cross-entropy: right with low confidence, often right with high."""
     labels = np.maximum(scene(0), 0)
     signs = 2.0 * (labels[..., None] == np.arange(CLASSES)) - 1
     flipped = np.random.default_rng(0).random(signs.shape) < 0.1
@@ -180,7 +174,7 @@ def test_images_without_a_neighbourhood_are_refused():
 def test_counts_of_batches_add_up_to_the_score():
     rng = np.random.default_rng(0)
     labels, predicted = rng.integers((-1, 0), 5, (6, 8, 10, 2)).transpose(3, 0, 1, 2)
-    labels[labels == 4] = 3  # class 4 is predicted where it is not, class 5 never
+    labels[labels == 4] = 3  # class 4 is predicted but not labelled, class 5 neither
     predicted = np.where(rng.random(labels.shape) < 0.5, np.maximum(labels, 0), predicted)
     logits = np.eye(6)[predicted]
     parts = [

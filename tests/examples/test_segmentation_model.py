@@ -1,17 +1,12 @@
 """Shapes, sizes, and the fusion of scales."""
 
 import functools
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
 from segmentation import attention, region_mutual_information
 from segmentation.attention import MultiScaleAttention, fuse
 from segmentation.hrnet import HRNet, resize
@@ -20,7 +15,7 @@ IMAGES = np.random.default_rng(0).integers(0, 256, (2, 32, 48, 3), np.uint8)
 
 
 def drawn(make):
-    """The module that ``make`` makes, with values that need no compilation to be drawn."""
+    """The module that ``make`` returns, with values that are drawn without compilation."""
     rng = np.random.default_rng(0)
 
     def draw(x):
@@ -57,7 +52,7 @@ def decided(model, alpha):
 
 
 def alone(model, scale):
-    """What the model says at one scale."""
+    """The prediction of the model at one scale."""
     height, width = IMAGES.shape[1:3]
     size = (int(scale * height), int(scale * width))
     x = resize(jnp.asarray(IMAGES, jnp.float32) / 127.5 - 1, size)
@@ -80,7 +75,7 @@ def test_number_of_parameters():
 
 
 def test_branches_have_halved_resolutions_whatever_the_size():
-    """Four branches, two blocks; sides that no power of two divides."""
+    """Four branches and two blocks, with odd sizes."""
     model = nnx.eval_shape(lambda: HRNet(3, (4, 6, 8, 10), 2, jnp.float32, nnx.Rngs(0)))
     x = jax.ShapeDtypeStruct((1, 50, 70, 3), jnp.float32)
     features = nnx.eval_shape(lambda model, x: model(x, train=False), model, x)
@@ -146,7 +141,7 @@ def test_shrinking_takes_means_of_squares():
     ],
 )
 def test_attention_chooses_among_scales(alpha, scales, expected):
-    """At 0 it leaves everything to the finest scale, at 1 the coarsest keeps everything."""
+    """With attention 0 only the finest scale counts, with 1 only the coarsest."""
     model = decided(small(scales=scales), alpha)
     logits = predict(model, IMAGES).logits
     np.testing.assert_allclose(logits, alone(model, expected), rtol=1e-4, atol=1e-4)
@@ -158,7 +153,7 @@ def test_scales_without_1_are_refused():
 
 
 def test_training_looks_at_two_scales_whatever_evaluation_does():
-    """Statistics move to those of the images, then to those of the images in half the size."""
+    """The statistics are updated by the images, then by the images in half the size."""
     graphdef, params, stats = nnx.split(small(scales=(1.0,)), nnx.Param, nnx.BatchStat)
 
     @functools.partial(jax.vmap, axis_name="local")

@@ -1,21 +1,16 @@
-"""The training loop's step of processes that share one model."""
+"""The training step of processes that share one model."""
 
 import dataclasses
-import sys
-from pathlib import Path
 
+import config
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
-from flax import nnx
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
-import config
 import optimizers
+import pytest
 from data import Dataset, Split
+from flax import nnx
 from shared_model import SharedModel, switches
 from steps import Task, TrainState, make_steps
 
@@ -69,7 +64,7 @@ def rate(step):
 
 @pytest.mark.parametrize("sync", ["assm", "passm"])
 def test_one_process_trains_as_sgd_does(sync):
-    """With the same learning rates, decay and batch statistics; the block is the whole model."""
+    """Learning rates, decay and batch statistics are the same, and the block is the whole model."""
     topology = jdaso.discover_topology()
     shared = SharedModel(configured(sync=sync), task(), topology, 1)
     state = begin()
@@ -90,7 +85,7 @@ def test_one_process_trains_as_sgd_does(sync):
 
 
 def test_a_training_goes_on_from_the_parameters_of_its_state():
-    """As restored from a checkpoint: not from those that the model was made with."""
+    """A checkpoint may have replaced the parameters that the model was created with."""
     shared = SharedModel(configured(sync="assm"), task(), jdaso.discover_topology(), 1)
     state = begin()
     own = shared.init(state)
@@ -104,7 +99,7 @@ def test_a_training_goes_on_from_the_parameters_of_its_state():
 
 
 def test_another_number_of_processes_than_asked_for_is_named():
-    with pytest.raises(ValueError, match="processes: 4 were asked for and the launcher started 1"):
+    with pytest.raises(ValueError, match="processes: 4 were requested, but the launcher started 1"):
         SharedModel(configured(sync="passm", processes=4), task(), jdaso.discover_topology(), 1)
 
 

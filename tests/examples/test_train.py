@@ -8,17 +8,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import BESIDE_PYTHON, run
+from launch import BESIDE_PYTHON, CHILDREN, run
 
 ROOT = Path(__file__).parents[2]
+SMALL = CHILDREN / "training.py"  # the same loop with a network that compiles at once
 
 
-def train(out, *options, timeout, launched=True):
+def train(out, *options, timeout, launched=True, script=ROOT / "examples" / "train.py"):
     path = os.pathsep.join([BESIDE_PYTHON, os.environ.get("PATH", "")])
     launcher = shutil.which("mpiexec", path=path)
     if launcher is None:
         pytest.skip("no mpiexec on PATH: pip install mpich")
-    command = [sys.executable, str(ROOT / "examples" / "train.py")]
+    command = [sys.executable, str(script)]
     if launched:
         command = [launcher, "-n", "2", *command, "--devices", "2"]
     command += ["--out", str(out), *options]
@@ -30,6 +31,7 @@ def train(out, *options, timeout, launched=True):
     return accuracy, lines
 
 
+@pytest.mark.slow
 def test_daso_learns_digits(tmp_path):
     accuracy, lines = train(tmp_path, timeout=900)
     assert accuracy >= 0.96
@@ -43,19 +45,23 @@ SHORT = ("--epochs", "2", "--warmup-epochs", "1", "--cooldown-epochs", "1")
 
 @pytest.mark.parametrize(
     ("sync", "exchanges"),
-    [("allreduce_gradients", 44), ("eamsgd", 10), ("diloco --fragments 2", 22)],
+    [
+        pytest.param("allreduce_gradients", 44, marks=pytest.mark.slow),
+        pytest.param("eamsgd", 10, marks=pytest.mark.slow),
+        ("diloco --fragments 2", 22),
+    ],
 )
 def test_other_algorithms_run(tmp_path, sync, exchanges):
-    """Two epochs of 22 steps; EASGD exchanges before a step, so not after the last."""
-    _, lines = train(tmp_path, "--sync", *sync.split(), *SHORT, timeout=300)
+    """Two epochs of 22 steps. EASGD exchanges before a step, so not after the last one."""
+    _, lines = train(tmp_path, "--sync", *sync.split(), *SHORT, timeout=300, script=SMALL)
     assert lines[-1]["exchanges"] == exchanges
-    assert lines[-1]["loss"] < 2.3  # below that of guessing, ln 10
+    assert lines[-1]["loss"] < 2.3  # below ln 10, the loss of guessing
 
 
 def test_the_script_starts_processes_that_share_one_model(tmp_path):
-    """Two of them, with two epochs of 44 steps each; the second begins with PASSM."""
+    """Two processes take two epochs of 44 steps. The second epoch begins with PASSM."""
     options = ("--sync", "passm_plus", "--processes", "2", "--switches", "1", *SHORT)
-    _, lines = train(tmp_path, *options, timeout=300, launched=False)
+    _, lines = train(tmp_path, *options, timeout=300, launched=False, script=SMALL)
     assert [line["step"] for line in lines] == [44, 88]
     assert [line["nodes"] for line in lines] == [2, 2]
     assert lines[-1]["loss"] < lines[0]["loss"]

@@ -1,15 +1,10 @@
-"""The study of period and delay: its schedule, and what it reads out of numbers."""
-
-import sys
-from pathlib import Path
+"""The study of period and delay: its schedule, and the findings that it reports."""
 
 import jax
 import numpy as np
 import pytest
 
 pytest.importorskip("matplotlib")
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
 import virtual_cluster
 
 import jdaso
@@ -33,19 +28,20 @@ def around(means, spread):
 
 
 def verdicts(rows):
-    return [line.rpartition(": ")[2] for line in virtual_cluster.findings(rows).splitlines()[:4]]
+    lines = virtual_cluster.findings(rows).splitlines()[:4]
+    return [line.rpartition("Result: ")[2] for line in lines]
 
 
 def test_the_papers_own_numbers_reproduce_the_paper():
     paper = virtual_cluster.PAPER
-    assert verdicts(around(paper, 0.0)) == ["reproduced"] * 4
+    assert verdicts(around(paper, 0.0)) == ["reproduced."] * 4
     opposite = {row: -mean for row, mean in paper.items()}
-    assert verdicts(around(opposite, 0.0)) == ["the opposite was found"] * 4
+    assert verdicts(around(opposite, 0.0)) == ["the opposite was found."] * 4
 
 
 def test_equal_rows_reproduce_nothing():
     assert (
-        verdicts(around(dict.fromkeys(virtual_cluster.PAPER, 95.0), 1.0)) == ["not reproduced"] * 4
+        verdicts(around(dict.fromkeys(virtual_cluster.PAPER, 95.0), 1.0)) == ["not reproduced."] * 4
     )
 
 
@@ -54,11 +50,11 @@ def test_rows_that_differ_by_less_than_the_seeds_do_show_nothing():
     rows = {
         row: 90 + mean / 100 + rng.normal(0, 5, 4) for row, mean in virtual_cluster.PAPER.items()
     }
-    assert set(verdicts(rows)) == {"not reproduced"}
+    assert set(verdicts(rows)) == {"not reproduced."}
 
 
 def test_trainings_that_failed_are_named():
     rows = around(dict.fromkeys(virtual_cluster.PAPER, 95.0), 1.0)
     assert "failed" not in virtual_cluster.findings(rows)
     rows[32, 16] -= 70
-    assert "below 50 %: (32, 16): training" in virtual_cluster.findings(rows)
+    assert "below 50 % for (B, S) = (32, 16). Training" in virtual_cluster.findings(rows)

@@ -1,15 +1,12 @@
-"""What a training records, also when it is killed and goes on."""
+"""The records of a training, also of one that is killed and resumed."""
 
 import json
 import sys
-from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("tqdm")
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
 import watch
 
 import jdaso
@@ -20,7 +17,7 @@ METRICS = jdaso.metrics(
 
 
 def open_watch(out, active=True, tensorboard=False, begin=0):
-    """Of a training of 100 steps, 10 steps an epoch, 10 images a step."""
+    """Creates a Watch for 100 steps, with 10 steps per epoch and 10 images per step."""
     return watch.Watch(out, active, tensorboard, 10, 100, begin, begin // 10)
 
 
@@ -33,7 +30,7 @@ def recorded(out):
 
 
 def train(out, epochs, **options):
-    """Records some epochs and is killed: nothing is closed, lines must be there all the same."""
+    """Records some epochs and does not close the file, which must have the lines all the same."""
     view = open_watch(out, **options)
     for epoch in epochs:
         view.epoch(line(epoch))

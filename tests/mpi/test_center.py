@@ -1,49 +1,46 @@
-"""A centre over MPI: the numbers of the simulation, and workers that are late, stopped or dead."""
+"""A centre over MPI: results of the simulation, and workers that are late, stopped or dead."""
 
 import pytest
 from launch import mpiexec, passes
 
-# Programs that compile in half the time.
-QUICK = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
-
 
 def test_one_worker_over_mpi_is_the_simulation_with_one():
-    passes(mpiexec(1, "center.py", "alone", **QUICK))
+    passes(mpiexec(1, "center.py", "alone"))
 
 
 def test_a_worker_of_two_devices_is_the_simulation_of_one():
-    passes(mpiexec(1, "center.py", "devices", **QUICK))
+    passes(mpiexec(1, "center.py", "devices"))
 
 
 def test_workers_go_on_from_a_centre_that_was_saved():
-    passes(mpiexec(3, "center.py", "resumed", **QUICK))
+    passes(mpiexec(3, "center.py", "resumed"))
 
 
 def test_three_workers_are_a_replay_of_the_order_of_arrival_and_a_simulation_in_that_order():
-    passes(mpiexec(3, "center.py", "replay", **QUICK))
+    passes(mpiexec(3, "center.py", "replay"))
 
 
 @pytest.mark.parametrize("case", ["late", "refused"])
 def test_workers_come_late_and_are_refused_without_harm_to_others(case):
-    passes(mpiexec(3, "center.py", case, **QUICK))
+    passes(mpiexec(3, "center.py", case))
 
 
 def test_a_worker_that_is_stopped_stops_nobody_and_goes_on():
-    ended = mpiexec(3, "center.py", "stopped", timeout=120, **QUICK)
+    ended = mpiexec(3, "center.py", "stopped", timeout=120)
     passes(ended)
     assert "has been silent for 2 s; the others go on" in ended.output
     assert "is back" in ended.output
 
 
 def test_a_worker_that_is_killed_stops_nobody():
-    ended = mpiexec(3, "center.py", "killed", timeout=120, survive=True, **QUICK)
+    ended = mpiexec(3, "center.py", "killed", timeout=120, survive=True)
     assert "rank 0 came to its end" in ended.output, ended.output
     assert "rank 1 came to its end" in ended.output, ended.output
     assert "has died; the others go on" in ended.output
 
 
 def test_a_worker_that_fails_stops_nobody():
-    ended = mpiexec(3, "center.py", "failed", timeout=120, survive=True, **QUICK)
+    ended = mpiexec(3, "center.py", "failed", timeout=120, survive=True)
     assert ended.returncode != 0
     assert "ZeroDivisionError" in ended.output
     assert "failed; the others go on" in ended.output

@@ -15,7 +15,7 @@ ENDING = "jdaso: ending all processes: "
 def test_death_is_named_by_all_others_though_nobody_waits(case, dead):
     ended = mpiexec(PROCESSES, "death.py", case, dead, timeout=60, deaths_are_noticed=False)
     assert ended.returncode != 0
-    assert f"exit status {jdaso.EXIT_NODE_LOST}\n" in ended.output
+    assert f"exit status {jdaso.cluster.EXIT_NODE_LOST}\n" in ended.output
     said = [line for line in ended.output.splitlines() if ENDING in line]
     assert len(said) == PROCESSES - 1, ended.output
     assert all(f"{ENDING}rank {dead} (" in line and "has died" in line for line in said)
@@ -36,10 +36,10 @@ def test_uncaught_exception_is_told_by_all():
 
 def test_stopped_process_is_called_silent_and_given_up():
     ended = mpiexec(PROCESSES, "death.py", "stopped", timeout=60)
-    assert ended.returncode == jdaso.EXIT_NODE_LOST, ended.output
+    assert ended.returncode == jdaso.cluster.EXIT_NODE_LOST, ended.output
     assert "is late, for 3 s now: it waits for rank 1 (" in ended.output
     assert "silent: stopped, or its host or link is down" in ended.output
-    assert "did not end within 6 s: nothing came from rank 1 (" in ended.output
+    assert "did not complete within 6 s: nothing came from rank 1 (" in ended.output
     assert "alive" not in ended.output
 
 

@@ -1,4 +1,4 @@
-"""Compiled code: the same bits as host callbacks, and what is said where they cannot be used."""
+"""Compiled code gives the same bits as host callbacks, and is replaced where it is unavailable."""
 
 import os
 import shutil
@@ -8,18 +8,18 @@ from pathlib import Path
 
 import jax
 import pytest
-from launch import mpiexec, passes
+from launch import Batch
 
-from jdaso.exchange import _native
+from jdaso.exchange.host import ffi_bridge
 
-HERE = Path(__file__).parent / "stand_in"
-SOURCES = Path(_native.__file__).parent
+HERE = Path(__file__).parents[1] / "support" / "cuda_stand_in"
+SOURCES = Path(ffi_bridge.__file__).parent
 FLAGS = ["-std=c++17", f"-I{SOURCES}", f"-I{HERE}", "-isystem", jax.ffi.include_dir()]
-# What driver.h says beside cuda.h, where results are of an enumeration.
+# Compares cuda_driver.h with cuda.h, whose results are of an enumeration type.
 DECLARED = """
 #include <cuda.h>
 #include <type_traits>
-#include "driver.h"
+#include "cuda_driver.h"
 
 template <typename T>
 using Plain = std::conditional_t<std::is_same_v<T, CUresult>, int, T>;
@@ -35,45 +35,74 @@ static_assert(jdaso::kHostRegisterPortable == CU_MEMHOSTREGISTER_PORTABLE);
 """
 
 needs_library = pytest.mark.skipif(
-    _native.why_not() is not None, reason=f"no compiled code: {_native.why_not()}"
+    ffi_bridge.unavailable_reason() is not None,
+    reason=f"no compiled code: {ffi_bridge.unavailable_reason()}",
 )
 
 
-ALIKE = [
-    ("--fragments", 3),
-    ("--dtypes", "float32", "bfloat16", "float16"),
-    ("--wire", "bfloat16", "--blocking-wire", "float16"),
-    ("--wire", "int8", "--blocking-wire", "bfloat16"),
-    ("--devices", 2),
-    ("--devices", 2, "--fragments", 3),
-]
-UNOPTIMIZED = "--xla_backend_optimization_level=0"
+ONE_DEVICE = {
+    "fragments": ("--fragments", 3),
+    "dtypes": ("--dtypes", "float32", "bfloat16", "float16"),
+    "bfloat16 and float16": ("--wire", "bfloat16", "--blocking-wire", "float16"),
+    "int8 and bfloat16": ("--wire", "int8", "--blocking-wire", "bfloat16"),
+}
+TWO_DEVICES = {
+    "two devices": ("--devices", 2),
+    "fragments of two devices": ("--devices", 2, "--fragments", 3),
+}
 
 
-@needs_library
-@pytest.mark.parametrize("options", ALIKE, ids=lambda options: " ".join(map(str, options)))
-def test_compiled_code_gives_the_bits_of_host_callbacks(options):
-    passes(mpiexec(2, "native.py", *options, XLA_FLAGS=UNOPTIMIZED))
+def alike(folder, *more):
+    """Jobs that compare compiled code with host callbacks; options -> the job they are in.
+
+    The folder keeps what host callbacks gave.
+    """
+    more = ("--callbacks", folder, *more)
+    jobs = {}
+    for group in (ONE_DEVICE, TWO_DEVICES):
+        children = {name: ("native.py", *options, *more) for name, options in group.items()}
+        job = Batch(2, children)
+        jobs |= dict.fromkeys(group, job)
+    return jobs
+
+
+OPTIONS = [*ONE_DEVICE, *TWO_DEVICES]
 
 
 @pytest.fixture(scope="module")
-def stand_in(tmp_path_factory):
-    """The code for CUDA devices with a driver whose copies come late, for a CPU."""
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("callbacks")
+
+
+@pytest.fixture(scope="module")
+def compiled(folder):
+    return alike(folder)
+
+
+@needs_library
+@pytest.mark.parametrize("options", OPTIONS)
+def test_compiled_code_gives_the_bits_of_host_callbacks(compiled, options):
+    compiled[options].passes(options)
+
+
+@pytest.fixture(scope="module")
+def stand_in(folder, tmp_path_factory):
+    """The code for CUDA devices, linked with a simulated driver whose copies are delayed."""
     compiler = shutil.which("g++") or pytest.skip("no g++")
-    library = tmp_path_factory.mktemp("stand_in") / "copies.so"
-    sources = [SOURCES / "desk.cc", SOURCES / "copies_cuda.cc", HERE / "driver.cc"]
+    library = tmp_path_factory.mktemp("stand_in") / "copies_cuda.so"
+    sources = [SOURCES / "ffi_queue.cc", SOURCES / "copies_cuda.cc", HERE / "driver.cc"]
     defines = ["-include", HERE / "stand_in.h", "-DJDASO_STREAM=stand_in::Program"]
     subprocess.run(
         [compiler, *FLAGS, "-shared", "-fPIC", "-pthread", *defines, *sources, "-o", library],
         check=True,
     )
-    return library
+    return alike(folder, "--stand-in", library)
 
 
 @needs_library
-@pytest.mark.parametrize("options", ALIKE, ids=lambda options: " ".join(map(str, options)))
+@pytest.mark.parametrize("options", OPTIONS)
 def test_code_for_cuda_devices_gives_the_bits_of_host_callbacks(stand_in, options):
-    passes(mpiexec(2, "native.py", *options, "--stand-in", stand_in, XLA_FLAGS=UNOPTIMIZED))
+    stand_in[options].passes(options)
 
 
 def test_functions_of_the_driver_are_declared_as_in_cuda(tmp_path):
@@ -86,34 +115,36 @@ def test_functions_of_the_driver_are_declared_as_in_cuda(tmp_path):
 
 
 def test_without_a_compiled_library_callbacks_serve_and_it_is_said_once(monkeypatch):
-    monkeypatch.setattr(_native, "why_not", lambda platform, native: "it was not built")
-    _native._warn_once.cache_clear()
+    monkeypatch.setattr(
+        ffi_bridge, "unavailable_reason", lambda platform, native: "it was not built"
+    )
+    ffi_bridge._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="host callbacks instead of compiled code: it was not"):
-        assert not _native.chosen(None, "cpu")
+        assert not ffi_bridge.use_native(None, "cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not _native.chosen(None, "cpu")
+        assert not ffi_bridge.use_native(None, "cpu")
     with pytest.raises(ValueError, match=r"native=True: the compiled code cannot be used"):
-        _native.chosen(True, "cpu")
+        ffi_bridge.use_native(True, "cpu")
 
 
 @needs_library
 def test_compiled_code_serves_cuda_devices_where_it_is_asked_for(monkeypatch, tmp_path):
-    _native._warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="host callbacks .* with native=True only"):
-        assert not _native.chosen(None, "gpu")
-    monkeypatch.setattr(_native, "_DRIVER", bytes(tmp_path / "libcuda.so.1"))
+    ffi_bridge._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="host callbacks .* needs native=True"):
+        assert not ffi_bridge.use_native(None, "gpu")
+    monkeypatch.setattr(ffi_bridge, "_DRIVER", bytes(tmp_path / "libcuda.so.1"))
     with pytest.raises(
         ValueError, match=r"CUDA driver cannot be used: .*libcuda.so.1: cannot open"
     ):
-        _native.chosen(True, "gpu")
+        ffi_bridge.use_native(True, "gpu")
 
 
 def test_compiled_code_is_not_for_other_devices():
-    with pytest.raises(ValueError, match="it serves CPU and CUDA devices, not tpu"):
-        _native.chosen(True, "tpu")
+    with pytest.raises(ValueError, match="it supports CPU and CUDA devices, not tpu"):
+        ffi_bridge.use_native(True, "tpu")
 
 
 def test_compiled_code_of_another_version_is_refused(monkeypatch):
-    monkeypatch.setattr(_native, "HEADER_SIZE", _native.HEADER_SIZE + 1)
-    assert "belongs to another version of jdaso" in _native._load.__wrapped__()
+    monkeypatch.setattr(ffi_bridge, "HEADER_SIZE", ffi_bridge.HEADER_SIZE + 1)
+    assert "belongs to another version of jdaso" in ffi_bridge._load.__wrapped__()

@@ -1,4 +1,4 @@
-"""Blocks share out a tree; the order of its layers is found in the program."""
+"""Blocks divide a tree. The order of the layers is found in the program."""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def test_blocks_are_a_partition_into_consecutive_layers_of_near_equal_weights(dr
     assert max(abs(w - sum(drawn) / count) for w in weights) <= max(drawn)
 
 
-def test_a_layer_is_never_cut_and_integers_belong_to_nobody():
+def test_a_layer_is_never_divided_and_integers_belong_to_no_block():
     layer = {"bias": np.ones(1), "kernel": np.ones(9)}
     params = {"a": layer, "b": layer, "steps": np.int32(3), "z": np.ones(4)}
     assert partition(params, 2) == [(0, 1), (2, 3, 5)]
@@ -50,8 +50,8 @@ def test_a_number_of_blocks_is_a_whole_number(count):
 
 
 @pytest.mark.parametrize("order", [[0], [0, 0], [0, 1, 2]])
-def test_an_order_names_every_leaf_once(order):
-    with pytest.raises(ValueError, match="order must name each of the 2 positions"):
+def test_an_order_contains_every_leaf_once(order):
+    with pytest.raises(ValueError, match="order must contain each of the 2 positions"):
         partition([np.ones(2), np.ones(2)], 2, order)
 
 
@@ -103,7 +103,7 @@ def test_layers_of_nnx_are_modules():
 
 def test_data_in_a_closure_hide_the_order():
     data = jnp.ones(3)
-    with pytest.raises(ValueError, match="give it the data as arguments"):
+    with pytest.raises(ValueError, match="pass the data as arguments"):
         order_of_use(lambda params: (params["w"] * data).sum(), {"w": jnp.ones(3)})
 
 

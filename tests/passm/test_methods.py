@@ -1,4 +1,4 @@
-"""ASSM, PASSM and PASSM+ are the recursions of the paper, in an order that is given."""
+"""ASSM, PASSM and PASSM+ are the recursions of the paper, for a given order of the steps."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from golden_passm import plus, train
-from problem import batch, first_params, flat, gradient, loss_fn, places
+from passm_problem import batch, first_params, flat, gradient, loss_fn, places
 
 import jdaso
 from jdaso.passm import assm, partition, passm, passm_plus, settled, simulated_memory
@@ -26,7 +26,7 @@ METHODS = {
 
 
 def run(method, processes, read_together=False, data=batch, **options):
-    """All processes in turn; the shared parameters after each step of all, and their states."""
+    """Steps of all processes in turn. Returns the parameters after each round, and the states."""
     params = first_params()
     memories = simulated_memory(params, processes)
     blocks = partition(params, processes)
@@ -77,7 +77,7 @@ def test_it_is_the_recursion_of_the_paper(name, read_together):
 
 
 def test_one_process_of_assm_is_sgd_with_momentum():
-    """Of Algorithm 1, whose step is (1 - m) times that of optax.sgd."""
+    """The step of Algorithm 1 is (1 - m) times that of optax.sgd."""
     seen, _ = run(assm, 1)
     tx = optax.sgd(lambda k: (1 - MOMENTUM) * RATE * 0.9**k, momentum=MOMENTUM)
 
@@ -123,7 +123,7 @@ def test_a_subgradient_that_is_not_finite_writes_nothing(method):
 
 
 def test_what_was_read_does_not_change_afterwards():
-    """JAX takes NumPy's memory as its own where it can; it must not be the shared one."""
+    """JAX uses NumPy memory without a copy where it can, so it must not get the shared memory."""
     memory = simulated_memory({"w": np.zeros(64, "f4")})[0]
     before = jnp.asarray(memory.read()["w"])
     memory.add(0, {0: np.ones(64, "f4")}, False)
@@ -160,8 +160,8 @@ def test_each_kind_of_step_is_compiled_once():
 
 
 BAD = [
-    ({"learning_rate": 0.0}, "learning_rate must be positive, got 0.0"),
-    ({"learning_rate": -1}, "learning_rate must be positive, got -1"),
+    ({"learning_rate": 0.0}, "learning_rate must be positive and finite, got 0.0"),
+    ({"learning_rate": -1}, "learning_rate must be positive and finite, got -1"),
     ({"learning_rate": float("nan")}, "learning_rate must be positive"),
     ({"learning_rate": "fast"}, "learning_rate must be a number"),
     ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
@@ -169,7 +169,7 @@ BAD = [
     ({"nonfinite": "ignore"}, "nonfinite must be one of skip, raise"),
     ({"before": optax.trace(0.9)}, "before must be a transformation without a state"),
     ({"blocks": [(0, 1, 2, 3, 4)]}, r"among 2 processes.*use partition\(params, 2\)"),
-    ({"blocks": [(0, 1), (3, 4)]}, "blocks must share out all floating-point leaves"),
+    ({"blocks": [(0, 1), (3, 4)]}, "blocks must divide all floating-point leaves"),
 ]
 
 
@@ -185,13 +185,13 @@ def test_bad_arguments_are_named(method, arguments, named):
         method(memory, loss_fn=loss_fn, **options)
 
 
-def test_slaves_need_a_group_and_a_group_slaves():
+def test_the_group_must_have_the_members_of_a_server():
     params = first_params()
     memory = simulated_memory(params)[0]
-    with pytest.raises(ValueError, match="group has 1 members, but of this memory a server has 2"):
+    with pytest.raises(ValueError, match=r"group must have 2 members, .* got 1"):
         assm(memory._replace(members=2), partition(params, 1), loss_fn, 0.1)
     group = jdaso.axis_exchange("slave", 2)
-    with pytest.raises(ValueError, match="group has 2 members"):
+    with pytest.raises(ValueError, match=r"group must have 1 members, .* got 2"):
         assm(memory, partition(params, 1), loss_fn, 0.1, group=group)
 
 

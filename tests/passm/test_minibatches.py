@@ -1,4 +1,4 @@
-"""Processes take disjoint parts of one permutation."""
+"""Processes take disjoint parts of one permutation of the samples."""
 
 import numpy as np
 import pytest
@@ -27,6 +27,6 @@ def test_epochs_and_seeds_differ_and_repeat():
 
 
 @pytest.mark.parametrize("batch_sizes", [[], [0], [3, -1], [11], [6, 5]])
-def test_what_does_not_fit_is_named(batch_sizes):
+def test_batch_sizes_that_do_not_fit_are_named(batch_sizes):
     with pytest.raises(ValueError, match="batch_sizes"):
         minibatches(10, batch_sizes, 0)

@@ -1,4 +1,4 @@
-"""Jobs of a real Slurm: told of its limits, killed, started again, ended as if nothing had been."""
+"""Jobs of a real Slurm: time limits, kills and restarts do not change the result of a training."""
 
 import itertools
 import re
@@ -14,14 +14,14 @@ import slurm
 from launch import BESIDE_PYTHON, CHILDREN
 from saved import assert_same_run
 
-from jdaso import _sbatch
+from jdaso.cluster import sbatch
 
 NODES = 2
 TOTAL = 66  # steps of three epochs, of 2 x 2 x 16 of 1437 images
 TRAINING = [sys.executable, CHILDREN / "training.py", "--save-every", 5, "--resume", "--epochs", 3]
 TRAINING += ["--warmup-epochs", 1, "--cooldown-epochs", 1]
 TOPOLOGY = [sys.executable, "-m", "jdaso", "topology"]
-# layout -> processes of a node, and what the program must be told
+# layout -> processes per node, and arguments of the program
 LAYOUTS = {
     "one process per node": (1, ("--devices", 2)),
     "one process per device": (2, ("--devices", 1, "--processes-per-node", 2)),
@@ -30,25 +30,25 @@ LAYOUTS = {
 
 def job(command, **options):
     """A job script as ``python -m jdaso sbatch`` writes it."""
-    asked = {"nodes": NODES, "time": "10", "signal": 60, **options}
-    return _sbatch.script(_sbatch.Job(command=list(map(str, command)), **asked))
+    given = {"nodes": NODES, "time": "10", "signal": 60, **options}
+    return sbatch.job_script(sbatch.JobOptions(command=list(map(str, command)), **given))
 
 
 @pytest.fixture(scope="module")
 def cluster():
     pytest.importorskip("mpi4py")
-    if (lacking := slurm.missing()) is not None:
-        pytest.skip(lacking)
+    if (problem := slurm.missing()) is not None:
+        pytest.skip(problem)
     version = subprocess.run(
         [f"{BESIDE_PYTHON}/mpiexec", "--version"], capture_output=True, text=True
     )
     if "HYDRA" not in version.stdout:
-        pytest.skip("Debian's Slurm speaks pmi2, which needs MPICH: pip install mpich")
-    with slurm.up(NODES) as made:
-        yield made
+        pytest.skip("Debian's Slurm provides pmi2, which requires MPICH: pip install mpich")
+    with slurm.start(NODES) as cluster:
+        yield cluster
 
 
-# What a program does -> its job's options, how the job ends, and how often it was started again.
+# script of a program -> options of its job, final state of the job, and number of restarts
 FIRST = '[ "${SLURM_RESTART_COUNT:-0}" = 0 ]'
 ENDINGS = {
     f"{FIRST} && exit 75; exit 0": ({}, "COMPLETED", "1"),
@@ -61,24 +61,24 @@ ENDINGS = {
 
 @pytest.fixture(scope="module")
 def ended(cluster, tmp_path_factory):
-    """What Slurm knows of jobs that have ended, by what their program does."""
+    """What Slurm reports about jobs that have ended, by the script of their program."""
     jobs = {}
-    for does, (options, *_) in ENDINGS.items():
-        text = job(["sh", "-c", does], nodes=1, **options)
-        jobs[does] = cluster.submit(text, tmp_path_factory.mktemp("job"))
+    for script, (options, *_) in ENDINGS.items():
+        text = job(["sh", "-c", script], nodes=1, **options)
+        jobs[script] = cluster.submit(text, tmp_path_factory.mktemp("job"))
     return {
-        does: cluster.wait(number, *{state for _, state, _ in ENDINGS.values()}, timeout=90)
-        for does, number in jobs.items()
+        script: cluster.wait(number, *{state for _, state, _ in ENDINGS.values()}, timeout=90)
+        for script, number in jobs.items()
     }
 
 
-@pytest.mark.parametrize("does", ENDINGS)
-def test_endings(ended, does):
-    found = ended[does]
-    assert (found["JobState"], found["Restarts"]) == ENDINGS[does][1:]
+@pytest.mark.parametrize("script", ENDINGS)
+def test_endings(ended, script):
+    found = ended[script]
+    assert (found["JobState"], found["Restarts"]) == ENDINGS[script][1:]
 
 
-SAVES_WHEN_TOLD = [
+SAVES_ON_SIGTERM = [
     "sh",
     "-c",
     f"{FIRST} || exit 0; trap 'exit 75' TERM; echo begun; sleep 60 & wait",
@@ -94,7 +94,7 @@ def wait_until_begun(cluster, number, folder):
 
 
 def test_job_that_is_cancelled_is_not_started_again(cluster, tmp_path):
-    number = cluster.submit(job(SAVES_WHEN_TOLD), tmp_path)
+    number = cluster.submit(job(SAVES_ON_SIGTERM), tmp_path)
     wait_until_begun(cluster, number, tmp_path)
     assert cluster.run("scancel", number).returncode == 0
     while cluster.run("squeue", "--noheader", "--job", number).stdout.strip():
@@ -103,20 +103,20 @@ def test_job_that_is_cancelled_is_not_started_again(cluster, tmp_path):
     assert (found["JobState"], found["Restarts"]) == ("CANCELLED", "0")
 
 
-def test_job_that_must_make_room_goes_on_later(cluster, tmp_path):
-    number = cluster.submit(job(SAVES_WHEN_TOLD, partition="low", cpus_per_task=4), tmp_path)
+def test_job_that_is_preempted_resumes_later(cluster, tmp_path):
+    number = cluster.submit(job(SAVES_ON_SIGTERM, partition="low", cpus_per_task=4), tmp_path)
     wait_until_begun(cluster, number, tmp_path)
     done = cluster.run("srun", "--nodes=2", "--cpus-per-task=4", "hostname")
     assert done.returncode == 0, done.stdout
     assert cluster.wait(number, "COMPLETED", timeout=60)["Restarts"] == "1"
 
 
-def test_job_whose_node_is_lost_goes_on_with_another(cluster, tmp_path):
-    """In a cluster of its own, as the node stays lost."""
-    del cluster  # which says whether there can be one
-    with slurm.up(2) as cluster:
-        does = f"{FIRST} && hostname && echo begun && sleep 600; hostname"
-        number = cluster.submit(job(["sh", "-c", does], nodes=1), tmp_path)
+def test_job_whose_node_is_lost_resumes_on_another(cluster, tmp_path):
+    """This uses a second cluster, because the node stays lost."""
+    del cluster  # requested only to skip the test where there is no Slurm
+    with slurm.start(2) as cluster:
+        script = f"{FIRST} && hostname && echo begun && sleep 600; hostname"
+        number = cluster.submit(job(["sh", "-c", script], nodes=1), tmp_path)
         wait_until_begun(cluster, number, tmp_path)
         cluster.fail(cluster.show(number)["NodeList"])
         assert cluster.wait(number, "COMPLETED", timeout=120)["Restarts"] == "1"
@@ -124,11 +124,11 @@ def test_job_whose_node_is_lost_goes_on_with_another(cluster, tmp_path):
     assert sorted(re.findall(r"^node\d$", log, re.MULTILINE)) == ["node0", "node1"], log
 
 
-def test_job_whose_node_is_lost_goes_on_with_fewer(cluster, tmp_path):
+def test_job_whose_node_is_lost_resumes_on_fewer(cluster, tmp_path):
     del cluster
-    with slurm.up(2) as cluster:
-        does = f"echo begun; {FIRST} && sleep 600; true"
-        number = cluster.submit(job(["sh", "-c", does], min_nodes=1), tmp_path)
+    with slurm.start(2) as cluster:
+        script = f"echo begun; {FIRST} && sleep 600; true"
+        number = cluster.submit(job(["sh", "-c", script], min_nodes=1), tmp_path)
         wait_until_begun(cluster, number, tmp_path)
         assert cluster.show(number)["NumNodes"] == "2"
         cluster.fail("node1")
@@ -139,14 +139,14 @@ def test_job_whose_node_is_lost_goes_on_with_fewer(cluster, tmp_path):
 OWNER = """
 import slurm, time
 
-with slurm.up(1) as cluster:
+with slurm.start(1) as cluster:
     cluster.run("sbatch", "--output=/dev/null", "--wrap=sleep 600")
     print(cluster.folder, flush=True)
     time.sleep(600)
 """
 
 
-def test_nothing_stays_behind_when_its_owner_is_killed(cluster):
+def test_no_process_is_left_when_the_owner_is_killed(cluster):
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER],
         stdout=subprocess.PIPE,
@@ -162,13 +162,13 @@ def test_nothing_stays_behind_when_its_owner_is_killed(cluster):
         time.sleep(0.1)
     shutil.rmtree(folder)
     assert not slurm.processes(folder)
-    assert cluster.run("sinfo").returncode == 0  # another one is not touched
+    assert cluster.run("sinfo").returncode == 0  # the other cluster is not affected
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_processes_find_each_other(cluster, layout):
+def test_processes_connect_to_each_other(cluster, layout):
     per_node, _ = LAYOUTS[layout]
-    # Quiet about the time that it waits for nodes, if it must.
+    # --quiet suppresses messages about waiting for nodes.
     options = ["--quiet", f"--nodes={NODES}", f"--ntasks-per-node={per_node}", "--mpi=pmi2"]
     command = [*TOPOLOGY, "--processes-per-node", per_node]
     done = cluster.run("srun", *options, *command, timeout=120, JAX_PLATFORMS="cpu")
@@ -184,7 +184,7 @@ def test_processes_find_each_other(cluster, layout):
         assert {group.split(":")[1] for group in row if re.fullmatch(r"\d:\d", group)} == {"2"}
 
 
-# MPI gets memory that is free, but not zero: MPICH 5.0.2 with UCX hangs here in either layout.
+# Fills free memory with bytes that are not zero. MPICH 5.0.2 with UCX hangs then in either layout.
 FULL_MEMORY = """
 import os, jdaso
 
@@ -195,7 +195,7 @@ print(jdaso.discover_topology().num_nodes)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_mpi_starts_whatever_the_memory_holds(cluster, layout):
+def test_mpi_starts_with_any_content_of_memory(cluster, layout):
     per_node, _ = LAYOUTS[layout]
     srun = ["srun", "--quiet", f"--nodes={NODES}", f"--ntasks-per-node={per_node}", "--mpi=pmi2"]
     done = cluster.run(*srun, sys.executable, "-c", FULL_MEMORY, timeout=120, JAX_PLATFORMS="cpu")
@@ -203,7 +203,7 @@ def test_mpi_starts_whatever_the_memory_holds(cluster, layout):
     assert done.stdout.split() == [str(NODES * per_node)] * NODES * per_node
 
 
-def test_processes_that_would_train_alone_are_told_so(cluster):
+def test_processes_that_would_train_alone_are_an_error(cluster):
     srun = ["srun", f"--nodes={NODES}", "--mpi=none"]
     done = cluster.run(*srun, *TOPOLOGY, timeout=120, JAX_PLATFORMS="cpu")
     assert done.returncode != 0
@@ -211,7 +211,7 @@ def test_processes_that_would_train_alone_are_told_so(cluster):
     assert "use srun --mpi=pmi2" in done.stdout
 
 
-def test_forgotten_srun_is_told(cluster, tmp_path):
+def test_missing_srun_causes_a_warning(cluster, tmp_path):
     script = f"#!/bin/bash\n#SBATCH --nodes={NODES}\n{shlex.join(TOPOLOGY)}\n"
     number = cluster.submit(script, tmp_path, JAX_PLATFORMS="cpu")
     cluster.wait(number, "COMPLETED", timeout=120)
@@ -219,7 +219,7 @@ def test_forgotten_srun_is_told(cluster, tmp_path):
 
 
 def submit(cluster, folder, layout, env=None, **options):
-    """Submits a training that writes to a folder's run; returns its number."""
+    """Submits a training that writes to ``folder/run``; returns the number of its job."""
     per_node, arguments = LAYOUTS[layout]
     text = job([*TRAINING, *arguments], ntasks_per_node=per_node, **options)
     out = ("--out", folder / "run")
@@ -227,7 +227,7 @@ def submit(cluster, folder, layout, env=None, **options):
 
 
 def finish(cluster, number, folder):
-    """Waits until a training is done; how often it was started again, and what it has printed."""
+    """Waits until a training has finished; returns its number of restarts and its output."""
     found = cluster.wait(number, "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", timeout=400)
     log = (folder / "job.log").read_text()
     assert found["JobState"] == "COMPLETED", log
@@ -236,45 +236,56 @@ def finish(cluster, number, folder):
     return int(found["Restarts"]), log
 
 
+# What happens to a training -> options of its job
+TRAININGS = {
+    "straight": {},
+    "limited": {"time": "2", "signal": 45, "env": {"PAUSE": "1.5"}},
+    "killed": {"env": {"SIGNAL": "SIGKILL:000003_*/node_1_of_2:0"}},
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("one process per node", marks=pytest.mark.slow), "one process per device"],
+)
+def trainings(cluster, tmp_path_factory, request):
+    """Numbers and folders of the trainings of a layout, which run at the same time."""
+    jobs = {}
+    for name, options in TRAININGS.items():
+        folder = tmp_path_factory.mktemp(name)
+        jobs[name] = submit(cluster, folder, request.param, **options), folder
+    return jobs
+
+
 @pytest.fixture(scope="module")
-def limited(cluster, tmp_path_factory):
-    """Numbers and folders of trainings that take too long, which run side by side."""
-    folders = {layout: tmp_path_factory.mktemp("limited") for layout in LAYOUTS}
-    limit = {"time": "2", "signal": 45, "env": {"PAUSE": "1.5"}}
-    return {x: (submit(cluster, folders[x], x, **limit), folders[x]) for x in LAYOUTS}
+def straight(cluster, trainings):
+    """The folder of an undisturbed training."""
+    number, folder = trainings["straight"]
+    assert finish(cluster, number, folder)[0] == 0
+    return folder / "run"
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
-def straight(cluster, tmp_path_factory, request):
-    """A layout, and a training in it that nothing has disturbed."""
-    folder = tmp_path_factory.mktemp("straight")
-    assert finish(cluster, submit(cluster, folder, request.param), folder)[0] == 0
-    return request.param, folder / "run"
-
-
-def test_training_whose_task_is_killed(cluster, straight, tmp_path):
-    layout, undisturbed = straight
-    kill = {"SIGNAL": "SIGKILL:000003_*/node_1_of_2:0"}
-    restarts, log = finish(cluster, submit(cluster, tmp_path, layout, kill), tmp_path)
+def test_training_whose_task_is_killed(cluster, trainings, straight):
+    number, folder = trainings["killed"]
+    restarts, log = finish(cluster, number, folder)
     assert restarts == 1, log
-    # Killed when the third save, of step 15, is there; a busy machine may do a few more steps.
+    # It is killed once the third checkpoint, of step 15, exists. A busy machine may do more steps.
     resumed = re.search(rf"resumed at step (\d+) of {TOTAL}, bit for bit", log)
     assert resumed, log
     assert 10 <= int(resumed[1]) < TOTAL
-    assert_same_run(tmp_path / "run", undisturbed, TOTAL)
+    assert_same_run(folder / "run", straight, TOTAL)
 
 
-def test_training_that_comes_to_its_time_limit(cluster, straight, limited):
-    """Slurm looks at limits twice a minute: the signal comes after 45 to 75 s, in the pauses."""
-    layout, undisturbed = straight
-    number, folder = limited[layout]
+def test_training_that_reaches_its_time_limit(cluster, trainings, straight):
+    """Slurm checks time limits twice a minute, so the signal arrives after 45 to 75 s."""
+    number, folder = trainings["limited"]
     restarts, log = finish(cluster, number, folder)
     stopped = re.findall(rf"stopped by a signal and saved at step (\d+) of {TOTAL}", log)
     assert stopped
-    # Where the machine is slow, they are more than 1, and a limit may come while a job starts, or
-    # when its last step is done.
+    # On a slow machine the job stops more than once. It may also reach a time limit while it
+    # starts, or after its last step.
     assert restarts >= len(stopped)
     resumed = re.findall(rf"resumed at step (\d+) of {TOTAL}, bit for bit", log)
     steps = [step for step, _ in itertools.groupby(resumed)]
     assert steps in (stopped, [*stopped, str(TOTAL)])
-    assert_same_run(folder / "run", undisturbed, TOTAL)
+    assert_same_run(folder / "run", straight, TOTAL)

@@ -1,0 +1,54 @@
+"""Synchronous data parallelism, which averages the gradients at every step."""
+
+from __future__ import annotations
+
+from jdaso.algorithms.dasgd import mixing_merge
+from jdaso.algorithms.defaults import resolve_wire
+from jdaso.core.engine import averaging
+from jdaso.core.sync_target import GRADIENTS
+from jdaso.core.transformation import Averaging
+from jdaso.core.types import Exchange
+from jdaso.schedules import constant
+
+
+def allreduce_gradients(
+    exchange: Exchange, wire: str | None = None, nonfinite: str = "skip"
+) -> Averaging:
+    """Blocking mean of the gradients over all nodes.
+
+    At every step, with P nodes,
+
+        g <- (1/P) sum_i g_i                                           (daso-journal Eq. 1)
+
+    Use it as the baseline for the other algorithms. All leaves travel in one buffer, rounded to
+    16 bits as in Horovod. With ``wire="float32"`` this is the "classic" baseline of daso-journal.
+
+    Args:
+        exchange: The connection between nodes.
+        wire: Dtype on the network, as in :func:`jdaso.daso`. With ``int8``, rounding errors are
+            added to later gradients. None selects the wire of the exchange, or bfloat16.
+        nonfinite: ``skip`` leaves a node with non-finite gradients out of the mean. The node
+            applies the mean of the others. ``raise`` stops with an error.
+
+    Returns:
+        An optax transformation of gradients. Put it first in a chain. Nodes that start from equal
+        parameters stay equal. If ``update`` is given ``params``, an MPI exchange raises an error
+        when they differ.
+
+    Raises:
+        ValueError: for an unknown wire.
+
+    >>> import jdaso, optax
+    >>> tx = optax.chain(jdaso.allreduce_gradients(jdaso.single_exchange()), optax.sgd(0.1, 0.9))
+    """
+    wire = resolve_wire("wire", wire, exchange, "bfloat16")
+    return averaging(
+        "allreduce_gradients",
+        exchange,
+        constant(period=1, delay=0),
+        mixing_merge(0.0)._replace(own_weight=None),
+        wire=wire,
+        blocking_wire=wire,
+        nonfinite=nonfinite,
+        sync_target=GRADIENTS,
+    )

@@ -1,0 +1,87 @@
+"""DaSGD: Local SGD with delayed averaging."""
+
+from __future__ import annotations
+
+from jdaso.algorithms.defaults import check_progress, mix_leaves, resolve_schedule, resolve_wire
+from jdaso.core.engine import averaging
+from jdaso.core.transformation import Averaging
+from jdaso.core.types import Arrival, Exchange, Leaves, Merge, PyTree, Schedule
+from jdaso.core.validation import check_share
+
+
+def dasgd(
+    exchange: Exchange,
+    period: int | None = None,
+    delay: int | None = None,
+    xi: float = 0.25,
+    *,
+    schedule: Schedule | None = None,
+    wire: str | None = None,
+    fragments: int = 1,
+    nonfinite: str = "skip",
+) -> Averaging:
+    """Local SGD with delayed averaging.
+
+    Let tau be the period, d the delay, and x' the result of the local optimizer's update of x.
+    The parameters after every tau-th step are averaged over the M nodes. The mean is merged d
+    steps later, where (k + 1) mod tau = d:
+
+        x_{k+1} = xi x'_k + (1 - xi) (1/M) sum_j x'_{k-d}(j)          (dasgd Eq. 2)
+
+    The mean over nodes then follows SGD in which the d steps between posting and merging have
+    the weight xi (Sec. III-C). d = 0, xi = 0 is Local SGD.
+
+    Use it to hide an exchange behind a fixed number of steps. The authors choose d as the
+    smallest integer above t_c / t_p, the times of an exchange and of a step, and tau = d + 1
+    (Sec. III-D). ``python -m jdaso tune`` measures both times.
+
+    Args:
+        exchange: The connection between nodes.
+        period: tau, optimizer steps between two exchanges.
+        delay: d, optimizer steps between posting and merging, ``0 <= delay <= period``.
+        xi: Weight of a node's own parameters, in [0, 1].
+        schedule: Replaces period and delay, for example :func:`jdaso.schedules.linear`.
+        wire: Dtype on the network, as in :func:`jdaso.daso`. None selects the wire of the
+            exchange, or float32.
+        fragments: Number of parts of the parameters. The parts are exchanged one after the other
+            within a period.
+        nonfinite: ``skip`` or ``raise``, as in :func:`jdaso.daso`.
+
+    Returns:
+        An optax transformation. Put it last in a chain. ``update`` requires ``params``.
+
+    Raises:
+        ValueError: for an xi outside [0, 1], a delay above the period or, with xi = 0, equal to
+            it, more fragments than steps in a period, or an unknown wire.
+
+    References:
+        Zhou et al., DaSGD: Squeezing SGD parallelization performance in distributed training
+        using delayed averaging, arXiv:2006.00441, 2020.
+
+    >>> import jdaso, optax
+    >>> exchange = jdaso.single_exchange()
+    >>> tx = optax.chain(optax.sgd(0.1), jdaso.dasgd(exchange, period=4, delay=3))
+    """
+    check_share("xi", xi)
+    schedule = resolve_schedule("dasgd", period, delay, schedule)
+    check_progress("dasgd", "xi", xi, schedule)
+    wire = resolve_wire("wire", wire, exchange, "float32")
+    return averaging(
+        "dasgd",
+        exchange,
+        schedule,
+        mixing_merge(xi),
+        wire=wire,
+        blocking_wire=wire,
+        nonfinite=nonfinite,
+        fragments=fragments,
+    )
+
+
+def mixing_merge(own: float) -> Merge:
+    """The merge rule ``x <- own x + (1 - own) mean``."""
+
+    def merge(leaves: Leaves, arrival: Arrival, state: PyTree) -> tuple[Leaves, PyTree]:
+        return mix_leaves(own, leaves, arrival.mean), state
+
+    return Merge(init=lambda params: (), merge=merge, own_weight=lambda arrival: own)

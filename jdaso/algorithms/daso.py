@@ -1,0 +1,104 @@
+"""DASO: asynchronous averaging with a merge weighted by age. Its schedule is jdaso.cycling."""
+
+from __future__ import annotations
+
+import jax
+
+from jdaso.algorithms.defaults import resolve_wire
+from jdaso.core.engine import averaging
+from jdaso.core.transformation import Averaging
+from jdaso.core.tree import divide
+from jdaso.core.types import Arrival, Exchange, Leaves, Merge, PyTree, Schedule
+
+
+def daso(
+    exchange: Exchange,
+    schedule: Schedule,
+    wire: str | None = None,
+    blocking_wire: str | None = None,
+    fragments: int = 1,
+    nonfinite: str = "skip",
+) -> Averaging:
+    """Distributed asynchronous and selective optimization.
+
+    A node continues to train while an exchange is in flight. The merge weighs the sum by its age.
+    With S the age of the sum in steps and P the number of nodes that contributed to it,
+
+        x(t+S) <- (2 S x(t+S) + sum_i x_i(t)) / (2 S + P)         (daso-journal Eq. 2)
+
+    In the blocking phases S = 0, and this is the mean. ``x(t+S)`` is taken after the local update
+    of that step. The papers write ``x_{t+S-1}`` for it. With the default ``senders='one'`` of
+    :func:`jdaso.mpi_exchange`, the devices with local index ``k mod L`` make the k-th exchange.
+    Afterwards all devices of the node hold the result.
+
+    Use it with :func:`jdaso.cycling`, which adapts period and delay to the training loss.
+
+    Args:
+        exchange: The connection between nodes.
+        schedule: :func:`jdaso.cycling`, as published, or :func:`jdaso.constant`.
+        wire: Dtype on the network in the cycling phase: ``float64``, ``float32``, ``bfloat16``,
+            ``float16`` or ``int8``. A leaf never travels in a wider dtype than its own. Sums are
+            accumulated in float32, or in float64 for float64 wires. ``int8`` sends blocks of 64
+            integers with one scale, 65 bytes each. It sends the difference to the last mean, so
+            the first mean travels in float32. The rounding error stays in the state and is added
+            to the next exchange. None selects the wire of the exchange, or float32.
+        blocking_wire: Dtype on the network in warm-up and cool-down, where training waits. None
+            selects the wire of the exchange, or bfloat16. bfloat16 loses updates below 1/256 of a
+            parameter. If ``wire`` is int8, error feedback also covers these phases. A bfloat16
+            blocking wire then loses only the rounding of the sums.
+        fragments: Number of parts of the parameters. In the cycling phase the parts are exchanged
+            one after the other within a period, which spreads the load on the network.
+        nonfinite: ``skip`` drops a step with non-finite updates, and leaves its node out of sums
+            and of P until the node has merged the mean of the others. The metrics ``skipped`` and
+            ``left_out`` count both. ``raise`` stops with an error. The state of an optimizer such
+            as momentum needs its own protection:
+            ``chain(apply_if_finite(sgd(0.1, 0.9), 10), daso(...))``.
+
+    Returns:
+        An optax transformation. Put it last in a chain. ``update`` requires ``params`` and takes
+        ``value=loss``. Without a loss, period and delay do not change. Integer leaves are not
+        averaged.
+
+    Raises:
+        ValueError: for an unknown wire, a wire that contradicts ``exchange.wire``, or an unknown
+            ``nonfinite``.
+
+    References:
+        Coquelin et al., Accelerating neural network training with distributed asynchronous and
+        selective optimization (DASO), Journal of Big Data 9:14, 2022.
+
+    >>> import jax.numpy as jnp, jdaso, optax
+    >>> schedule = jdaso.cycling(period=4, warmup=10, cooldown=10, total=100, epoch=10)
+    >>> tx = optax.chain(optax.sgd(0.1), jdaso.daso(jdaso.single_exchange(), schedule))
+    >>> params = {"w": jnp.ones(3)}
+    >>> state = tx.init(params)
+    >>> updates, state = tx.update({"w": jnp.ones(3)}, state, params, value=0.5)
+    """
+    return averaging(
+        "daso",
+        exchange,
+        schedule,
+        Merge(_init, _merge, own_weight=_own_weight),
+        wire=resolve_wire("wire", wire, exchange, "float32"),
+        blocking_wire=resolve_wire("blocking_wire", blocking_wire, exchange, "bfloat16"),
+        nonfinite=nonfinite,
+        fragments=fragments,
+    )
+
+
+def _init(params: PyTree) -> PyTree:
+    del params
+    return ()
+
+
+def _merge(leaves: Leaves, arrival: Arrival, state: PyTree) -> tuple[Leaves, PyTree]:
+    own_weight = 2.0 * arrival.age
+    merged = [
+        divide(own_weight.astype(t.dtype) * x + t, (own_weight + arrival.members).astype(t.dtype))
+        for x, t in zip(leaves, arrival.total, strict=True)
+    ]
+    return merged, state
+
+
+def _own_weight(arrival: Arrival) -> jax.Array:
+    return 2.0 * arrival.age / (2.0 * arrival.age + arrival.members)

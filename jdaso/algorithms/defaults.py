@@ -1,0 +1,87 @@
+"""Helpers that the factories of the algorithms share: the schedule, the wire and their checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jdaso.core.types import Exchange, Schedule
+from jdaso.core.validation import check_schedule, is_concrete
+from jdaso.core.wire import check_wire
+from jdaso.schedules import constant
+
+
+def resolve_schedule(
+    name: str, period: int | None, delay: int | None, schedule: Schedule | None
+) -> Schedule:
+    """Returns the given schedule, or a constant one with the given period and delay.
+
+    Raises:
+        ValueError: if both or neither are given, or if period and delay do not fit together.
+    """
+    if isinstance(period, Schedule):
+        raise ValueError(
+            f"{name} requires the schedule as a keyword argument: {name}(exchange, schedule=...)."
+        )
+    if schedule is not None:
+        check_schedule(name, schedule)
+        if period is None and not delay:
+            return schedule
+    if period is None or schedule is not None:
+        raise ValueError(
+            f"{name} requires either a period or a schedule, which has a delay of its own; got "
+            f"period={period!r}, delay={delay!r} and {'a' if schedule else 'no'} schedule."
+        )
+    if delay is None:
+        raise ValueError(
+            f"{name}(period={period}) requires a delay in steps; with delay=0 exchanges block."
+        )
+    return constant(period, delay)
+
+
+def python_float(argument: str, value: Any) -> Any:
+    """Converts a concrete number to float, because NumPy's float64 would widen float32 arrays."""
+    return float(value) if is_concrete(argument, value) else value
+
+
+def check_progress(name: str, share: str, value: float, schedule: Schedule) -> None:
+    """Raises ValueError if a merge would discard every local step.
+
+    A mean with a delay of a whole period is older than all steps since the last merge. If a
+    node's own parameters have weight 0, the mean replaces these steps, and training stands still.
+    """
+    if is_concrete(share, value) and value == 0 and schedule.delay_fills_period:
+        raise ValueError(
+            f"{name}: delay must be less than period where {share} is 0, or the merge would "
+            "discard every step; got a schedule whose delay reaches its period (at most "
+            f"{schedule.longest} steps, or 1 step after a cycling schedule has halved both)."
+        )
+
+
+def mix_leaves(own: float, leaves: list[jax.Array], others: list[jax.Array]) -> list[jax.Array]:
+    """``own x + (1 - own) y``; for the number 0 exactly y, even where x is not finite."""
+    if is_concrete("own", own) and own == 0:
+        return others
+    return [own * x + (1 - own) * y for x, y in zip(leaves, others, strict=True)]
+
+
+def resolve_wire(name: str, wire: str | None, exchange: Exchange, default: str) -> str:
+    """Returns the given wire, the one of the exchange, or the algorithm's default.
+
+    Raises:
+        ValueError: for an unknown wire, for an exchange of the wrong type, or if the exchange was
+            made for another wire.
+    """
+    if not isinstance(exchange, Exchange):
+        raise ValueError(
+            "exchange must be a jdaso.Exchange, such as jdaso.mpi_exchange(topology), got "
+            f"{type(exchange).__name__}."
+        )
+    wire = check_wire(name, wire)
+    if wire is not None and exchange.wire not in (None, wire):
+        raise ValueError(
+            f"{name}={wire!r} contradicts the exchange, which was made with "
+            f"wire={exchange.wire!r}; set the wire in one place only."
+        )
+    return wire or exchange.wire or default

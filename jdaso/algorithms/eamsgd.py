@@ -1,0 +1,153 @@
+"""EAMSGD: EASGD with Nesterov's momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdaso.algorithms.easgd import elastic_averaging
+from jdaso.core.state import find_state
+from jdaso.core.transformation import Averaging
+from jdaso.core.tree import is_float
+from jdaso.core.types import Exchange, PyTree, Schedule
+from jdaso.core.validation import check_share
+
+
+class EamsgdState(NamedTuple):
+    """The velocity v, delta, and the states of the learning rate and of the exchange."""
+
+    velocity: PyTree
+    momentum: jax.Array
+    learning_rate: PyTree
+    averaging: PyTree
+
+
+def eamsgd(
+    exchange: Exchange,
+    period: int | None = None,
+    learning_rate: optax.ScalarOrSchedule | None = None,
+    momentum: float | None = None,
+    alpha: float | None = None,
+    beta: float = 0.9,
+    *,
+    schedule: Schedule | None = None,
+    wire: str | None = None,
+    nonfinite: str = "skip",
+) -> Averaging:
+    """EASGD with Nesterov's momentum.
+
+    With delta the momentum, eta the learning rate, and the elastic force as in :func:`easgd`:
+
+        v <- delta v - eta g(x + delta v)                                  (easgd Eq. 7)
+        x <- x + v - alpha (x - c)
+
+    Gradients are taken at the look-ahead point ``y = x + delta v``. The trained ``params`` are y,
+    and the state holds v. So y moves by ``v' + delta v' - delta v``. The elastic force acts on
+    ``x = y - delta v``, which is also what nodes exchange.
+
+    Use it instead of :func:`easgd` where SGD needs momentum. It is a complete optimizer.
+
+    Args:
+        exchange: The connection between nodes.
+        period: tau, optimizer steps between two exchanges.
+        learning_rate: eta, a number or an optax schedule.
+        momentum: delta, in [0, 1). With 0 this is :func:`easgd` with plain SGD.
+        alpha, beta, schedule, wire, nonfinite: As in :func:`easgd`.
+
+    Returns:
+        An optax transformation. Put nothing after it in a chain. ``update`` requires ``params``.
+        Evaluate and save the centre, ``easgd_center(opt_state)``. The node's own x is
+        ``eamsgd_eval_params(opt_state, params)``.
+
+    Raises:
+        ValueError: as :func:`easgd`, and for a momentum outside [0, 1) or no learning rate.
+
+    References:
+        Zhang, Choromanska, LeCun, Deep learning with elastic averaging SGD, NeurIPS 2015.
+
+    >>> import jdaso
+    >>> tx = jdaso.eamsgd(jdaso.single_exchange(), period=4, learning_rate=0.1, momentum=0.9)
+    """
+    check_nesterov("eamsgd", learning_rate, momentum)
+    inner = elastic_averaging("eamsgd", exchange, period, alpha, beta, schedule, wire, nonfinite)
+    return nesterov("eamsgd", inner, learning_rate, momentum)
+
+
+def check_nesterov(name: str, learning_rate: Any, momentum: Any) -> None:
+    """Raises ValueError without a learning rate, or for a momentum outside [0, 1)."""
+    if learning_rate is None:
+        raise ValueError(f"{name} requires a learning_rate, a number or an optax schedule.")
+    if momentum is None:
+        raise ValueError(f"{name} requires a momentum in [0, 1).")
+    check_share("momentum", momentum, below_one=True)
+
+
+def nesterov(name: str, inner: Averaging, learning_rate: Any, momentum: Any) -> Averaging:
+    """SGD with Nesterov's momentum, where ``inner`` acts on x instead of the look-ahead y."""
+    delta = momentum
+    scale = optax.scale_by_learning_rate(learning_rate)
+
+    def init(params: PyTree) -> EamsgdState:
+        velocity = jax.tree.map(jnp.zeros_like, params)
+        momentum = jnp.asarray(delta, jnp.result_type(float))
+        return EamsgdState(velocity, momentum, scale.init(params), inner.init(params))
+
+    def update(grads, state, params=None, **extra_args):
+        if params is None:
+            raise ValueError(f"{name} moves parameters: call update(grads, state, params).")
+        steps, learning_rate = scale.update(grads, state.learning_rate)
+        old, before = state.velocity, state.momentum  # delta may change between steps
+        new = _map_floats(lambda v, s: jnp.asarray(delta, v.dtype) * v + s, old, steps)
+        updates = _map_floats(
+            lambda v, w: jnp.asarray(1 + delta, w.dtype) * w - before.astype(v.dtype) * v, old, new
+        )
+        x = _map_floats(lambda y, v: y - before.astype(v.dtype) * v, params, old)
+        updates, averaging = inner.update(updates, state.averaging, x, **extra_args)
+        # A skipped step must not change the velocity.
+        taken = averaging.skipped == state.averaging.skipped
+        velocity = jax.tree.map(lambda v, w: jnp.where(taken, w, v), old, new)
+        momentum = jnp.where(taken, jnp.asarray(delta, before.dtype), before)
+        return updates, EamsgdState(velocity, momentum, learning_rate, averaging)
+
+    def finish(params, state):
+        x = eamsgd_eval_params(state, params)
+        moved, averaging = inner.finish(x, state.averaging)
+        # y keeps its bits where x has not moved.
+        params = _map_floats(lambda y, x, m: y + (m - x), params, x, moved)
+        return params, state._replace(averaging=averaging)
+
+    return Averaging(init, update, finish, state_type=EamsgdState)
+
+
+def eamsgd_eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
+    """Returns this node's x of :func:`jdaso.eamsgd`, where ``params`` are ``y = x + delta v``.
+
+    Args:
+        opt_state: The state of the whole optimizer.
+        params: y, the trained parameters.
+
+    Returns:
+        A tree like the parameters, ``x = y - delta v``.
+
+    Raises:
+        ValueError: if ``opt_state`` does not hold exactly one state of ``eamsgd``.
+
+    >>> import jax.numpy as jnp, jdaso
+    >>> tx = jdaso.eamsgd(jdaso.single_exchange(), period=4, learning_rate=0.5, momentum=0.5)
+    >>> params = jnp.float32(4.0)
+    >>> updates, state = tx.update(jnp.float32(2.0), tx.init(params), params)
+    >>> float(params + updates), float(jdaso.eamsgd_eval_params(state, params + updates))
+    (2.5, 3.0)
+    """
+    state = find_state(EamsgdState, opt_state)
+    delta = state.momentum
+    return _map_floats(lambda y, v: y - delta.astype(v.dtype) * v, params, state.velocity)
+
+
+def _map_floats(function: Callable[..., jax.Array], tree: PyTree, *rest: PyTree) -> PyTree:
+    """Maps floating-point leaves, and takes the other leaves from the first tree."""
+    return jax.tree.map(lambda x, *xs: function(x, *xs) if is_float(x) else x, tree, *rest)

@@ -1,0 +1,169 @@
+"""EASGD: an elastic force pulls the nodes towards a common centre."""
+
+from __future__ import annotations
+
+import warnings
+from typing import NamedTuple
+
+from jdaso.algorithms.defaults import resolve_schedule, resolve_wire
+from jdaso.core.engine import averaging
+from jdaso.core.state import averaging_state
+from jdaso.core.sync_target import BEFORE_UPDATE
+from jdaso.core.transformation import Averaging
+from jdaso.core.tree import split, widened
+from jdaso.core.types import Arrival, Exchange, Leaves, Merge, PyTree, Schedule
+from jdaso.core.validation import check_positive, is_concrete
+
+
+class ElasticState(NamedTuple):
+    """The centre, a tree like the parameters, float32 (float64 for float64 leaves)."""
+
+    center: PyTree
+
+
+def easgd(
+    exchange: Exchange,
+    period: int | None = None,
+    alpha: float | None = None,
+    beta: float = 0.9,
+    *,
+    schedule: Schedule | None = None,
+    wire: str | None = None,
+    nonfinite: str = "skip",
+) -> Averaging:
+    """Synchronous elastic averaging SGD.
+
+    Before the update of every ``period``-th step, with x the parameters at which that step's
+    gradient was taken, c the centre, u the local optimizer's update, and P nodes:
+
+        x <- x + u - alpha (x - c)                                         (easgd Eq. 5)
+        c <- c + alpha sum_i (x_i - c)                                     (easgd Eq. 6)
+
+    Both right sides use the old x and c. The new centre is not needed before the next exchange,
+    so an exchange may be in flight for a whole period. The arithmetic stays that of the blocking
+    algorithm, and nothing is stale.
+
+    Use it to hide exchanges without staleness, and where nodes should explore different
+    parameters. Evaluate and save the centre, ``easgd_center(opt_state)``.
+
+    Args:
+        exchange: The connection between nodes.
+        period: tau, optimizer steps between two exchanges.
+        alpha: Moving rate. None selects ``beta / (P period)`` (footnote 8).
+        beta: Used where alpha is None. At every exchange the centre moves towards the mean of
+            the nodes by the share ``P alpha = beta / period``.
+        schedule: Replaces the period and requires ``alpha``. As long as all nodes are finite, its
+            delay changes when training waits for the sum, and no result. An exchange due at the
+            end of a step, also at the end of an epoch, precedes the update of the next step.
+        wire: Dtype on the network, as in :func:`jdaso.daso`. None selects the wire of the
+            exchange, or float32.
+        nonfinite: ``skip`` or ``raise``, as in :func:`jdaso.daso`.
+
+    Returns:
+        An optax transformation. Put it last in a chain. ``update`` requires ``params``. The
+        centre starts as the ``params`` given to ``init``, which must be the same on all nodes. An
+        MPI exchange raises an error if centres differ.
+
+    Raises:
+        ValueError: for an alpha or a beta that is not positive, a period below 1, or an unknown
+            wire.
+
+    Warns:
+        UserWarning: if the centre diverges for every learning rate (easgd Condition 17).
+
+    References:
+        Zhang, Choromanska, LeCun, Deep learning with elastic averaging SGD, NeurIPS 2015.
+
+    >>> import jdaso, optax
+    >>> tx = optax.chain(optax.sgd(0.1), jdaso.easgd(jdaso.single_exchange(), period=4))
+    """
+    return elastic_averaging("easgd", exchange, period, alpha, beta, schedule, wire, nonfinite)
+
+
+def easgd_center(opt_state: PyTree) -> PyTree:
+    """Returns the centre of :func:`jdaso.easgd` or :func:`jdaso.eamsgd`, equal on all nodes.
+
+    It does not contain exchanges in flight. Call :func:`jdaso.drain` first after training.
+
+    Args:
+        opt_state: The state of the whole optimizer.
+
+    Returns:
+        A tree like the parameters, in float32 (float64 for float64 leaves).
+
+    Raises:
+        ValueError: if ``opt_state`` does not hold exactly one such state.
+
+    >>> import jax.numpy as jnp, jdaso
+    >>> tx = jdaso.easgd(jdaso.single_exchange(), period=4)
+    >>> jdaso.easgd_center(tx.init({"w": jnp.ones(2)}))["w"].tolist()
+    [1.0, 1.0]
+    """
+    state = averaging_state(opt_state).fragments[0].merge
+    if not isinstance(state, ElasticState):
+        raise ValueError("opt_state has no centre: it is not the state of easgd or eamsgd.")
+    return state.center
+
+
+def elastic_averaging(
+    name: str,
+    exchange: Exchange,
+    period: int | None,
+    alpha: float | None,
+    beta: float,
+    schedule: Schedule | None,
+    wire: str | None,
+    nonfinite: str,
+) -> Averaging:
+    """The elastic averaging that :func:`easgd` and :func:`eamsgd` share."""
+    schedule = resolve_schedule(name, period, period, schedule)
+    nodes = exchange.num_nodes
+    check_positive("beta", beta)
+    source = "alpha"
+    if alpha is None:
+        if period is None:
+            raise ValueError(f"{name} requires alpha if a schedule replaces the period.")
+        alpha, source = beta / (nodes * period), "beta / (P period)"
+    check_positive("alpha", alpha)
+    limit = 2 / (nodes + 1)
+    if is_concrete("alpha", alpha) and alpha >= limit:
+        choice = f"alpha below {limit:g}"
+        if period is not None:
+            choice += f", or beta below {limit * nodes * period:g}"
+        warnings.warn(
+            f"{name}: {source} = {alpha:g} with P = {nodes} nodes diverges for every learning rate "
+            f"(easgd Condition 17, where eta h -> 0). Choose {choice}.",
+            stacklevel=3,
+        )
+    wire = resolve_wire("wire", wire, exchange, "float32")
+    return averaging(
+        name,
+        exchange,
+        schedule,
+        _elastic_merge(alpha),
+        wire=wire,
+        blocking_wire=wire,
+        nonfinite=nonfinite,
+        sync_target=BEFORE_UPDATE,
+    )
+
+
+def _elastic_merge(alpha: float) -> Merge:
+    """Eq. 5 when the exchange is posted; Eq. 6, over the nodes that contributed, when it ends."""
+
+    def merge(leaves: Leaves, arrival: Arrival, state: ElasticState):
+        center, where = split(state.center)
+        moved = [
+            (c + alpha * (t - arrival.members.astype(t.dtype) * c)).astype(c.dtype)
+            for c, t in zip(center, arrival.total, strict=True)
+        ]
+        return leaves, ElasticState(where(moved))
+
+    def on_post(leaves: Leaves, state: ElasticState) -> Leaves:
+        center, _ = split(state.center)
+        return [
+            (x - alpha * (x.astype(c.dtype) - c)).astype(x.dtype)
+            for x, c in zip(leaves, center, strict=True)
+        ]
+
+    return Merge(lambda params: ElasticState(widened(params)), merge, on_post, shared=True)

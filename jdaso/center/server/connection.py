@@ -1,0 +1,136 @@
+"""A worker's connection to the server: requests and replies, heartbeats, and the exit."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from jdaso.center.server import frames
+from jdaso.center.server.event_loop import SERVER_TAG, reply_tag
+from jdaso.center.server.worker_exit import ExitPolicy
+from jdaso.cluster.topology import Topology
+from jdaso.core.mpi_types import Comm
+from jdaso.core.types import JdasoError
+from jdaso.exchange.transport.operation import Operation, WaitState
+from jdaso.exchange.transport.progress import Progress
+from jdaso.exchange.transport.request import Request
+
+_RETRY_SECONDS = 0.1
+
+
+class Connection:
+    """Sends requests to the server. At exit, it waits until all workers have ended.
+
+    Args:
+        topology: All processes.
+        comm: Communicator over all workers that only servers and connections use.
+        timeout: Seconds after which a request without a reply is an error.
+        heartbeat_seconds: Seconds between two heartbeats.
+        policy: How this worker exits.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        comm: Comm,
+        timeout: float,
+        heartbeat_seconds: float,
+        policy: ExitPolicy,
+    ):
+        self._comm = comm
+        self._timeout = timeout
+        self._policy = policy
+        self._server = topology.describe(frames.SERVER)
+        self._requests = 0
+        self._ended = threading.Event()
+        self._progress = Progress(topology, timeout, self, policy.abort)
+        self._heartbeats = threading.Thread(
+            target=self._send_heartbeats, args=(heartbeat_seconds,), name="jdaso-alive", daemon=True
+        )
+        self._heartbeats.start()
+
+    def submit(
+        self,
+        kind: int,
+        description: str,
+        parts: Sequence[np.ndarray],
+        contributes: bool = True,
+        fingerprint: int = 0,
+    ) -> Request:
+        """Submits a request and returns at once."""
+        operation = self._request(kind, parts, contributes, fingerprint)
+        return self._progress.submit(operation, description, measured=kind == frames.EXCHANGE)
+
+    def wait(self, request: Request) -> np.ndarray:
+        """Waits for the content of a reply.
+
+        Raises:
+            JdasoError: If the server refuses the request or does not reply in time.
+        """
+        return self._progress.wait(request)
+
+    def wait_timed(self, request: Request) -> tuple[np.ndarray, float]:
+        """Like :meth:`wait`, also returns the seconds of waiting."""
+        since = time.monotonic()
+        return self.wait(request), time.monotonic() - since
+
+    def exited(self) -> frozenset[int]:
+        """No rank, because the server exits after its workers."""
+        return frozenset()
+
+    def announce_exit(self) -> None:
+        """Announces the exit of this worker to the server, and waits until all have ended."""
+        while (gone := self._request_end()) is None:
+            time.sleep(_RETRY_SECONDS)
+        self._ended.set()
+        self._heartbeats.join()
+        self._policy.finish(gone)
+
+    def _request_end(self) -> list[int] | None:
+        """The workers that are gone, or None while others are active."""
+        operation = self._request(frames.END, (), not self._policy.failed(), 0)
+        deadline = time.monotonic() + self._timeout
+        while time.monotonic() < deadline:
+            try:
+                next(operation)
+            except StopIteration as end:
+                return frames.decode(end.value)
+            time.sleep(1e-3)
+        self._policy.abort(
+            f"exit without the centre: {self._server} has not replied for {self._timeout:g} s."
+        )
+        return []
+
+    def _request(
+        self, kind: int, parts: Sequence[np.ndarray], contributes: bool, fingerprint: int
+    ) -> Operation:
+        """Sends a frame, waits for the reply, and returns the content of the reply."""
+        from mpi4py import MPI
+
+        # Only one thread at a time advances operations.
+        self._requests += 1
+        tag, status = reply_tag(self._requests), MPI.Status()
+        frame = frames.pack(kind, self._requests, parts, contributes, fingerprint)
+        sent = self._comm.Isend(frame, dest=frames.SERVER, tag=SERVER_TAG)
+        while (message := self._comm.Improbe(frames.SERVER, tag, status)) is None:
+            sent.Test()
+            yield WaitState(frozenset({frames.SERVER}))
+        reply = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+        received = message.Irecv(reply)
+        while not (received.Test() and sent.Test()):
+            yield WaitState(frozenset({frames.SERVER}), progressed=True)
+        parsed = frames.unpack(reply)
+        if parsed.kind == frames.REFUSAL:
+            raise JdasoError(frames.decode(parsed.content))
+        return parsed.content
+
+    def _send_heartbeats(self, seconds: float) -> None:
+        """Sends heartbeats, also while the program computes."""
+        frame = frames.pack(frames.ALIVE, 0)
+        while not self._ended.wait(seconds):
+            sent = self._comm.Isend(frame, dest=frames.SERVER, tag=SERVER_TAG)
+            while not (sent.Test() or self._ended.wait(seconds)):
+                pass

@@ -1,0 +1,170 @@
+"""The wire format of requests from workers to the server and of its replies.
+
+A frame is one MPI message that consists of a head and a content. A malformed frame therefore does
+not affect the frames after it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jdaso.center.types import CenterState
+from jdaso.exchange.host.buffers import LeafSpec
+
+# Kinds of frames. Workers send the first six, and the server replies with the last two.
+EXCHANGE, JOIN, READ, WRITE, ALIVE, END, REPLY, REFUSAL = range(8)
+# The rank of the process that runs the server.
+SERVER = 0
+_MAGIC = 0x6A64
+_HEAD = np.dtype(
+    [
+        ("magic", "<i4"),
+        ("kind", "<i4"),
+        ("request", "<i4"),
+        ("contributes", "<i4"),
+        ("fingerprint", "<i8"),
+        ("length", "<i8"),
+    ]
+)
+
+
+class Frame(NamedTuple):
+    """A parsed frame.
+
+    Attributes:
+        kind: One of the kinds above.
+        request: Number of the request, which its reply repeats.
+        contributes: Whether the server applies the message.
+        fingerprint: Checksum of rule and shapes.
+        content: uint8, the bytes of the message, or a result of :func:`encode`.
+    """
+
+    kind: int
+    request: int
+    contributes: bool
+    fingerprint: int
+    content: np.ndarray
+
+
+def pack(
+    kind: int,
+    request: int,
+    parts: Sequence[np.ndarray] = (),
+    contributes: bool = True,
+    fingerprint: int = 0,
+) -> np.ndarray:
+    """A frame, uint8, whose content is the concatenation of arrays."""
+    contents = [part.reshape(-1).view(np.uint8) for part in parts]
+    length = sum(len(content) for content in contents)
+    head = np.array([(_MAGIC, kind, request, contributes, fingerprint, length)], _HEAD)
+    return np.concatenate([head.view(np.uint8), *contents])
+
+
+def unpack(frame: np.ndarray) -> Frame:
+    """Parses a frame.
+
+    Raises:
+        ValueError: If the message is not a frame, or its length is not that in its head.
+
+    >>> frame = pack(READ, 7, [np.float32([1, 2])])
+    >>> unpack(frame).request, unpack(frame).content.view(np.float32).tolist()
+    (7, [1.0, 2.0])
+    """
+    if len(frame) < _HEAD.itemsize:
+        raise ValueError(f"a message of {len(frame)} bytes is too short for a frame")
+    head = frame[: _HEAD.itemsize].view(_HEAD)[0]
+    content = frame[_HEAD.itemsize :]
+    if head["magic"] != _MAGIC or head["length"] != len(content):
+        raise ValueError(f"a message of {len(frame)} bytes does not match its head")
+    kind, request = int(head["kind"]), int(head["request"])
+    return Frame(kind, request, bool(head["contributes"]), int(head["fingerprint"]), content)
+
+
+def copy_content(content: np.ndarray, vectors: Sequence[np.ndarray]) -> None:
+    """Copies the content of a frame to vectors like those that were packed.
+
+    >>> vectors = [np.zeros(2, np.float32), np.zeros(1)]
+    >>> frame = unpack(pack(REPLY, 0, [np.float32([1, 2]), np.array([3.0])]))
+    >>> copy_content(frame.content, vectors)
+    >>> [vector.tolist() for vector in vectors]
+    [[1.0, 2.0], [3.0]]
+    """
+    start = 0
+    for vector in vectors:
+        vector.view(np.uint8)[:] = content[start : start + vector.nbytes]
+        start += vector.nbytes
+
+
+def encode(value: Any) -> list[np.ndarray]:
+    """Encodes texts, whole numbers, None, arrays and lists of them as the content of a frame.
+
+    The encoding is JSON, with the dtype and shape of each array, followed by the arrays' bytes.
+    Decoding executes no code from the sender.
+    """
+    arrays: list[np.ndarray] = []
+
+    def to_json(x: Any) -> Any:
+        if isinstance(x, np.ndarray | np.generic):
+            arrays.append(np.ascontiguousarray(x))
+            return {"dtype": x.dtype.name, "shape": list(x.shape)}
+        return [to_json(y) for y in x] if isinstance(x, list | tuple) else x
+
+    text = json.dumps(to_json(value)).encode()
+    return [np.array([len(text)], "<i8"), np.frombuffer(text, np.uint8), *arrays]
+
+
+def decode(content: np.ndarray) -> Any:
+    """The inverse of :func:`encode`, except that tuples become lists.
+
+    Raises:
+        ValueError: If :func:`encode` cannot have produced the content.
+
+    >>> value = decode(unpack(pack(READ, 7, encode(["a", None, np.float32([1, 2])]))).content)
+    >>> value[:2], value[2].tolist()
+    (['a', None], [1.0, 2.0])
+    """
+    try:
+        begin = 8 + int(content[:8].view("<i8")[0])
+        rest = content[begin:]
+
+        def from_json(x: Any) -> Any:
+            nonlocal rest
+            if isinstance(x, dict):
+                dtype = np.dtype(x["dtype"])
+                size = math.prod(x["shape"]) * dtype.itemsize
+                array = np.frombuffer(rest[:size].tobytes(), dtype).reshape(x["shape"])
+                rest = rest[size:]
+                return array.copy()
+            return [from_json(y) for y in x] if isinstance(x, list) else x
+
+        value = from_json(json.loads(content[8:begin].tobytes()))
+    except Exception as error:  # any kind, because the bytes are arbitrary
+        raise ValueError(f"the content of a message cannot be decoded: {error}") from error
+    if len(rest):
+        raise ValueError(f"the content of a message is {len(rest)} bytes too long")
+    return value
+
+
+def decode_state(content: np.ndarray) -> CenterState:
+    """Decodes an encoded state; raises ValueError for any other content."""
+    return to_state(decode(content))
+
+
+def to_state(fields: Any) -> CenterState:
+    """Converts the decoded fields of a state; raises ValueError for any other value."""
+    if not isinstance(fields, list) or len(fields) != len(CenterState._fields):
+        raise ValueError("the message does not contain a state of the centre")
+    center, velocity, average, clock = fields
+    return CenterState(center, velocity or (), average or (), clock)
+
+
+def fingerprint(rule: str, specs: Sequence[LeafSpec]) -> int:
+    """A checksum of the rule's name and of shapes and dtypes."""
+    shapes = [(tuple(spec.shape), np.dtype(spec.dtype).name) for spec in specs]
+    return zlib.crc32(repr((rule, shapes)).encode())

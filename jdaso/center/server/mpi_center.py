@@ -1,0 +1,269 @@
+"""A centre over MPI: a thread of node 0 is the server, and every process is a worker."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdaso.center.server import frames
+from jdaso.center.server.connection import Connection
+from jdaso.center.server.event_loop import serve
+from jdaso.center.server.liveness import Liveness
+from jdaso.center.server.state_machine import CenterServer
+from jdaso.center.server.worker_exit import (
+    ServerExit,
+    ignore_death_signal,
+    server_policy,
+    worker_policy,
+)
+from jdaso.center.server.worker_transport import WorkerTransport
+from jdaso.center.types import Center, CenterState, ServerRule, map_state, no_broadcast
+from jdaso.cluster.topology import Topology
+from jdaso.core.mpi_types import Comm
+from jdaso.core.tree import outline, split, widened
+from jdaso.core.types import Exchange, PyTree
+from jdaso.core.validation import check_number
+from jdaso.exchange.host.ffi_bridge import use_native
+from jdaso.exchange.host.jit_interface import JitInterface
+from jdaso.exchange.transport.operation import Operation
+from jdaso.exchange.transport.progress import Progress
+
+# Heartbeats within the time after which a silent worker is gone.
+_HEARTBEATS = 6
+_POLL_SECONDS = 0.05
+
+
+def mpi_center(
+    topology: Topology,
+    timeout: float = 600.0,
+    gone_after: float = 30.0,
+    native: bool | None = None,
+    record: Callable[[int, list[np.ndarray]], None] | None = None,
+) -> Center:
+    """Workers are MPI processes, each with its own clock, and a thread of node 0 is the server.
+
+    The server handles messages one at a time, in the order of their arrival, and replies to each.
+    The program sends a message and, with a delay, continues training until the reply is due. Node 0
+    is a worker as well. If it ends its training first, its server continues until the others end.
+
+    - A worker may end early, also by an exception, or fall behind. The others do not wait for it.
+      At exit, it waits until all workers have ended, because MPI requires that.
+    - If a worker is killed, node 0 logs it and the others continue, provided that the launcher
+      does not stop them: use ``srun`` without ``-K``, or MPICH's ``mpiexec
+      -disable-auto-cleanup`` with a shell in between, see README. MPI cannot be finalized after
+      that. All others therefore exit abruptly at the end, with status 0, or 1 after an exception,
+      and an argument of ``sys.exit`` is ignored. Node 0 must survive.
+    - A worker that starts late calls ``join`` at that time, and starts from the current centre.
+
+    This function is collective over all processes; ``join`` and all later calls are not. A centre
+    serves one optimizer. Make another centre for another optimizer.
+
+    Args:
+        topology: The result of :func:`jdaso.discover_topology`, with one process per node.
+        timeout: Seconds after which a request without a reply is an error.
+        gone_after: Seconds of silence after which a worker counts as gone. A thread of each worker
+            sends heartbeats, also while the worker computes.
+        native: As for :func:`jdaso.mpi_exchange`.
+        record: ``(worker, message)``, called in order by the server's thread on node 0 for each
+            message that it applies. These messages and the rule determine all centres, bit for bit.
+
+    Returns:
+        A :class:`jdaso.center.Center`. ``report()`` contains this worker's exchanges, bytes sent
+        and seconds. On node 0 it also contains ``workers``, the exchanges of each, and ``ended``,
+        ``failed`` and ``gone``.
+
+    Raises:
+        ValueError: without MPI, for several processes per node, for numbers that are not positive,
+            or for ``native=True`` where compiled code cannot be used.
+        JdasoError: in ``join`` and ``update``, if the worker's parameters or arguments are not
+            those of the centre, or if the server does not reply.
+
+    >>> import jdaso
+    >>> topology = jdaso.discover_topology()
+    >>> center = jdaso.center.mpi_center(topology)  # doctest: +SKIP
+    >>> tx = optax.chain(optax.sgd(0.1), jdaso.center.async_easgd(center, 16))  # doctest: +SKIP
+    >>> params = center.join(params)  # doctest: +SKIP
+    """
+    check_number("timeout", timeout, above=True)
+    check_number("gone_after", gone_after, above=True)
+    if topology.comm is None:
+        raise ValueError("mpi_center needs MPI: pip install mpi4py, or use simulated_center.")
+    if topology.processes_per_node > 1:
+        raise ValueError(
+            f"mpi_center needs one process per node, got {topology.processes_per_node}: a node is "
+            "one worker. Use discover_topology(processes_per_node=1)."
+        )
+    native = use_native(native, topology.devices[0].platform)
+    comm = topology.duplicate_comm()
+    serves = topology.rank == frames.SERVER
+    hosted = _start_server(topology, comm, gone_after, record) if serves else None
+    policy = server_policy(topology) if serves else worker_policy(topology)
+    ignore_death_signal()
+    connection = Connection(topology, comm, timeout, gone_after / _HEARTBEATS, policy)
+    transport = WorkerTransport(topology, connection, policy.abort)
+    center = _MpiCenter(topology, transport, native, hosted)
+    return Center(
+        topology.num_nodes,
+        in_turns=False,
+        make_exchange=center.make_exchange,
+        join=center.join,
+        read=center.read,
+        write=center.write,
+        wait=center.wait,
+        report=center.report,
+    )
+
+
+class _HostedServer(NamedTuple):
+    """The server in the process of node 0."""
+
+    server: CenterServer
+    liveness: Liveness
+
+
+class _MpiCenter:
+    """The functions of a :class:`Center` over MPI.
+
+    Args:
+        topology: All processes.
+        transport: Sends the messages of this worker.
+        native: Whether compiled code copies the leaves.
+        hosted: The server, if it runs in this process.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        transport: WorkerTransport,
+        native: bool,
+        hosted: _HostedServer | None,
+    ):
+        self._num_workers = topology.num_nodes
+        self._transport = transport
+        self._program = JitInterface(transport, native, topology.devices)
+        self._hosted = hosted
+        self._rule: ServerRule | None = None
+
+    def make_exchange(self, rule: ServerRule) -> Exchange:
+        if self._rule is not None:
+            raise ValueError(
+                f"this centre already serves '{self._rule.name}': make a centre for each optimizer."
+            )
+        _check_keeps_dtypes(rule)
+        self._rule = rule
+        self._transport.set_rule(rule.name)
+        if self._hosted is not None:
+            self._hosted.server.rule = rule
+        return Exchange(
+            self._num_workers,
+            None,
+            self._init_exchange,
+            self._program.start,
+            self._program.finish,
+            no_broadcast,
+        )
+
+    def _init_exchange(self, params: PyTree) -> jax.Array:
+        if jax.tree.leaves(params):  # optax.tree_map_params calls init on an empty tree
+            self._transport.restart_numbers()
+        return jnp.zeros((), jnp.int32)
+
+    def join(self, params: PyTree, saved: CenterState | None = None) -> PyTree:
+        if self._rule is None:
+            raise ValueError(
+                "there is no optimizer for this centre yet: make one, such as "
+                "jdaso.center.async_easgd(center, ...), before you call join."
+            )
+        xs, where = split(jax.tree.map(jnp.asarray, params))
+        leaves = state = None
+        if self._hosted is not None:
+            leaves = [np.asarray(x) for x in widened(xs)]
+            state = None if saved is None else _to_lists(saved)
+        request = (self._rule.name, outline(params), leaves, state)
+        center = frames.decode(self._transport.ask(frames.JOIN, request))
+        return where(
+            [jax.device_put(c.astype(x.dtype), x.sharding) for x, c in zip(xs, center, strict=True)]
+        )
+
+    def read(self, params: PyTree) -> CenterState:
+        state = frames.decode_state(self._transport.ask(frames.READ, outline(params)))
+        _, where = split(params)
+        return map_state(where, state)
+
+    def write(self, state: CenterState) -> None:
+        self._transport.ask(frames.WRITE, _to_lists(state))
+
+    def wait(self) -> None:
+        while self._hosted is not None and self._hosted.liveness.active() - {frames.SERVER}:
+            time.sleep(_POLL_SECONDS)
+
+    def report(self) -> dict[str, Any]:
+        own = self._transport.report()
+        if self._hosted is None:
+            return own
+        server, liveness = self._hosted
+        return {
+            **own,
+            "workers": dict(server.exchanges),
+            "ended": sorted(liveness.ended - liveness.failed),
+            "failed": sorted(liveness.failed),
+            "gone": sorted(liveness.gone),
+        }
+
+
+def _to_lists(state: CenterState) -> CenterState:
+    """A state with lists of leaves, as on the server, in place of trees."""
+    return map_state(_arrays, state)._replace(clock=np.int32(state.clock))
+
+
+def _arrays(tree: PyTree) -> list[np.ndarray]:
+    return [np.asarray(x) for x in split(tree)[0]]
+
+
+def _check_keeps_dtypes(rule: ServerRule) -> None:
+    """Raises ValueError for a rule that uses JAX, or that changes the dtypes of the state.
+
+    JAX must not run in the server's thread. A client may write back a state that it has read, and
+    the server rejects changed dtypes.
+    """
+    leaves = [np.ones(1, np.float32)]
+    first = rule.init(leaves)
+    updated, reply = rule.update(first, leaves)
+    before = jax.tree.leaves((first, first.center))
+    for old, new in zip(before, jax.tree.leaves((updated, reply)), strict=True):
+        if not isinstance(new, np.ndarray | np.generic) or np.asarray(new).dtype != old.dtype:
+            raise ValueError(
+                f"the rule '{rule.name}' returned JAX arrays or changed a dtype: make its "
+                "hyperparameters Python floats."
+            )
+
+
+def _start_server(
+    topology: Topology,
+    comm: Comm,
+    gone_after: float,
+    record: Callable[[int, list[np.ndarray]], None] | None,
+) -> _HostedServer:
+    """Starts the thread of the server, which ends after all workers."""
+    server = CenterServer(topology.num_nodes, topology.describe, record)
+    liveness = Liveness(topology.num_nodes, topology.describe, gone_after, time.monotonic())
+    if topology.heartbeat is not None:
+        topology.heartbeat.tolerate_deaths(liveness.set_died, silence=True)
+
+    def operation() -> Operation:
+        try:
+            yield from serve(comm, server, liveness)
+        except Exception as error:
+            # Otherwise the workers would wait for the server.
+            topology.abort(f"the centre failed: {type(error).__name__}: {error}")
+            raise
+
+    exit_protocol = ServerExit(topology, liveness)
+    Progress(topology, math.inf, exit_protocol, topology.abort).submit(operation(), "the centre")
+    return _HostedServer(server, liveness)

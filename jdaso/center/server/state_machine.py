@@ -1,0 +1,164 @@
+"""The server's state machine: handles the frames of workers in the order of their arrival.
+
+It does not use the network. An invalid frame is refused and does not affect other workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdaso.center.server import frames
+from jdaso.center.server.frames import Frame
+from jdaso.center.types import CenterState, ServerRule
+from jdaso.exchange.host.buffers import LeafSpec, StagingBuffers
+from jdaso.exchange.transport.collectives import check_alike
+
+# Frames to send, each with its receiver.
+Replies = list[tuple[int, np.ndarray]]
+
+
+class CenterServer:
+    """The state of the centre, and the number of exchanges of each worker.
+
+    Args:
+        num_workers: p in the papers.
+        describe: ``(worker) -> text``, names a worker in errors.
+        record: ``(worker, message)``, called in order for each message that the rule has applied.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        describe: Callable[[int], str],
+        record: Callable[[int, list[np.ndarray]], None] | None = None,
+    ):
+        self.rule: ServerRule | None = None
+        self.exchanges = dict.fromkeys(range(num_workers), 0)
+        self._describe = describe
+        self._record = record
+        self._state: CenterState | None = None
+        self._outline: list[str] = []
+        self._fingerprint = 0
+        self._staging = StagingBuffers([])
+        # Requests to join that arrived before that of node 0.
+        self._early_joins: list[tuple[int, Frame]] = []
+
+    def handle(self, worker: int, frame: Frame) -> Replies:
+        """Executes or refuses a request, and returns the replies to send."""
+        try:
+            if frame.kind == frames.JOIN:
+                return self._join(worker, frame)
+            return [(worker, _reply(frame, self._execute(worker, frame)))]
+        except Exception as error:
+            return [(worker, self._refusal(worker, frame, error))]
+
+    def _execute(self, worker: int, frame: Frame) -> list[np.ndarray]:
+        """Executes any other request than to join, and returns the content of the reply."""
+        if self._state is None or self.rule is None:
+            raise ValueError("there is no centre yet; call center.join(params) first.")
+        if frame.kind == frames.EXCHANGE:
+            return self._exchange(worker, frame, self._state, self.rule)
+        if frame.kind == frames.READ:
+            self._check_outline(worker, frames.decode(frame.content))
+            return frames.encode(self._state)
+        if frame.kind == frames.WRITE:
+            self._state = _checked(frames.decode_state(frame.content), self._state)
+            return []
+        raise ValueError(f"the message is of the unknown kind {frame.kind}.")
+
+    def _exchange(
+        self, worker: int, frame: Frame, state: CenterState, rule: ServerRule
+    ) -> list[np.ndarray]:
+        expected = sum(vector.nbytes for vector, _ in self._staging.pairs)
+        size = len(frame.content)
+        if frame.fingerprint != self._fingerprint or size != expected:
+            same = "the same size, but another rule or other shapes"
+            raise ValueError(
+                f"rule or shapes are not those of the centre ({rule.name}; {len(self._outline)} "
+                f"leaves, {expected} bytes), got {same if size == expected else f'{size} bytes'}. "
+                "Use the same model and the same arguments on all workers."
+            )
+        reply = state.center
+        if frame.contributes:
+            frames.copy_content(frame.content, [vector for vector, _ in self._staging.pairs])
+            if not all(np.isfinite(leaf).all() for leaf in self._staging.leaves):
+                raise ValueError("its numbers are not finite.")
+            with np.errstate(over="ignore", invalid="ignore"):
+                updated, reply = rule.update(state, self._staging.leaves)
+            if not all(np.isfinite(leaf).all() for leaf in updated.center):
+                raise ValueError(
+                    "the centre would overflow with this worker's message. The message was "
+                    "ignored: lower the learning rate or alpha."
+                )
+            if self._record is not None:
+                self._record(worker, [leaf.copy() for leaf in self._staging.leaves])
+            self._state = updated
+        self.exchanges[worker] += 1
+        for place, leaf in zip(self._staging.sums, reply, strict=True):
+            np.copyto(place, leaf)
+        return [sums for _, sums in self._staging.pairs]
+
+    def _join(self, worker: int, frame: Frame) -> Replies:
+        """Replies with the current centre, also to workers that asked before it was created."""
+        rule_name, outline, leaves, saved = frames.decode(frame.content)
+        if self.rule is not None and rule_name != self.rule.name:
+            raise ValueError(
+                f"its rule is '{rule_name}', that of the centre is '{self.rule.name}'. Use the "
+                "same algorithm with the same arguments on all workers."
+            )
+        if self._state is None and (leaves is None or worker != frames.SERVER):
+            self._early_joins.append((worker, frame))
+            return []
+        if self._state is None:
+            assert self.rule is not None  # the request is from the process of the server
+            self._outline = outline
+            specs = [LeafSpec(leaf.shape, leaf.dtype) for leaf in leaves]
+            self._fingerprint = frames.fingerprint(rule_name, specs)
+            self._staging = StagingBuffers(specs)
+            first = self.rule.init(leaves)
+            self._state = first if saved is None else _checked(frames.to_state(saved), first)
+        elif saved is not None:
+            self._state = _checked(frames.to_state(saved), self._state)
+        self._check_outline(worker, outline)
+        replies = [(worker, _reply(frame, frames.encode(self._state.center)))]
+        early, self._early_joins = self._early_joins, []
+        for other, request in early:
+            try:
+                replies += self._join(other, request)
+            except Exception as error:
+                replies.append((other, self._refusal(other, request, error)))
+        return replies
+
+    def _check_outline(self, worker: int, outline: list[str]) -> None:
+        check_alike([self._outline, outline], lambda index: self._describe((0, worker)[index]))
+
+    def _refusal(self, worker: int, frame: Frame, error: Exception) -> np.ndarray:
+        text = f"the centre refuses a message of {self._describe(worker)}: {error}"
+        return frames.pack(frames.REFUSAL, frame.request, frames.encode(text))
+
+
+def _reply(frame: Frame, parts: list[np.ndarray]) -> np.ndarray:
+    return frames.pack(frames.REPLY, frame.request, parts)
+
+
+def _checked(new: CenterState, old: CenterState) -> CenterState:
+    """The new state; raises ValueError unless it is finite and has the old shapes and dtypes."""
+
+    def outline(state: Any) -> list[tuple[Any, ...]]:
+        return [
+            (jax.tree_util.keystr(path), np.shape(leaf), np.asarray(leaf).dtype.name)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        ]
+
+    if outline(new) != outline(old):
+        raise ValueError(
+            f"the written state differs from that of the centre in shapes or dtypes: got "
+            f"{outline(new)}, expected {outline(old)}."
+        )
+    if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new)) or new.clock < 0:
+        raise ValueError("the written state must be finite, and its clock at least 0.")
+    return new

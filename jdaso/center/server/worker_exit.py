@@ -1,0 +1,96 @@
+"""How a worker exits without stopping the others, also where MPI would wait for a dead process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from jdaso.center.server.liveness import Liveness
+from jdaso.cluster.topology import Topology
+from jdaso.core.log import logger
+
+
+class ServerExit:
+    """The exit protocol of the server's progress thread; see :class:`ExitProtocol`.
+
+    Args:
+        topology: All processes.
+        liveness: The states of the workers.
+    """
+
+    def __init__(self, topology: Topology, liveness: Liveness):
+        self._topology = topology
+        self._liveness = liveness
+
+    def exited(self) -> frozenset[int]:
+        """No rank, because the server exits after its workers."""
+        return frozenset()
+
+    def announce_exit(self) -> None:
+        """Exits. The workers know it already."""
+        _exit_without(self._topology, sorted(self._liveness.gone), 0)
+
+
+class ExitPolicy(NamedTuple):
+    """How a process leaves the training.
+
+    Attributes:
+        abort: ``(reason)``, ends this worker after an error that it cannot raise.
+        finish: ``(gone)``, called at exit when all workers have ended, with the workers that are
+            gone.
+        failed: Whether this worker ends by an exception.
+    """
+
+    abort: Callable[[str], None]
+    finish: Callable[[Sequence[int]], None]
+    failed: Callable[[], bool]
+
+
+def server_policy(topology: Topology) -> ExitPolicy:
+    """How node 0 exits: its failure aborts the job; its server exits after all workers."""
+    return ExitPolicy(topology.abort, finish=lambda gone: None, failed=lambda: False)
+
+
+def worker_policy(topology: Topology) -> ExitPolicy:
+    """The policy of other nodes: an exception hook keeps their exceptions from stopping others."""
+    status = [0]
+
+    def hook(kind, error, trace):
+        status[0] = 1
+        sys.stdout.flush()
+        own = topology.describe(topology.rank)
+        logger.error("%s failed; the others go on.", own, exc_info=(kind, error, trace))
+
+    sys.excepthook = hook
+    return ExitPolicy(
+        _exit_now,
+        finish=lambda gone: _exit_without(topology, gone, status[0]),
+        failed=lambda: status[0] != 0,
+    )
+
+
+def _exit_now(reason: str) -> None:
+    sys.stdout.flush()
+    logger.error("%s The others go on.", reason)
+    os._exit(1)
+
+
+def ignore_death_signal() -> None:
+    """Ignores SIGUSR1, with which MPICH's launcher reports a death, unless it has a handler."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def _exit_without(topology: Topology, gone: Sequence[int], status: int) -> None:
+    """Exits without finalizing MPI if workers are gone, because MPI would wait for them."""
+    if gone:
+        if topology.heartbeat is not None:
+            topology.heartbeat.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

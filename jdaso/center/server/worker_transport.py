@@ -1,0 +1,126 @@
+"""A worker's side of a centre over MPI: posts messages to the server, and collects its replies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jdaso.center.server import frames
+from jdaso.center.server.connection import Connection
+from jdaso.center.types import REPLY_HEADER
+from jdaso.cluster.topology import Topology
+from jdaso.core.types import JdasoError, empty_report
+from jdaso.exchange.host.buffers import BufferPool, LeafSpec, StagingBuffers
+from jdaso.exchange.host.exchange_table import ExchangeTable
+from jdaso.exchange.host.transport_protocol import abort_on_error
+from jdaso.exchange.transport.request import Request
+
+
+class _Posted(NamedTuple):
+    request: Request
+    staging: StagingBuffers
+
+
+class WorkerTransport:
+    """Posts a worker's messages to the server, and returns its replies; see :class:`Transport`.
+
+    Args:
+        topology: All processes.
+        connection: The connection to the server.
+        abort: ``(reason)``, ends this worker.
+    """
+
+    def __init__(self, topology: Topology, connection: Connection, abort: Callable[[str], None]):
+        self._topology = topology
+        self._connection = connection
+        self._abort = abort
+        self._name = topology.describe(topology.rank)
+        self._rule = ""
+        self._pool = BufferPool()
+        self._table: ExchangeTable[_Posted] = ExchangeTable()
+        self.pending = self._table.pending
+        self._report = empty_report()
+
+    def set_rule(self, name: str) -> None:
+        """Sets the name of the rule that the server must apply."""
+        self._rule = name
+
+    def restart_numbers(self) -> None:
+        """Allows the numbers of exchanges to start again."""
+        with self._table.lock:
+            self._table.highest = -1
+
+    def report(self) -> dict[str, Any]:
+        """Exchanges collected, bytes sent for them, seconds in flight, and seconds waited."""
+        return dict(self._report)
+
+    def ask(self, kind: int, content: Any) -> np.ndarray:
+        """Sends a request other than an exchange, and waits for the content of its reply."""
+        description = f"a request to the centre, sent by {self._name},"
+        return self._connection.wait(
+            self._connection.submit(kind, description, frames.encode(content))
+        )
+
+    def reserve(self, number: int, specs: Sequence[LeafSpec]) -> StagingBuffers:
+        """Returns the staging buffers of a message that is about to be posted."""
+        table = self._table
+        with table.lock:
+            if number <= table.highest:
+                raise JdasoError(
+                    f"exchange {number} with the centre was posted twice in {self._name}: one "
+                    "optimizer state was stepped twice (as optax.MultiSteps does), or two states "
+                    "share this centre. To return to an earlier state, call tx.init first."
+                )
+            # Exchanges with higher numbers belong to a state that was discarded. One with a lower
+            # number may still be collected by another device of this node.
+            table.abandon(lambda posted: posted >= number)
+            table.highest = number
+            staging = self._pool.acquire(specs)
+            self.pending.add(number, staging)
+            return staging
+
+    def post(self, number: int, step: int, header: np.ndarray) -> None:
+        """Posts the message in the reserved buffers, and returns without waiting."""
+        with self._table.lock:
+            staging = self.pending.pop(number)
+            request = self._connection.submit(
+                frames.EXCHANGE,
+                f"exchange {number} with the centre, posted by {self._name} after step {step},",
+                [vector for vector, _ in staging.pairs],
+                contributes=bool(header[0] > 0),
+                fingerprint=frames.fingerprint(self._rule, staging.specs),
+            )
+            self._report["bytes_sent"] += sum(vector.nbytes for vector, _ in staging.pairs)
+            self._table.post(number, _Posted(request, staging))
+
+    def collect(self, number: int, readers: int) -> tuple[StagingBuffers, np.ndarray]:
+        """Waits for a reply, and forgets it when ``readers`` devices have collected it.
+
+        Returns:
+            The staging buffers, which hold the reply as sums, and the header.
+        """
+        posted = self._table.find(number, readers)
+        if posted is None:
+            raise JdasoError(
+                f"exchange {number} with the centre is not in flight in {self._name}: the "
+                "optimizer state is from before a restart, or was stepped twice. Call jdaso.drain "
+                "before saving."
+            )
+        content, seconds = self._connection.wait_timed(posted.request)
+        with self._table.lock:
+            first, last = self._table.collect(number, readers)
+            if first:
+                frames.copy_content(content, [sums for _, sums in posted.staging.pairs])
+                self._report["exchanges"] += 1
+                self._report["seconds_blocked"] += seconds
+                self._report["seconds_in_flight"] += posted.request.seconds
+            if last:
+                self._pool.release(posted.staging, readers, reuse=True)
+        return posted.staging, np.array(REPLY_HEADER, np.float32)
+
+    def abort_on_error(self) -> AbstractContextManager[None]:
+        """Ends this worker on an error if it has several devices."""
+        return abort_on_error(self._topology, self._abort)

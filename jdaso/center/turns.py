@@ -1,0 +1,179 @@
+"""Simulation of asynchronous training on one device: workers take turns in a given order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from jdaso.center.simulation import center_of, with_center, workers_of
+from jdaso.center.types import CenterState, map_state
+from jdaso.core.tree import split
+from jdaso.core.types import PyTree
+from jdaso.core.validation import check_whole
+
+
+class SimulatedCluster(NamedTuple):
+    """All workers and the centre between two turns. It holds arrays only and can be checkpointed.
+
+    Attributes:
+        params: Parameters of all workers. Each leaf has a leading axis of workers.
+        opt_state: Optimizer states of all workers, likewise.
+        center: The state of the server, with lists of the floating-point leaves.
+    """
+
+    params: PyTree
+    opt_state: PyTree
+    center: CenterState
+
+
+def init_cluster(
+    tx: optax.GradientTransformation, params: PyTree, num_workers: int
+) -> SimulatedCluster:
+    """Workers and a centre that start from the same parameters.
+
+    Args:
+        tx: A complete optimizer with one algorithm that uses a
+            :func:`jdaso.center.simulated_center`.
+        params: A tree of arrays.
+        num_workers: p in the papers.
+
+    Returns:
+        A :class:`SimulatedCluster`.
+
+    Raises:
+        ValueError: if ``tx`` does not have exactly one simulated centre, or if its centre is for
+            another number of workers.
+
+    >>> import jax.numpy as jnp, jdaso, optax
+    >>> center = jdaso.center.simulated_center(4)
+    >>> tx = optax.chain(optax.sgd(0.1), jdaso.center.async_easgd(center, period=1))
+    >>> jdaso.center.init_cluster(tx, jnp.ones(3), 4).params.shape
+    (4, 3)
+    """
+    check_whole("num_workers", num_workers, 1)
+    opt_state = tx.init(params)
+    center = center_of(opt_state)
+    if workers_of(opt_state) != num_workers:
+        raise ValueError(
+            f"init_cluster got num_workers={num_workers}, but simulated_center was made for "
+            f"{workers_of(opt_state)}. Pass the same number to both."
+        )
+    one = (params, with_center(opt_state, ()))
+    params, opt_state = jax.tree.map(lambda x: jnp.stack([x] * num_workers), one)
+    return SimulatedCluster(params, opt_state, center)
+
+
+def take_turns(
+    step: Callable[[PyTree, PyTree, Any], tuple[PyTree, PyTree, Any]],
+    cluster: SimulatedCluster,
+    order: jax.Array | np.ndarray,
+    batches: PyTree,
+) -> tuple[SimulatedCluster, Any]:
+    """Runs one optimizer step per turn, in one scan. Call it inside jit.
+
+    Args:
+        step: ``(params, opt_state, batch) -> (params, opt_state, output)``, the training step of
+            one worker, as it would run over MPI.
+        cluster: The result of :func:`init_cluster` or of the previous call.
+        order: int32[turns], the worker of each turn, from :func:`round_robin`,
+            :func:`random_order` or elsewhere.
+        batches: A tree whose leaves have a leading axis of turns, the batch of each turn.
+
+    Returns:
+        The cluster after the last turn, and the outputs with a leading axis of turns.
+
+    Raises:
+        ValueError: if ``order`` contains a number that is no worker, or if the leading axis of
+            ``batches`` has another length.
+
+    >>> import jax, jax.numpy as jnp, jdaso, optax
+    >>> center = jdaso.center.simulated_center(2)
+    >>> tx = optax.chain(optax.sgd(0.5), jdaso.center.downpour(center, period=1))
+    >>> def step(params, opt_state, batch):
+    ...     updates, opt_state = tx.update(params - batch, opt_state, params)
+    ...     return optax.apply_updates(params, updates), opt_state, params
+    >>> cluster = jdaso.center.init_cluster(tx, jnp.float32(8), 2)
+    >>> order = jdaso.center.round_robin(2, 4)
+    >>> cluster, seen = jax.jit(lambda c: jdaso.center.take_turns(step, c, order, jnp.zeros(4)))(
+    ...     cluster)
+    >>> seen.tolist(), float(cluster.center.center[0])  # the second starts from the first centre
+    ([8.0, 8.0, 4.0, 0.0], -2.0)
+    """
+    _check_order(order, len(jax.tree.leaves(cluster.params)[0]))
+    for leaf in jax.tree.leaves(batches):
+        if np.shape(leaf)[:1] != (len(order),):
+            raise ValueError(
+                f"batches must have a leading axis of {len(order)} turns, like order, got "
+                f"{type(leaf).__name__} of shape {np.shape(leaf)}."
+            )
+
+    def turn(cluster: SimulatedCluster, worker_and_batch):
+        worker, batch = worker_and_batch
+        workers = (cluster.params, cluster.opt_state)
+        params, opt_state = jax.tree.map(lambda x: x[worker], workers)
+        params, opt_state, output = step(params, with_center(opt_state, cluster.center), batch)
+        one = (params, with_center(opt_state, ()))
+        params, states = jax.tree.map(lambda xs, x: xs.at[worker].set(x), workers, one)
+        return SimulatedCluster(params, states, center_of(opt_state)), output
+
+    return lax.scan(turn, cluster, (jnp.asarray(order, jnp.int32), batches))
+
+
+def read_center(cluster: SimulatedCluster) -> CenterState:
+    """The state of the server as trees like one worker's parameters, like :attr:`Center.read`.
+
+    >>> import jax.numpy as jnp, jdaso
+    >>> center = jdaso.center.simulated_center(2)
+    >>> tx = jdaso.center.downpour(center, period=1)
+    >>> read_center(init_cluster(tx, {"w": jnp.ones(3)}, 2)).center["w"].tolist()
+    [1.0, 1.0, 1.0]
+    """
+    _, where = split(jax.tree.map(lambda x: x[0], cluster.params))
+    return map_state(where, cluster.center)
+
+
+def _check_order(order: jax.Array | np.ndarray, workers: int) -> None:
+    if isinstance(order, jax.core.Tracer):
+        return
+    order = np.asarray(order)
+    if not np.issubdtype(order.dtype, np.integer) or (
+        order.size and not 0 <= order.min() <= order.max() < workers
+    ):
+        raise ValueError(
+            f"order must hold whole numbers from 0 to {workers - 1}, one worker each, got "
+            f"{order.dtype} from {order.min()} to {order.max()}."
+        )
+
+
+def round_robin(num_workers: int, turns: int) -> np.ndarray:
+    """The order in which all workers take turns one after the other (easgd Eq. 12).
+
+    Returns:
+        int32[turns].
+
+    >>> round_robin(3, 5).tolist()
+    [0, 1, 2, 0, 1]
+    """
+    check_whole("num_workers", num_workers, 1)
+    check_whole("turns", turns, 0)
+    return np.arange(turns, dtype=np.int32) % num_workers
+
+
+def random_order(num_workers: int, turns: int, seed: int = 0) -> np.ndarray:
+    """An order in which each turn's worker is drawn uniformly.
+
+    Returns:
+        int32[turns].
+
+    >>> bool((random_order(3, 100) < 3).all())
+    True
+    """
+    check_whole("num_workers", num_workers, 1)
+    check_whole("turns", turns, 0)
+    return np.random.default_rng(seed).integers(num_workers, size=turns, dtype=np.int32)

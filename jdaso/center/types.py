@@ -1,0 +1,119 @@
+"""The interface between workers and the centre, and the state of the centre."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jdaso.core.types import HEADER_SIZE, Exchange, Leaves, PyTree
+
+
+class CenterState(NamedTuple):
+    """The state of the server. Fields are lists of leaves on the server, trees for workers.
+
+    Attributes:
+        center: The centre c, float32 (float64 for float64 leaves).
+        velocity: v of :func:`jdaso.center.mdownpour`, in the shapes of c; otherwise ().
+        average: z of :func:`jdaso.center.adownpour` and :func:`jdaso.center.mvadownpour`;
+            otherwise ().
+        clock: int32, the number of updates of c, the master's clock of the paper.
+    """
+
+    center: Any
+    velocity: Any
+    average: Any
+    clock: Any
+
+
+def map_state(function: Callable[[Any], Any], state: CenterState) -> CenterState:
+    """Applies a function to the centre, and to velocity and average unless they are ().
+
+    >>> map_state(sum, CenterState([1, 2], (), [3], 7))
+    CenterState(center=3, velocity=(), average=3, clock=7)
+    """
+    fields = {"center": state.center, "velocity": state.velocity, "average": state.average}
+    kept = {name: x for name, x in fields.items() if not (isinstance(x, tuple) and x == ())}
+    return state._replace(**{name: function(x) for name, x in kept.items()})
+
+
+class ServerRule(NamedTuple):
+    """How the server updates its state with a message, on NumPy or JAX arrays.
+
+    Attributes:
+        name: Name with all hyperparameters. Workers with another name are refused.
+        init: ``(leaves) -> state``, from the leaves of the first centre.
+        update: ``(state, message) -> (state, reply)``. Message and reply are lists of leaves in the
+            shapes and dtypes of the centre. No other update comes in between.
+    """
+
+    name: str
+    init: Callable[[list[Any]], CenterState]
+    update: Callable[[CenterState, list[Any]], tuple[CenterState, list[Any]]]
+
+
+def _empty_report() -> dict[str, Any]:
+    return {"workers": {}, "ended": [], "failed": [], "gone": []}
+
+
+def _join_with_equal_params(params: PyTree, saved: CenterState | None = None) -> PyTree:
+    """The parameters themselves, as all simulated workers start from the same."""
+    if saved is not None:
+        _not_simulated()
+    return params
+
+
+def _no_wait() -> None:
+    """Returns at once, as simulated workers cannot exit."""
+
+
+def _not_simulated(*_: Any) -> Any:
+    raise ValueError(
+        "the state of a simulated centre is part of the cluster: read cluster.center, replace it "
+        "with cluster._replace(center=...)."
+    )
+
+
+class Center(NamedTuple):
+    """The connection of workers to the centre, the asynchronous counterpart of an Exchange.
+
+    Attributes:
+        num_workers: p in the papers.
+        in_turns: Whether workers take turns. Then no other worker intervenes between two exchanges
+            of one step.
+        make_exchange: ``(rule) -> Exchange``. The sum that its ``finish`` returns is the server's
+            reply to this worker.
+        join: ``(params, saved=None) -> params``, the current centre. Node 0 creates it from its
+            parameters or, to resume a training, from ``saved``, a result of ``read``. The other
+            nodes wait for node 0, and their values are ignored. A worker that joins again starts
+            anew, with ``tx.init``.
+        read: ``(params) -> CenterState``, the current state as trees like ``params`` of NumPy
+            arrays.
+        write: ``(CenterState)``, replaces the state while workers train.
+        wait: ``()``, on node 0, waits until every other worker has ended, failed or is gone. Does
+            nothing on other nodes.
+        report: ``() -> dict``, on node 0, with the exchanges of each of the ``workers``, and lists
+            of those that ``ended``, those that ``failed`` by an exception, and those that are
+            ``gone``, because they died or have been silent for too long.
+    """
+
+    num_workers: int
+    in_turns: bool
+    make_exchange: Callable[[ServerRule], Exchange]
+    join: Callable[..., PyTree] = _join_with_equal_params
+    read: Callable[[PyTree], CenterState] = _not_simulated
+    write: Callable[[CenterState], None] = _not_simulated
+    wait: Callable[[], None] = _no_wait
+    report: Callable[[], dict[str, Any]] = _empty_report
+
+
+def no_broadcast(leaves: Leaves, root: int) -> Leaves:
+    """Raises ValueError, as workers exchange messages with the server only."""
+    del leaves, root
+    raise ValueError(
+        "workers of a centre do not communicate with each other: broadcast and consensus are not "
+        "available. Use center.join and center.read."
+    )
+
+
+#: The header of a reply. It counts the server as the only contributor.
+REPLY_HEADER = (1.0,) + (0.0,) * (HEADER_SIZE - 1)

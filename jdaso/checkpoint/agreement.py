@@ -1,0 +1,37 @@
+"""Agreement between processes: the same value, or the same error, on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jdaso.cluster.barrier import barrier
+from jdaso.cluster.topology import Topology
+from jdaso.core.types import JdasoError
+
+
+def from_first(topology: Topology, value: Any) -> Any:
+    """The value of rank 0, on all processes."""
+    return value if topology.comm is None else topology.comm.bcast(value, 0)
+
+
+def gathered(topology: Topology, value: Any) -> list[Any]:
+    """The values of all processes, by rank, on all processes."""
+    return [value] if topology.comm is None else topology.comm.allgather(value)
+
+
+def on_all(topology: Topology, purpose: str, function: Callable[[], Any]) -> Any:
+    """This process's result of the function; JdasoError on all if it raises on one.
+
+    Errors of the barrier after the calls name the ``purpose``.
+    """
+    value: Any = None
+    problem: str | None = None
+    try:
+        value = function()
+    except Exception as error:
+        problem = f"{topology.describe(topology.rank)}: {error}"
+    barrier(topology, purpose)
+    if problems := [text for text in gathered(topology, problem) if text]:
+        raise JdasoError("; ".join(problems))
+    return value

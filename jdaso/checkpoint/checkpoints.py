@@ -1,0 +1,220 @@
+"""Saving and restoring the checkpoints of all nodes.
+
+The parameters of the nodes differ between two exchanges, and exchanges in flight are not part of
+the state. One node's state is therefore not a checkpoint. Nodes do not communicate to save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from jdaso.checkpoint.agreement import from_first
+from jdaso.checkpoint.flight_check import exchanges_in_flight, number_exchanges
+from jdaso.checkpoint.folder import (
+    CheckpointFolder,
+    check_shared,
+    describe_incomplete,
+    list_checkpoints,
+    part_path,
+)
+from jdaso.checkpoint.host_arrays import to_host_arrays
+from jdaso.checkpoint.node_part import checkpointer, part_tree
+from jdaso.checkpoint.restore import read_checkpoint
+from jdaso.cluster.barrier import barrier
+from jdaso.cluster.topology import Topology
+from jdaso.core.log import logger
+from jdaso.core.types import Exchange, JdasoError, PyTree
+from jdaso.core.validation import check_whole
+
+
+class Restored(NamedTuple):
+    """A checkpoint that was restored.
+
+    Attributes:
+        state: A tree like the one given to :meth:`Checkpoints.restore`.
+        num_nodes: Number of nodes that saved it. If the job has as many, training continues bit
+            for bit. Otherwise the state is the mean over them, with nothing in flight.
+    """
+
+    state: PyTree
+    step: int
+    num_nodes: int
+
+
+class Checkpoints:
+    """The checkpoints in a folder on a file system that all nodes share.
+
+    A checkpoint is a folder such as ``000007_step_1200`` (seventh checkpoint, saved at step 1200)
+    with an orbax checkpoint for each node, ``node_0_of_2`` and ``node_1_of_2``. Incomplete
+    checkpoints are never restored. All nodes must call every method at the same steps. Requires
+    ``pip install orbax-checkpoint``.
+
+    Args:
+        directory: The folder. It is created if it does not exist.
+        exchange: The exchange that the optimizer was made with. A list of exchanges if the state
+            holds several optimizer states, always in the same order.
+        keep: Number of complete checkpoints to keep. Older ones are deleted.
+
+    Raises:
+        ValueError: For a ``keep`` below 1, or a folder that not all nodes see.
+
+    >>> import tempfile, jax.numpy as jnp, jdaso
+    >>> topology, folder = jdaso.discover_topology(), tempfile.mkdtemp()
+    >>> checkpoints = Checkpoints(folder, topology, jdaso.mpi_exchange(topology))
+    >>> checkpoints.save(7, {"w": jnp.ones(3)})
+    >>> restored = checkpoints.restore({"w": jnp.zeros(3)})
+    >>> restored.step, restored.state["w"].tolist()
+    (7, [1.0, 1.0, 1.0])
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        topology: Topology,
+        exchange: Exchange | Sequence[Exchange],
+        keep: int = 3,
+    ):
+        check_whole("keep", keep, 1)
+        self._orbax = checkpointer()
+        self._folder = CheckpointFolder(Path(directory).absolute(), keep)
+        self._topology = topology
+        self._exchanges = [exchange] if isinstance(exchange, Exchange) else list(exchange)
+        self._last_number: int | None = None  # of the checkpoints of this training
+        self._folder.path.mkdir(parents=True, exist_ok=True)
+        check_shared(self._folder.path, topology)
+        # The answer of rank 0 counts: another node may look when a part is already being written.
+        self._has_foreign = from_first(topology, bool(list_checkpoints(self._folder.path)))
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, oldest first, without those that restore skipped."""
+        return [checkpoint.step for checkpoint in self._folder.usable()]
+
+    def save(self, step: int, state: PyTree) -> None:
+        """Copies a state and the exchanges in flight to the host; a thread writes them.
+
+        Waits until the previous checkpoint is written.
+
+        Args:
+            step: Optimizer steps taken.
+            state: A tree of arrays and Python numbers, with the optimizer's state in it.
+
+        Raises:
+            JdasoError: If the previous checkpoint could not be written, for instance because the
+                disk is full. Earlier checkpoints are kept. If the state does not wait for exactly
+                the exchanges that are in flight, as the state of an earlier step.
+            ValueError: If the folder holds checkpoints of another training.
+        """
+        self.wait()
+        self._update_topology()
+        if self._topology.local_rank > 0:
+            return  # all processes of a node hold the same state
+        if self._last_number is None and self._has_foreign:
+            raise ValueError(
+                f"directory {self._folder.path} holds checkpoints of a training, complete or not. "
+                "To continue that training, call restore first; to start another one, use a new "
+                "folder."
+            )
+        path = self._next_path(step)
+        arrays = to_host_arrays(number_exchanges(state, self._exchanges))
+        # Copying has waited for the step's computation, so the step has posted its exchange.
+        tree = part_tree(arrays, exchanges_in_flight(state, self._exchanges))
+        self._last_number = (self._last_number or 0) + 1
+        with self._write_errors():
+            self._orbax.save(path, tree)
+
+    def wait(self) -> None:
+        """Waits until everything is written, then deletes old checkpoints.
+
+        Raises:
+            JdasoError: If the checkpoint could not be written.
+        """
+        with self._write_errors():
+            self._orbax.wait_until_finished()
+        if self._topology.rank == 0:
+            self._folder.delete_old()
+
+    def close(self) -> None:
+        """Waits until all nodes have written everything, and stops the writing threads."""
+        self._update_topology()
+        self.wait()
+        self._barrier()
+        self.wait()
+        self._orbax.close()
+
+    def restore(self, like: PyTree) -> Restored | None:
+        """Restores the newest complete checkpoint and posts its exchanges in flight again.
+
+        If another number of nodes saved the checkpoint, floating-point arrays are averaged over
+        these nodes and other arrays are those of node 0. Exchanges in flight are dropped, because
+        the mean of the parameters is newer. The centre of EASGD and the anchor of DiLoCo miss this
+        last update.
+
+        A damaged checkpoint, or one of nodes that were out of step, is skipped with a warning, so
+        that a job that restarts by itself does not fail at the same place forever. If no
+        checkpoint is complete, a warning says so, and this process deletes none of them.
+
+        Args:
+            like: A state of the same structure, shapes, dtypes and placement as the result. The
+                optimizer's state in it must be new, from ``init``.
+
+        Returns:
+            The restored checkpoint, or None if none is complete.
+
+        Raises:
+            ValueError: If the leaves of the checkpoint are not those of ``like``.
+            JdasoError: On all nodes, if complete checkpoints exist and none can be restored.
+        """
+        self._update_topology()
+        self.wait()
+        self._barrier()
+        checkpoints = from_first(self._topology, list_checkpoints(self._folder.path))
+        # New numbers follow the incomplete ones: a new part must not complete an old checkpoint.
+        self._last_number = max((checkpoint.number for checkpoint in checkpoints), default=0)
+        problems = []
+        for saved in reversed([checkpoint for checkpoint in checkpoints if checkpoint.parts]):
+            try:
+                state = read_checkpoint(saved, like, self._topology, self._exchanges, self._orbax)
+                return Restored(state, saved.step, len(saved.parts))
+            except JdasoError as error:  # on all nodes
+                problems.append(str(error))
+                self._folder.unusable.add(saved.number)
+                if self._topology.rank == 0:
+                    logger.warning("%s is skipped: %s", saved.path.name, error)
+        if problems:
+            raise JdasoError("; ".join(problems))
+        self._folder.protected_up_to = self._last_number
+        if checkpoints and self._topology.rank == 0:
+            logger.warning(
+                "no checkpoint in %s is complete: %s. Training starts at its first step. This run "
+                "keeps the incomplete checkpoints. The next run deletes them; copy what you need.",
+                *(self._folder.path, ", ".join(describe_incomplete(c.path) for c in checkpoints)),
+            )
+        return None
+
+    def _next_path(self, step: int) -> Path:
+        """The folder of this node's part of the next checkpoint."""
+        number, here = (self._last_number or 0) + 1, self._topology
+        return part_path(self._folder.path, number, step, here.node, here.num_nodes)
+
+    def _update_topology(self) -> None:
+        """Takes over the processes that are left, where a job continues after a death."""
+        for exchange in self._exchanges:
+            self._topology = exchange.topology() or self._topology
+
+    def _barrier(self) -> None:
+        barrier(self._topology, f"the checkpoints in {self._folder.path}")
+
+    @contextlib.contextmanager
+    def _write_errors(self) -> Iterator[None]:
+        """Turns any error of orbax into a JdasoError that names this process."""
+        try:
+            yield
+        except Exception as error:
+            kept = f"Complete checkpoints, which are kept: steps {self.steps()}."
+            raise JdasoError(
+                f"a checkpoint in {self._folder.path} could not be written by "
+                f"{self._topology.describe(self._topology.rank)}: {error} {kept}"
+            ) from error

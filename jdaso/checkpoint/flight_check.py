@@ -1,0 +1,150 @@
+"""Whether the exchanges in flight are those that a state waits for, with the leaves it sends.
+
+Copies between a program and the host trust the shapes of the program, so what comes from a file is
+compared with the state before it is posted again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from jdaso.checkpoint.in_flight import InFlight, Key, host_states, map_host_states
+from jdaso.core.state import FragmentState
+from jdaso.core.types import (
+    Exchange,
+    HostState,
+    JdasoError,
+    PostedExchange,
+    PyTree,
+    SentLeaf,
+)
+from jdaso.core.wire import wire_dtype, wire_shape
+
+
+def exchanges_in_flight(tree: PyTree, exchanges: Sequence[Exchange]) -> InFlight:
+    """What the exchanges of a list have in flight.
+
+    Raises:
+        JdasoError: If the states in the tree do not wait for exactly that.
+    """
+    posted = {
+        (position, number): posted
+        for position, exchange in enumerate(exchanges)
+        for number, posted in exchange.posted().items()
+    }
+    if texts := differences([key for key, _ in awaited(tree, exchanges)], posted):
+        raise JdasoError(
+            f"the checkpoint would not be complete: {'; '.join(texts)}. Save the state that the "
+            "last step returned, with all optimizer states, and pass all exchanges to Checkpoints."
+        )
+    return posted
+
+
+def number_exchanges(tree: PyTree, exchanges: Sequence[Exchange]) -> PyTree:
+    """The tree with the position of each host state's exchange in place of its key.
+
+    Keys are valid in one process only, so a checkpoint stores positions.
+
+    Raises:
+        ValueError: If a state belongs to an exchange that is not in the list.
+    """
+
+    def numbered(fragment: FragmentState, state: HostState) -> FragmentState:
+        position = _owner(state, exchanges)[0]
+        return fragment._replace(exchange=HostState(jnp.asarray(position, jnp.int32)))
+
+    return map_host_states(numbered, tree)
+
+
+def with_keys_of(like: PyTree, tree: PyTree, exchanges: Sequence[Exchange], source: str) -> PyTree:
+    """The inverse of :func:`number_exchanges`, with the keys of another tree.
+
+    Raises:
+        ValueError: If a state was saved with an exchange at another position.
+    """
+    rest = iter([state for _, state in host_states(like)])
+
+    def with_key(fragment: FragmentState, saved: HostState) -> FragmentState:
+        state, position = next(rest), int(saved.key)
+        if position != (now := _owner(state, exchanges)[0]):
+            raise ValueError(
+                f"{source} was saved with exchange {position} of Checkpoints where the state now "
+                f"has exchange {now}: pass the exchanges in the same order as when it was saved."
+            )
+        return fragment._replace(exchange=state)
+
+    return map_host_states(with_key, tree)
+
+
+def awaited(tree: PyTree, exchanges: Sequence[Exchange]) -> list[tuple[Key, list[SentLeaf]]]:
+    """The exchanges that the states in a tree wait for, and the leaves that each has sent."""
+    found = []
+    for fragment, state in host_states(tree):
+        position, leaves = _owner(state, exchanges)
+        if fragment.posted:
+            found.append(((position, int(fragment.number)), leaves))
+    return found
+
+
+def differences(expected: Iterable[Key], posted: Iterable[Key]) -> list[str]:
+    """Texts for the exchanges that a state waits for and those in flight, where they differ.
+
+    >>> differences([(0, 3)], [(0, 3), (0, 4)])
+    ['exchange 4 is in flight, and no state waits for it']
+    """
+    states, flights = Counter(list(expected)), Counter(list(posted))
+    return [
+        *(f"a state waits for {_name(key)}, which is not in flight" for key in states - flights),
+        *(f"{_name(key)} is in flight, and no state waits for it" for key in flights - states),
+    ]
+
+
+def check_leaves(
+    sent: Iterable[tuple[Key, list[SentLeaf]]], posted: Mapping[Key, PostedExchange], source: str
+) -> None:
+    """Raises ValueError unless each exchange in flight has the leaves that its state sends."""
+    for key, leaves in sent:
+        if text := _difference(posted[key].leaves, leaves):
+            raise ValueError(
+                f"{source} does not fit the state it is restored into: {_name(key)}, in flight, "
+                f"has {text}. Build the same model and optimizer, with the same fragments and "
+                "moments, as when it was saved."
+            )
+
+
+def _owner(state: HostState, exchanges: Sequence[Exchange]) -> tuple[int, list[SentLeaf]]:
+    """The position of a state's exchange, and the leaves that it sends."""
+    for position, exchange in enumerate(exchanges):
+        if (leaves := exchange.sent_leaves(state)) is not None:
+            return position, leaves
+    raise ValueError(
+        "the state holds the state of an exchange that Checkpoints was not given: pass all "
+        "exchanges of this process, Checkpoints(folder, topology, [first, second])."
+    )
+
+
+def _difference(saved: Sequence[np.ndarray], sent: Sequence[SentLeaf]) -> str | None:
+    """A text for the first difference between leaves in flight and those that a state sends."""
+    if len(saved) != len(sent):
+        return f"{len(saved)} leaves, the state sends {len(sent)}"
+    for array, leaf in zip(saved, sent, strict=True):
+        if not _fits(array, leaf):
+            own = f"{np.dtype(leaf.dtype).name}{leaf.shape}"
+            return f"{leaf.name} as {array.dtype.name}{array.shape}, the state sends {own}"
+    return None
+
+
+def _fits(array: np.ndarray, leaf: SentLeaf) -> bool:
+    """Whether an array can be a leaf on some wire. The wire may differ between steps."""
+    wires = {wire_dtype(np.float32, wire) for wire in (None, "bfloat16", "float16", "int8")}
+    same_dtype = array.dtype in wires | {np.dtype(leaf.dtype)}
+    return same_dtype and array.shape == wire_shape(leaf.shape, array.dtype)
+
+
+def _name(key: Key) -> str:
+    position, number = key
+    return f"exchange {number}" + (f" of the exchange at position {position}" if position else "")

@@ -1,0 +1,109 @@
+"""The folder of checkpoints: its layout, which checkpoints are complete, which are deleted.
+
+A part gets its name when all of it is written. A checkpoint is complete when it has all parts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from jdaso.cluster.barrier import barrier
+from jdaso.cluster.topology import Topology
+
+_CHECKPOINT = re.compile(r"([0-9]{6,18})_step_([0-9]{1,18})")
+_PART = re.compile(r"node_([0-9]{1,9})_of_([0-9]{1,9})")
+# A network file system may show a new file late.
+_SECONDS_TO_SHOW = 30.0
+
+
+class SavedCheckpoint(NamedTuple):
+    """A checkpoint; ``parts`` are in the order of nodes, and empty if a part is missing."""
+
+    number: int
+    step: int
+    path: Path
+    parts: list[Path]
+
+
+class CheckpointFolder:
+    """The checkpoints of one training, of which the last ``keep`` usable ones are kept."""
+
+    def __init__(self, path: Path, keep: int):
+        self.path = path
+        self.unusable: set[int] = set()  # numbers of damaged checkpoints
+        self.protected_up_to = 0  # the highest number that is not deleted
+        self._keep = keep
+
+    def usable(self) -> list[SavedCheckpoint]:
+        """The complete checkpoints, oldest first, without the unusable ones."""
+        found = list_checkpoints(self.path)
+        return [c for c in found if c.parts and c.number not in self.unusable]
+
+    def delete_old(self) -> None:
+        """Deletes every checkpoint that is older than the last ``keep`` usable ones."""
+        kept = self.usable()[-self._keep :]
+        for other in list_checkpoints(self.path):
+            if kept and self.protected_up_to < other.number < kept[0].number:
+                shutil.rmtree(other.path, ignore_errors=True)
+
+
+def list_checkpoints(folder: Path) -> list[SavedCheckpoint]:
+    """All checkpoints of a folder, oldest first, including incomplete ones."""
+    matches = [(_CHECKPOINT.fullmatch(path.name), path) for path in folder.iterdir()]
+    return sorted(SavedCheckpoint(int(m[1]), int(m[2]), p, _parts(p)) for m, p in matches if m)
+
+
+def describe_incomplete(checkpoint: Path) -> str:
+    """The name of an incomplete checkpoint and of its parts, for messages."""
+    names = sorted(part.name for part in checkpoint.iterdir()) if checkpoint.is_dir() else []
+    return f"{checkpoint.name} (parts: {', '.join(names[:8]) or 'none'})"
+
+
+def part_path(folder: Path, number: int, step: int, node: int, num_nodes: int) -> Path:
+    """The folder that a node writes its part to; it exists when the whole part is written."""
+    return folder / f"{number:06}_step_{step}" / f"node_{node}_of_{num_nodes}"
+
+
+def check_shared(folder: Path, topology: Topology) -> None:
+    """Raises ValueError on all processes if one cannot see a file of rank 0; collective."""
+    if topology.comm is None:
+        return
+    barrier(topology, f"the checkpoints in {folder}")
+    name = None
+    if topology.rank == 0:
+        file, name = tempfile.mkstemp(prefix=".shared_", dir=folder)
+        os.close(file)
+    name = topology.comm.bcast(name, 0)
+    until = time.monotonic() + _SECONDS_TO_SHOW
+    while not (seen := Path(name).name in os.listdir(folder)) and time.monotonic() < until:
+        time.sleep(0.2)
+    blind = [rank for rank, sees in enumerate(topology.comm.allgather(seen)) if not sees]
+    if topology.rank == 0:
+        os.unlink(name)
+    if blind:
+        raise ValueError(
+            f"directory must be on a file system that all nodes share, got {folder}: "
+            f"{', '.join(map(topology.describe, blind))} cannot see a file that rank 0 wrote."
+        )
+
+
+def _parts(checkpoint: Path) -> list[Path]:
+    try:
+        names = os.listdir(checkpoint)
+    except OSError:
+        if checkpoint.is_dir():
+            raise
+        return []  # another node has just deleted it, or it is a file
+    for size in sorted({int(match[2]) for match in map(_PART.fullmatch, names) if match}):
+        if size > len(names):
+            continue  # a folder cannot have more parts than entries, whatever a name says
+        parts = [checkpoint / f"node_{node}_of_{size}" for node in range(size)]
+        if all(path.name in names for path in parts):
+            return parts
+    return []

@@ -1,0 +1,80 @@
+"""Trees as named arrays in the memory of the host, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdaso.core.tree import place_like
+from jdaso.core.types import PyTree
+
+_MAX_LISTED = 5  # differences in an error
+
+
+def to_host_arrays(tree: PyTree) -> dict[str, np.ndarray]:
+    """Copies the leaves of a tree to named arrays; leaves without elements are left out.
+
+    Views would not do: a CPU array may be donated to the next step while a thread writes it.
+
+    Raises:
+        ValueError: For a leaf that is not an array of numbers, such as a typed random key.
+
+    >>> to_host_arrays({"layer": [jnp.ones(2), 3]})
+    {'layer.0': array([1., 1.], dtype=float32), 'layer.1': array(3)}
+    """
+    arrays = {}
+    for name, leaf in _named_leaves(tree):
+        if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise ValueError(f"{name} is a typed random key; save its jax.random.key_data.")
+        array = np.array(leaf)
+        if not (array.dtype == bool or jnp.issubdtype(array.dtype, jnp.number)):
+            raise ValueError(f"{name} must be an array of numbers or a number, got {leaf!r}.")
+        if name in arrays:
+            raise ValueError(f"two leaves have the name {name}; rename one of them.")
+        if array.size:
+            arrays[name] = array
+    return arrays
+
+
+def from_host_arrays(arrays: dict[str, np.ndarray], like: PyTree, source: str) -> PyTree:
+    """The inverse of :func:`to_host_arrays`.
+
+    Args:
+        arrays: Arrays by name.
+        like: A tree of arrays and Python numbers, for structure, types and placement.
+        source: Origin of the arrays, for errors.
+
+    Raises:
+        ValueError: If names, shapes or dtypes differ.
+    """
+    wanted = {name: leaf for name, leaf in _named_leaves(like) if np.size(leaf)}
+    wrong = [f"{name} is not in the checkpoint" for name in wanted if name not in arrays]
+    wrong += [f"{name} is not in the state" for name in arrays if name not in wanted]
+    for name in wanted.keys() & arrays.keys():
+        old, new = arrays[name], np.asarray(wanted[name])
+        if old.shape != new.shape or (
+            isinstance(wanted[name], jax.Array) and old.dtype != new.dtype
+        ):
+            wrong.append(f"{name} is {old.dtype}{old.shape}, the state has {new.dtype}{new.shape}")
+    if wrong:
+        more = f" and {len(wrong) - _MAX_LISTED} more" if len(wrong) > _MAX_LISTED else ""
+        raise ValueError(
+            f"{source} does not fit the state it is restored into: "
+            f"{'; '.join(sorted(wrong)[:_MAX_LISTED])}{more}. Build the same model and optimizer "
+            "as when it was saved."
+        )
+    leaves = [_placed_like(x, arrays[n]) if np.size(x) else x for n, x in _named_leaves(like)]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _placed_like(like: Any, value: np.ndarray) -> Any:
+    is_array = isinstance(like, jax.Array | np.ndarray)
+    return place_like(value, like) if is_array else type(like)(value)
+
+
+def _named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in paths]

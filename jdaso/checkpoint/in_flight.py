@@ -1,0 +1,159 @@
+"""Exchanges in flight as named arrays, and optimizer states without their exchanges."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdaso.core.state import AveragingState, FragmentState, find_states, map_states
+from jdaso.core.types import (
+    AGREEMENT_NAMES,
+    HEADER_SIZE,
+    HostState,
+    PostedExchange,
+    PyTree,
+)
+
+#: Position of an :class:`jdaso.Exchange` in the list that Checkpoints was given, and the number
+#: of what it has in flight.
+Key = tuple[int, int]
+InFlight = dict[Key, PostedExchange]
+
+
+def posted_to_arrays(posted: InFlight) -> dict[str, Any]:
+    """Exchanges in flight as named arrays.
+
+    >>> sorted(posted_to_arrays({(0, 7): PostedExchange(3, np.zeros(3, "f4"), [np.ones(2)])}))
+    ['0.7.header', '0.7.leaf.0', '0.7.step']
+    """
+    arrays: dict[str, Any] = {}
+    for (position, number), (step, header, leaves) in posted.items():
+        name = f"{position}.{number}"
+        arrays[f"{name}.step"] = np.int64(step)
+        arrays[f"{name}.header"] = header
+        arrays |= {f"{name}.leaf.{i}": leaf for i, leaf in enumerate(leaves)}
+    return arrays
+
+
+def arrays_to_posted(arrays: dict[str, np.ndarray]) -> InFlight:
+    """The inverse of :func:`posted_to_arrays`.
+
+    Raises:
+        ValueError: For names or shapes that it does not produce.
+    """
+    posted = {}
+    left = dict(arrays)
+    for name in sorted({".".join(name.split(".")[:2]) for name in arrays}):
+        position, number = map(int, name.split("."))
+        count = sum(other.startswith(f"{name}.leaf.") for other in arrays)
+        fields = ["step", "header", *(f"leaf.{i}" for i in range(count))]
+        if missing := [field for field in fields if f"{name}.{field}" not in left]:
+            raise ValueError(f"exchange {name} has no {missing[0]}")
+        step, header, *leaves = (left.pop(f"{name}.{field}") for field in fields)
+        if step.shape != () or header.shape != (HEADER_SIZE,):
+            raise ValueError(f"exchange {name} has a header of shape {header.shape}")
+        posted[position, number] = PostedExchange(int(step), header, leaves)
+    if left:
+        raise ValueError(f"{min(left)} belongs to no exchange")
+    return posted
+
+
+def describe_posted(posted: InFlight) -> dict[str, str]:
+    """By name, a text of everything in an exchange that must be equal on all nodes.
+
+    >>> describe_posted({(0, 7): PostedExchange(3, np.zeros(HEADER_SIZE, "f4"), [np.ones(2)])})
+    {'0.7': 'step 3, [0, 0, 0, 0, 0], 1 leaf (20e9ac1a)'}
+    """
+    return {f"{key[0]}.{key[1]}": _describe(exchange) for key, exchange in posted.items()}
+
+
+def _describe(posted: PostedExchange) -> str:
+    agreed = [int(x) for x in posted.header[-len(AGREEMENT_NAMES) :]]
+    shapes = "; ".join(f"{leaf.dtype.name}{leaf.shape}" for leaf in posted.leaves)
+    leaves = "1 leaf" if len(posted.leaves) == 1 else f"{len(posted.leaves)} leaves"
+    return f"step {posted.step}, {agreed}, {leaves} ({zlib.crc32(shapes.encode()):08x})"
+
+
+def remove_exchange_states(tree: PyTree) -> PyTree:
+    """A tree without the states of its exchanges, which are of no use to another set of nodes."""
+    return _map_fragments(lambda fragment: fragment._replace(exchange=()), tree)
+
+
+def is_exchange_state(name: str) -> bool:
+    """Whether :func:`remove_exchange_states` removes the leaf of this name.
+
+    >>> is_exchange_state("opt_state.1.fragments.0.exchange.sums.w")
+    True
+    """
+    return re.search(r"(^|\.)fragments\.\d+\.exchange(\.|$)", name) is not None
+
+
+def reset_exchanges(tree: PyTree, like: PyTree) -> PyTree:
+    """A tree with nothing in flight and the states of the exchanges of another tree."""
+    states = find_states(AveragingState, like)
+    idle = iter([fragment.exchange for state in states for fragment in state.fragments])
+
+    def reset(fragment: FragmentState) -> FragmentState:
+        posted = jnp.zeros_like(fragment.posted)
+        return fragment._replace(posted=posted, exchange=next(idle))
+
+    return _map_fragments(reset, tree)
+
+
+def at_step(tree: PyTree, step: int) -> PyTree:
+    """Sets the step of all averaging states in a tree.
+
+    For a training that continues with another number of nodes. An epoch then has another number of
+    steps, and schedules count steps.
+
+    Args:
+        tree: A tree with optimizer states in it.
+        step: Optimizer steps taken, by the new count.
+
+    >>> import jdaso
+    >>> averaging = jdaso.daso(jdaso.single_exchange(), jdaso.constant(period=4, delay=2))
+    >>> state = at_step(averaging.init({"w": jnp.ones(3)}), 100)
+    >>> int(state.step)
+    100
+    """
+
+    def with_step(state: AveragingState) -> AveragingState:
+        value = np.asarray(step, state.step.dtype)
+        return state._replace(step=jax.device_put(value, state.step.sharding))
+
+    return map_states(AveragingState, with_step, tree)
+
+
+def host_states(tree: PyTree) -> list[tuple[FragmentState, HostState]]:
+    """The fragments of a tree whose exchange is kept by the host, and the exchange's state."""
+    return [
+        (fragment, fragment.exchange)
+        for state in find_states(AveragingState, tree)
+        for fragment in state.fragments
+        if isinstance(fragment.exchange, HostState)
+    ]
+
+
+def map_host_states(
+    function: Callable[[FragmentState, HostState], FragmentState], tree: PyTree
+) -> PyTree:
+    """The tree with ``function`` applied to the fragments whose exchange is kept by the host."""
+
+    def mapped(fragment: FragmentState) -> FragmentState:
+        state = fragment.exchange
+        return function(fragment, state) if isinstance(state, HostState) else fragment
+
+    return _map_fragments(mapped, tree)
+
+
+def _map_fragments(function: Callable[[FragmentState], FragmentState], tree: PyTree) -> PyTree:
+    def mapped(state: AveragingState) -> AveragingState:
+        return state._replace(fragments=tuple(map(function, state.fragments)))
+
+    return map_states(AveragingState, mapped, tree)

@@ -1,0 +1,121 @@
+"""One node's part of a checkpoint: named arrays, a checksum for each, written by orbax.
+
+A disk may lose a file or flip a bit, and a folder may hold files of another program. Arrays are
+accepted only if their checksums match. Reading executes no code: orbax stores arrays and JSON.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdaso.checkpoint.in_flight import InFlight, arrays_to_posted, posted_to_arrays
+from jdaso.core.types import JdasoError
+
+_MAX_ERROR_LENGTH = 300  # characters of an error of orbax
+
+
+class NodePart(NamedTuple):
+    """The arrays of a node's state by name, and its exchanges in flight."""
+
+    state: dict[str, np.ndarray]
+    in_flight: InFlight
+
+
+def checkpointer() -> Any:
+    """An orbax checkpointer, which writes and reads parts."""
+    try:
+        from orbax.checkpoint import StandardCheckpointer
+    except ImportError as error:
+        raise ImportError(
+            "checkpoints require orbax-checkpoint, which is not installed; run: pip install "
+            "orbax-checkpoint"
+        ) from error
+    return StandardCheckpointer()
+
+
+def part_tree(state: dict[str, np.ndarray], posted: InFlight) -> dict[str, Any]:
+    """The tree that orbax writes, with a checksum for every array.
+
+    >>> tree = part_tree({"w": np.ones(3)}, {})
+    >>> sorted(tree), tree["checksums"].shape
+    (['checksums', 'state'], (1,))
+    """
+    groups: dict[str, Any] = {"state": state, "in_flight": posted_to_arrays(posted)}
+    # orbax restores a scalar that is not an array as a Python number.
+    groups = {
+        at: {name: np.asarray(x) for name, x in group.items()} for at, group in groups.items()
+    }
+    written = {at: group for at, group in groups.items() if group}
+    return {**written, "checksums": _checksums(groups)}
+
+
+def read_part(reader: Any, path: Path) -> NodePart:
+    """Reads a part with a :func:`checkpointer` and verifies its checksums.
+
+    Raises:
+        JdasoError: If something is missing, damaged, or not a part. It names the folder.
+    """
+    try:
+        return _validated(reader.restore(path))
+    except Exception as error:  # orbax raises errors of many types
+        text = f"{type(error).__name__}: {error}"[:_MAX_ERROR_LENGTH]
+        raise JdasoError(
+            f"{path} cannot be read; it is damaged, or another version of jdaso wrote it. ({text})"
+        ) from error
+
+
+def _validated(tree: Any) -> NodePart:
+    """The part in a tree; raises ValueError if the tree is not what :func:`part_tree` made."""
+    if not isinstance(tree, Mapping) or not tree.keys() <= {"state", "in_flight", "checksums"}:
+        raise ValueError("the folder is not a part of a checkpoint")
+    groups = {name: dict(tree.get(name, {})) for name in ("state", "in_flight")}
+    for group in groups.values():
+        for name, x in group.items():
+            is_number = isinstance(x, np.ndarray | np.generic | jax.Array) and (
+                x.dtype == bool or jnp.issubdtype(x.dtype, jnp.number)
+            )
+            if not is_number:
+                raise ValueError(f"{name} is not an array of numbers")
+            group[name] = np.asarray(x)
+    computed, saved = _checksums(groups), np.asarray(tree.get("checksums", ()))
+    if computed.shape != saved.shape:
+        raise ValueError(f"there are {computed.size} arrays and {saved.size} checksums")
+    if (changed := computed != saved).any():
+        names = [name for group in groups.values() for name in sorted(group)]
+        raise ValueError(f"the checksum of {names[int(changed.argmax())]} does not match")
+    return NodePart(groups["state"], arrays_to_posted(groups["in_flight"]))
+
+
+def _checksums(groups: Mapping[str, dict[str, np.ndarray]]) -> np.ndarray:
+    """uint32, one for each array, in the order of groups and names."""
+    return np.array(
+        [_checksum(name, group[name]) for group in groups.values() for name in sorted(group)],
+        np.uint32,
+    )
+
+
+def _checksum(name: str, array: np.ndarray) -> int:
+    """CRC-32 of name, dtype, shape and bytes."""
+    array = np.asarray(array)
+    about = f"{name} {array.dtype.name} {array.shape}".encode()
+    return zlib.crc32(raw_bytes(array), zlib.crc32(about))
+
+
+def raw_bytes(array: np.ndarray) -> memoryview:
+    """The bytes of an array of any dtype."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def is_finite(array: np.ndarray) -> bool:
+    """Whether an array is finite; a scalar may be infinite, as a best loss is before the first."""
+    if not jnp.issubdtype(array.dtype, np.floating):
+        return True
+    wide = array.astype(np.float64)
+    return bool((np.isfinite(wide) if array.ndim else ~np.isnan(wide)).all())

@@ -1,0 +1,212 @@
+"""``python -m jdaso verify CHECKPOINT``: whether a training can continue from a checkpoint.
+
+It checks that all parts exist, that their checksums match, that all numbers are finite, that all
+nodes are at the same step, and that the arrays that all nodes share are equal bit for bit. One
+process does this without MPI and holds one part in memory at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jdaso.checkpoint.flight_check import differences
+from jdaso.checkpoint.folder import SavedCheckpoint, describe_incomplete, list_checkpoints
+from jdaso.checkpoint.in_flight import Key, describe_posted
+from jdaso.checkpoint.node_part import NodePart, checkpointer, is_finite, raw_bytes, read_part
+from jdaso.core.types import JdasoError
+
+# Fields of an averaging state that differ between nodes.
+_LOCAL = re.compile(
+    r"(skipped|left_out|losses|fragments\.\d+\.(sound|exchange|feedback\.residual))(\.|$)"
+)
+# Fields of a merge's state that all nodes share. The state of a user's own merge may be anything.
+_SHARED_MERGE = re.compile(r"fragments\.\d+\.merge\.(center|anchor|outer)(\.|$)")
+_MERGE = re.compile(r"fragments\.\d+\.merge(\.|$)")
+_HEAD = ("node", "arrays", "MB", "step", "exchanges", "in flight", "skipped", "left out", "finite")
+
+
+class Summary(NamedTuple):
+    """The summary of one part.
+
+    Attributes:
+        row: Its row of the table.
+        shapes: Shape and dtype of each array.
+        shared: Value or digest of each array that must be equal on all nodes.
+        in_flight: Description of each exchange in flight, by name.
+        defects: Defects of this part alone.
+    """
+
+    row: tuple[str, ...]
+    shapes: dict[str, str]
+    shared: dict[str, str]
+    in_flight: dict[str, str]
+    defects: list[str]
+
+
+def verify(path: Path) -> tuple[str, list[str]]:
+    """Verifies a checkpoint, or the newest complete checkpoint of a folder.
+
+    Returns:
+        A table with a row for each node, and a text for each defect.
+
+    Raises:
+        ValueError: If there is no checkpoint.
+    """
+    checkpoint = _chosen(path)
+    if not checkpoint.parts:
+        return "", [f"{name} is not complete" for name in _incomplete(checkpoint, path)]
+    reader, summaries, defects = checkpointer(), [], []
+    for node, part_folder in enumerate(checkpoint.parts):
+        try:
+            summaries.append(_summary(node, read_part(reader, part_folder)))
+        except JdasoError as error:
+            defects.append(str(error))
+    reader.close()
+    for summary in summaries:
+        defects += [f"node {summary.row[0]}: {text}" for text in summary.defects]
+        defects += _differences(summaries[0], summary)
+    rows = [_HEAD, *(summary.row for summary in summaries)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    head = [f"{checkpoint.path}, step {checkpoint.step}"]
+    head += [f"newer, {name} is not complete" for name in _incomplete(checkpoint, path)]
+    return "\n".join(head + lines), defects
+
+
+def add_command(commands: Any) -> None:
+    """Adds ``verify`` to a parser's commands."""
+    parser = commands.add_parser("verify", help="check that training can resume from a checkpoint")
+    text = "a checkpoint, or a folder, of which the newest complete checkpoint is verified"
+    parser.add_argument("checkpoint", type=Path, help=text)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prints the table. With defects, exits with status 1 and a line for each of them."""
+    try:
+        table, defects = verify(arguments.checkpoint)
+    except (ImportError, OSError, ValueError) as error:
+        raise SystemExit(f"jdaso verify: {error}") from error
+    print(table)
+    if defects and (sound := _sound_before(arguments.checkpoint)):
+        defects.append(f"the newest earlier checkpoint without a defect is {sound}")
+    if defects:
+        raise SystemExit("\n".join(f"jdaso verify: {defect}" for defect in defects))
+    print("A training can continue from this checkpoint.")
+
+
+def _chosen(path: Path) -> SavedCheckpoint:
+    path = path.absolute()
+    if not path.is_dir():
+        raise ValueError(f"the folder {path} does not exist.")
+    for checkpoint in list_checkpoints(path.parent):
+        if checkpoint.path.name == path.name:
+            return checkpoint
+    inside = list_checkpoints(path)
+    if not inside:
+        raise ValueError(f"{path} is not a checkpoint, such as 000001_step_9, and contains none.")
+    return max(inside, key=lambda checkpoint: (bool(checkpoint.parts), checkpoint.number))
+
+
+def _incomplete(chosen: SavedCheckpoint, asked: Path) -> list[str]:
+    """The incomplete checkpoints to report: the chosen one, or those of a folder that are newer."""
+    folder = chosen.path.parent
+    if asked.absolute() != folder:
+        return [] if chosen.parts else [describe_incomplete(chosen.path)]
+    least = chosen.number if chosen.parts else 0
+    incomplete = [x for x in list_checkpoints(folder) if not x.parts and x.number >= least]
+    return [describe_incomplete(x.path) for x in incomplete]
+
+
+def _sound_before(path: Path) -> str | None:
+    """The newest checkpoint without a defect that is older than the chosen one."""
+    chosen = _chosen(path)
+    others = list_checkpoints(chosen.path.parent)
+    before = [x for x in others if x.parts and x.number < chosen.number]
+    return next((x.path.name for x in reversed(before) if not verify(x.path)[1]), None)
+
+
+def _summary(node: int, part: NodePart) -> Summary:
+    arrays = part.state
+    # The name of an averaging state is what comes before the names of its fragments.
+    roots = sorted(
+        {m[1] for name in arrays if (m := re.match(r"(.*?)fragments\.\d+\.posted$", name))}
+    )
+    shared = {
+        name: _digest(x)
+        for name, x in arrays.items()
+        for root in roots
+        if name.startswith(root) and _is_shared(name[len(root) :])
+    }
+    not_finite = [name for name, x in arrays.items() if not is_finite(x)]
+    defects = [f"{name} is not finite" for name in not_finite]
+    defects += differences(_awaited(arrays), part.in_flight)
+
+    def number(field: str) -> str:
+        return ",".join(str(arrays[root + field]) for root in roots if root + field in arrays)
+
+    size = sum(x.nbytes for x in arrays.values()) / 1e6
+    in_flight = ",".join(str(number) for _, number in part.in_flight)
+    before, after = (map(number, x) for x in (("step", "exchanges"), ("skipped", "left_out")))
+    row = (str(node), str(len(arrays)), f"{size:.1f}", *before, in_flight, *after)
+    return Summary(
+        row=(*(cell or "-" for cell in row), "no" if not_finite else "yes"),
+        shapes={name: f"{x.dtype.name}{x.shape}" for name, x in arrays.items()},
+        shared=shared,
+        in_flight=describe_posted(part.in_flight),
+        defects=defects,
+    )
+
+
+def _is_shared(field: str) -> bool:
+    if _MERGE.match(field):
+        return _SHARED_MERGE.match(field) is not None
+    return _LOCAL.match(field) is None
+
+
+def _digest(array: np.ndarray) -> str:
+    if array.ndim == 0:
+        return str(array)
+    return hashlib.sha256(raw_bytes(array)).hexdigest()[:16]
+
+
+def _awaited(arrays: dict[str, np.ndarray]) -> list[Key]:
+    """The exchanges between processes that the saved states wait for."""
+    keys = []
+    for name, posted in arrays.items():
+        if match := re.fullmatch(r"(.*fragments\.\d+)\.posted", name):
+            # A virtual cluster has the sums in its state, and no key.
+            position = arrays.get(f"{match[1]}.exchange.key")
+            number = arrays.get(f"{match[1]}.number")
+            if position is None or number is None or not posted.all():
+                continue
+            if position.size == number.size == 1:
+                keys.append((int(position), int(number)))
+    return keys
+
+
+def _differences(first: Summary, other: Summary) -> list[str]:
+    """The defects of a part that must equal the first part in some respects."""
+    who = f"node {other.row[0]} differs from node {first.row[0]}"
+    if first.shapes != other.shapes:
+        either = sorted(first.shapes | other.shapes)
+        names = [name for name in either if first.shapes.get(name) != other.shapes.get(name)]
+        name = names[0]
+        return [
+            f"{who}: {name} is {other.shapes.get(name, 'missing')}, not "
+            f"{first.shapes.get(name, 'missing')} ({len(names)} arrays differ in shape or type)"
+        ]
+    texts = [
+        f"{who}: {name} is {other.shared[name]}, not {x}"
+        for name, x in first.shared.items()
+        if other.shared[name] != x
+    ]
+    if first.in_flight != other.in_flight:
+        texts.append(f"{who}: the exchanges in flight are {other.in_flight}, not {first.in_flight}")
+    return texts

@@ -1,0 +1,126 @@
+"""Ends all processes of a job when one of them fails, and registers functions for a normal exit."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+from jdaso.cluster.kill_launcher import start_watchdog
+from jdaso.core.mpi_types import Comm
+
+# The aborting process waits this long before MPI_Abort, so that the others can print the reason.
+_GRACE_SECONDS = 1.0
+_ABORT_SECONDS = 5.0
+_STDERR = 2
+_NEW_THREAD = 2  # SIGEV_THREAD
+# Only one thread aborts: two threads in MPI_Abort would write to the launcher at the same time.
+_aborting = threading.Lock()
+
+
+def abort(comm: Comm, reason: str, status: int) -> None:
+    """Prints the reason to stderr, then ends this process and, through MPI, all others."""
+    if not _aborting.acquire(blocking=False):
+        threading.Event().wait()  # until the other thread has ended the process
+    _exit_later(status, _GRACE_SECONDS + _ABORT_SECONDS)  # if the code below hangs
+    _print_last(f"ending all processes: {reason}")
+    time.sleep(_GRACE_SECONDS)
+    start_watchdog()
+    _skip_exit_handlers(status)
+    comm.Abort(status)
+
+
+def abort_alone(reason: str) -> None:
+    """Ends this process, the only one of its job, with status 1.
+
+    SystemExit ends the main thread only. A program of several devices would wait for another
+    thread forever.
+    """
+    if threading.current_thread() is threading.main_thread():
+        raise SystemExit(reason)
+    _print_last(f"ending this process: {reason}")
+    os._exit(1)
+
+
+def _print_last(text: str) -> None:
+    """Prints a line to stderr, after what the program has printed to stdout."""
+    with contextlib.suppress(Exception):  # the terminal is gone, or the stream is closed
+        sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        # One system call, because the lines of several processes must not mix.
+        os.write(_STDERR, f"jdaso: {text}\n".encode(errors="backslashreplace"))
+
+
+class _Event(ctypes.Structure):
+    """``struct sigevent`` of glibc and musl, with a function that a new thread calls."""
+
+    _fields_ = (
+        ("value", ctypes.c_void_p),
+        ("signal", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("function", ctypes.c_void_p),
+        ("rest", ctypes.c_char * 40),
+    )
+
+
+def _exit_later(status: int, seconds: float) -> None:
+    """Ends this process after some seconds. Needs neither MPI nor the interpreter.
+
+    MPI_Abort holds the interpreter's lock while it hangs, so no Python code runs then. The C
+    library's timer calls ``_exit`` with the status. ``faulthandler`` could do the same with the
+    status 1 only, for which job scripts do not start a job again.
+    """
+    try:
+        libc = ctypes.CDLL(None)
+        exit_function = ctypes.cast(libc._exit, ctypes.c_void_p)
+        event = _Event(value=status, notify=_NEW_THREAD, function=exit_function)
+        timer, limit = ctypes.c_void_p(), (ctypes.c_long * 4)()  # interval and time
+        limit[2], limit[3] = int(seconds), int(seconds % 1 * 1e9)
+        created = libc.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer))
+        if created == 0 and libc.timer_settime(timer, 0, ctypes.byref(limit), None) == 0:
+            return
+    except (OSError, AttributeError):  # another C library
+        pass
+    faulthandler.dump_traceback_later(seconds, exit=True, file=_STDERR)
+
+
+def _skip_exit_handlers(status: int) -> None:
+    """Makes C's ``exit``, which MPI_Abort calls, end at once: other exit handlers may hang."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL(None)
+        libc.__cxa_atexit(libc._exit, ctypes.c_void_p(status), None)
+
+
+def abort_on_exception(process_name: str, abort_all: Callable[[str], None]) -> None:
+    """From now on an uncaught exception in this process calls ``abort_all`` with the reason."""
+    own = os.getpid()
+
+    def hook(kind, error, trace):
+        traceback.print_exception(kind, error, trace)
+        if os.getpid() == own:  # not in a forked child
+            abort_all(f"{process_name} failed: {kind.__name__}: {error}")
+
+    sys.excepthook = hook
+
+
+def at_exit(function: Callable[[], object]) -> Callable[[], None]:
+    """Registers ``function`` to run when this process exits, not when a forked child exits.
+
+    Returns a function that removes it again.
+    """
+    own = os.getpid()
+
+    def run() -> None:
+        if os.getpid() == own:
+            function()
+
+    atexit.register(run)
+    return functools.partial(atexit.unregister, run)

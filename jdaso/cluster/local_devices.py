@@ -1,0 +1,176 @@
+"""The mean of gradients over the devices of one node, and virtual CPU devices for tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jdaso.core.types import PyTree
+
+LOCAL_AXIS = "local"
+# XLA's CPU client takes the size of its thread pool from NPROC; the default is the number of cores.
+# All-reduces between virtual devices wait for each other inside that pool, and host callbacks wait
+# there for their operands. With the default, both can deadlock.
+_POOL_THREADS = "16"
+# XLA ends a process whose virtual devices wait for each other for 40 s. But one of them may be
+# waiting for another node, and then the exchange's timeout applies.
+_COLLECTIVE_FLAG = "--xla_cpu_collective_call_terminate_timeout_seconds"
+_COLLECTIVE_SECONDS = 24 * 3600
+
+
+def local_value_and_grad(
+    loss_fn: Callable,
+    mesh: Mesh,
+    has_aux: bool = False,
+    in_specs: Sequence[PartitionSpec] | None = None,
+    across: Callable[[PyTree], PyTree] | None = None,
+) -> Callable:
+    """Like ``jax.value_and_grad``, averaged over the node's local devices.
+
+    This is DASO's local synchronization (daso-journal Fig. 2). Each of L devices computes on its
+    own part of the node's batch, and ``g = (1/L) sum_l g_l``. One collective averages the loss, the
+    gradients and the floating-point leaves of aux. ``loss_fn`` runs inside ``shard_map`` with the
+    axis ``"local"``, so a BatchNorm with ``axis_name="local"`` sees the process's whole batch.
+
+    Args:
+        loss_fn: ``(params, *args) -> loss`` or, with ``has_aux``, ``(loss, aux)``.
+        mesh: ``topology.mesh``, one-dimensional, with the axis ``"local"``.
+        has_aux: As in ``jax.value_and_grad``.
+        in_specs: A ``PartitionSpec`` for each of args, e.g. ``(P(), P("local"))`` for a
+            replicated model state and a batch; None to split all along their leading axis.
+        across: ``jdaso.exchange.process_mean(topology)`` if a node has several processes, to
+            average over them as well.
+
+    Returns:
+        ``(params, *args) -> (loss, grads)``, or ``((loss, aux), grads)``; all replicated.
+
+    Raises:
+        ValueError: If the mesh is not that of one node.
+
+    >>> import jax.numpy as jnp, jdaso
+    >>> mesh = jdaso.discover_topology().mesh
+    >>> value_and_grad = local_value_and_grad(lambda w, x: jnp.mean((w * x) ** 2), mesh)
+    >>> loss, grad = value_and_grad(jnp.float32(2.0), jnp.ones(4))
+    >>> float(loss), float(grad)
+    (4.0, 4.0)
+    """
+    if mesh.axis_names != (LOCAL_AXIS,):
+        raise ValueError(
+            f"mesh must have the one axis {LOCAL_AXIS!r}, got axes {mesh.axis_names}: "
+            "use topology.mesh."
+        )
+    value_and_grad = jax.value_and_grad(loss_fn, has_aux=has_aux)
+
+    def on_device(params, *args):
+        value, grads = value_and_grad(params, *args)
+        return _mean((value, grads), lambda tree: lax.pmean(tree, LOCAL_AXIS))
+
+    def call(params, *args):
+        specs = (PartitionSpec(LOCAL_AXIS),) * len(args) if in_specs is None else tuple(in_specs)
+        if len(specs) != len(args):
+            raise ValueError(
+                f"in_specs must have {len(args)} specs, one per arg, got {len(specs)}."
+            )
+        # With check_vma=True the gradient of replicated parameters is already summed over the
+        # devices, and its mean would be L times too large.
+        averaged = jax.shard_map(
+            on_device,
+            mesh=mesh,
+            in_specs=(PartitionSpec(), *specs),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )(params, *args)
+        return averaged if across is None else _mean(averaged, across)
+
+    return call
+
+
+class LocalMeanState(NamedTuple):
+    """State of ``pmean(every > 1)``: update calls so far."""
+
+    step: jax.Array
+
+
+def pmean(axis_name: str = LOCAL_AXIS, every: int = 1) -> optax.GradientTransformation:
+    """Averages updates over a named axis. Use it first in a chain, in ``shard_map`` or ``pmap``.
+
+    It takes the same mean as :func:`local_value_and_grad`, inside a shard_map that you write
+    yourself. Call shard_map with ``check_vma=False``; otherwise the gradient is already summed.
+
+    Args:
+        axis_name: Axis of the node's local devices.
+        every: Steps between means. The devices diverge in between, as with Heat's ``local_skip``.
+            The parameters are then no longer replicated, so shard them over ``axis_name``. A
+            ``pmean`` of the parameters makes them equal again.
+
+    Returns:
+        An optax transformation; stateless for ``every=1``.
+
+    Raises:
+        ValueError: If ``every`` is below 1.
+
+    >>> import jax, jax.numpy as jnp, jdaso
+    >>> tx = jdaso.cluster.pmean("local")
+    >>> mean = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="local")
+    >>> mean(jnp.array([1.0, 3.0])).tolist()
+    [2.0, 2.0]
+    """
+    if every < 1:
+        raise ValueError(f"every must be at least 1 step, got {every}.")
+    if every == 1:
+        return optax.stateless(lambda updates, params: lax.pmean(updates, axis_name))
+
+    def init(params):
+        return LocalMeanState(jnp.zeros((), jnp.int32))
+
+    def update(updates, state, params=None):
+        step = state.step + 1
+        updates = lax.cond(
+            step % every == 0, lambda u: lax.pmean(u, axis_name), lambda u: u, updates
+        )
+        return updates, LocalMeanState(step)
+
+    return optax.GradientTransformation(init, update)
+
+
+def use_virtual_devices(num_devices: int) -> None:
+    """Gives this process several CPU devices, and XLA the threads that they need.
+
+    Args:
+        num_devices: Number of devices. They share the cores of the process.
+
+    Raises:
+        ValueError: If ``num_devices`` is below 1.
+        RuntimeError: From JAX, if its devices are already in use.
+    """
+    if num_devices < 1:
+        raise ValueError(f"num_devices must be at least 1, got {num_devices}.")
+    use_enough_threads()
+    if _COLLECTIVE_FLAG not in (flags := os.environ.get("XLA_FLAGS", "")):
+        os.environ["XLA_FLAGS"] = f"{flags} {_COLLECTIVE_FLAG}={_COLLECTIVE_SECONDS}".strip()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", num_devices)
+
+
+def use_enough_threads() -> None:
+    """Makes the thread pool of XLA's CPU client large enough for host callbacks.
+
+    It has an effect only before the first use of a device. It keeps ``NPROC`` if that is set.
+    """
+    os.environ.setdefault("NPROC", _POOL_THREADS)
+
+
+def _mean(tree: PyTree, mean: Callable[[PyTree], PyTree]) -> PyTree:
+    """Applies ``mean`` to the list of all floating-point leaves of a tree."""
+    leaves, treedef = jax.tree.flatten(tree)
+    floating = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves]
+    means = iter(mean([x for x, f in zip(leaves, floating, strict=True) if f]))
+    merged = [next(means) if f else x for x, f in zip(leaves, floating, strict=True)]
+    return jax.tree.unflatten(treedef, merged)

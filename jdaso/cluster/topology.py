@@ -1,0 +1,274 @@
+"""The topology of a job: nodes, local devices, and the communicators between them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import os
+import socket
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jdaso.cluster.abort import abort, abort_alone, abort_on_exception, at_exit
+from jdaso.cluster.heartbeat import EXIT_NODE_LOST, Heartbeat, start_heartbeat
+from jdaso.cluster.launch_environment import (
+    detect_launch,
+    explain_single_process,
+    missing_srun,
+    missing_variables,
+)
+from jdaso.cluster.local_devices import LOCAL_AXIS, use_enough_threads
+from jdaso.cluster.placement import Placement, Process, assign_nodes
+from jdaso.core.mpi_types import Comm
+from jdaso.core.types import JdasoError
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """The cluster as one process sees it.
+
+    A node is either one process with all its devices, or several processes with one device
+    each. The devices of a node are numbered by their local index.
+
+    Attributes:
+        processes: Host and devices of every process, by rank.
+        placements: Node and local rank of every process, by rank.
+        processes_per_node: 1, or the number of devices of a node.
+        devices: Devices that this process uses.
+        comm: MPI communicator over all processes, used only by jdaso; None without MPI.
+        heartbeat: Heartbeats between the processes; None for a single process.
+    """
+
+    rank: int
+    processes: tuple[Process, ...]
+    placements: tuple[Placement, ...]
+    processes_per_node: int
+    devices: tuple[jax.Device, ...]
+    comm: Comm | None
+    heartbeat: Heartbeat | None = None
+
+    @property
+    def host(self) -> str:
+        """Name of the host of this process."""
+        return self.processes[self.rank].host
+
+    @property
+    def node(self) -> int:
+        """Index of this process's node."""
+        return self.placements[self.rank].node
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes, P in the papers."""
+        return len(self.processes) // self.processes_per_node
+
+    @property
+    def local_rank(self) -> int:
+        """Index of this process among those of its node."""
+        return self.placements[self.rank].local_rank
+
+    @property
+    def num_local_devices(self) -> int:
+        """Number of devices of a node, over all its processes; L in the papers."""
+        return self.processes_per_node * len(self.devices)
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        """The devices of this process as a one-dimensional mesh with the axis ``"local"``."""
+        return Mesh(np.array(self.devices), (LOCAL_AXIS,), axis_types=(AxisType.Auto,))
+
+    def restricted_to(self, comm: Comm) -> Topology:
+        """The topology of the processes in ``comm``, one per node; collective."""
+        left = comm.allgather(self.rank)
+        return dataclasses.replace(
+            self,
+            rank=left.index(self.rank),
+            processes=tuple(self.processes[rank] for rank in left),
+            placements=tuple(Placement(node, 0) for node in range(len(left))),
+            comm=comm,
+        )
+
+    def describe(self, rank: int) -> str:
+        """Names a rank and its host, for error messages."""
+        process = self.processes[rank]
+        return f"rank {process.rank} ({process.host})"
+
+    def states(self, ranks: frozenset[int]) -> str:
+        """Names ranks, their hosts, and whether each is alive, for error messages."""
+        if self.heartbeat is None:
+            return ", ".join(map(self.describe, sorted(ranks)))
+        return self.heartbeat.states(frozenset(self.processes[rank].rank for rank in ranks))
+
+    def abort(self, reason: str) -> None:
+        """Ends all processes with status 1, or ``EXIT_NODE_LOST`` if a process is silent."""
+        if self.heartbeat is None or self.comm is None:
+            abort_alone(reason)
+        else:
+            _abort_all(self.comm, self.heartbeat, reason)
+
+    def duplicate_comm(self) -> Comm:
+        """A new communicator over all processes, with messages of its own; collective."""
+        if self.comm is None:
+            raise JdasoError("this needs MPI: start the program with mpiexec or srun.")
+        return _created(self.comm.Dup)
+
+    def group_communicators(self, count: int | None = None) -> list[Comm | None]:
+        """New communicators, one for each local index below ``count``; collective over all.
+
+        ``count`` is the number of local devices unless it is given. The l-th one connects the
+        devices of local index l of all nodes, in the order of nodes. It is None if this process
+        does not have that device. Every caller gets its own communicators.
+        """
+        indices = range(self.num_local_devices if count is None else count)
+        if self.comm is None:
+            return [None for _ in indices]
+        split = self.comm.Split
+        if self.processes_per_node == 1:
+            return [_created(lambda: split(color=0, key=self.node)) for _ in indices]
+        own = _created(lambda: split(color=self.local_rank, key=self.node))
+        return [own if i == self.local_rank else None for i in indices]
+
+    def node_communicator(self) -> Comm | None:
+        """A new communicator of the processes of this node; collective over all processes."""
+        if self.comm is None:
+            return None
+        split = self.comm.Split
+        return _created(lambda: split(color=self.node, key=self.local_rank))
+
+
+def _created(create: Callable[[], Comm]) -> Comm:
+    """The communicator that ``create`` returns. Says what to do if MPI can create no more."""
+    try:
+        return create()
+    except Exception as error:
+        raise JdasoError(
+            f"MPI cannot create another communicator: {error}. Every mpi_exchange and mpi_center "
+            "needs several until it is closed: create exchanges once and use them again, or call "
+            "exchange.close() on all processes."
+        ) from error
+
+
+def discover_topology(processes_per_node: int | None = None) -> Topology:
+    """Finds the nodes, the local devices and the placement of this process; collective.
+
+    Processes that share memory are on one host.
+
+    - A process alone on its host is a node with all its devices (``srun --ntasks-per-node=1``).
+    - Several processes on a host are one node with one accelerator each (``--ntasks-per-node=4``
+      on hosts with 4 GPUs). Average their gradients with
+      ``local_value_and_grad(..., across=process_mean(topology))``.
+    - On CPU every process is a node, because CPU devices belong to the process that created them.
+
+    From now on, all processes are aborted when one fails, because the others would wait for it
+    forever. Each prints the reason to stderr. The exit status is 1 after an uncaught exception. It
+    is ``EXIT_NODE_LOST`` (69) if a process has died, or was silent until an exchange timed out:
+    start the job again from the last checkpoint. A launcher that kills the other processes itself
+    has another status, such as 9 or 137. Only workers of :func:`jdaso.center.mpi_center` end alone.
+
+    Args:
+        processes_per_node: Number of processes that make a node; None decides as described.
+
+    Returns:
+        The :class:`jdaso.Topology`. Without MPI or without a launcher it has one node, with a
+        warning if this is a Slurm job of several tasks.
+
+    Raises:
+        ValueError: If ``processes_per_node`` is below 1.
+        JdasoError: If the launcher's MPI plugin does not match, if MPI does not support threads,
+            if nodes have unequal numbers of devices, or if processes and devices do not match.
+
+    >>> import jdaso
+    >>> jdaso.discover_topology().num_nodes
+    1
+    """
+    use_enough_threads()
+    comm = _world()
+    rank = comm.Get_rank() if comm is not None else 0
+    # Before JAX, because a process that finds no device must not leave the others waiting.
+    heartbeat = _start_heartbeat(comm) if comm is not None and comm.Get_size() > 1 else None
+    visible = tuple(jax.local_devices())
+    memory_group = rank
+    if comm is not None:
+        from mpi4py import MPI
+
+        on_host = comm.Split_type(MPI.COMM_TYPE_SHARED, key=rank)
+        memory_group = on_host.allreduce(rank, op=MPI.MIN)
+        on_host.Free()
+    own = Process(rank, socket.gethostname(), memory_group, visible[0].platform, len(visible))
+    processes = tuple(comm.allgather(own)) if comm is not None else (own,)
+    per_node, placements = assign_nodes(processes, processes_per_node)
+    devices = visible
+    if per_node > 1 and len(visible) > 1:
+        devices = (visible[placements[rank].local_rank],)
+    if len(processes) == 1 and (warning := missing_srun(os.environ)):
+        warnings.warn(f"jdaso: {warning}", RuntimeWarning, stacklevel=2)
+    return Topology(rank, processes, placements, per_node, devices, comm, heartbeat)
+
+
+def _start_heartbeat(comm: Comm) -> Heartbeat:
+    """Starts the heartbeat. From now on all processes are aborted when one of them fails."""
+    hosts = comm.allgather(socket.gethostname())
+
+    def describe(rank: int) -> str:
+        return f"rank {rank} ({hosts[rank]})"
+
+    heartbeat = start_heartbeat(comm, describe, functools.partial(abort, comm))
+    at_exit(heartbeat.close)
+    abort_on_exception(describe(comm.Get_rank()), functools.partial(_abort_all, comm, heartbeat))
+    return heartbeat
+
+
+def _abort_all(comm: Comm, heartbeat: Heartbeat, reason: str) -> None:
+    status = EXIT_NODE_LOST if heartbeat.silent_ranks() else 1
+    heartbeat.broadcast_abort(reason, status)
+    abort(comm, reason, status)
+
+
+def _world() -> Comm | None:
+    """A duplicate of MPI.COMM_WORLD; None for a single process without MPI."""
+    launch = detect_launch(os.environ)
+    os.environ.update(missing_variables(os.environ, _installed("mpich")))  # the import starts MPI
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        if launch.processes > 1:
+            raise JdasoError(
+                f"{launch.launcher} started {launch.processes} processes, but mpi4py cannot be "
+                f"imported on {socket.gethostname()}: {error}. Install it with: pip install mpi4py"
+            ) from error
+        return None
+    size = MPI.COMM_WORLD.Get_size()
+    if size == 1 and launch.processes > 1:
+        raise JdasoError(explain_single_process(launch, library(MPI), socket.gethostname()))
+    if size > 1 and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise JdasoError(
+            f"MPI was initialized with thread level {thread_level(MPI)} on {socket.gethostname()}, "
+            "but exchanges in the background require MPI_THREAD_MULTIPLE. Leave "
+            "mpi4py.rc.thread_level at 'multiple', and let only mpi4py initialize MPI."
+        )
+    return MPI.COMM_WORLD.Dup()
+
+
+def _installed(package: str) -> str | None:
+    """The version of a package; None if it is not installed."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
+
+
+def library(mpi: Any) -> str:
+    """Name and version of the MPI library, on one line."""
+    return " ".join(mpi.Get_library_version().strip("\x00").splitlines()[0].split())
+
+
+def thread_level(mpi: Any) -> str:
+    """The thread level that MPI was initialized with."""
+    levels = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+    return next(x for x in levels if getattr(mpi, f"THREAD_{x}") == mpi.Query_thread())

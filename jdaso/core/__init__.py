@@ -1,0 +1,26 @@
+"""The pure JAX engine: types, wire formats, and the state machine of all algorithms.
+
+It imports no other part of jdaso, and every other part may import it. To write an algorithm of
+your own, use the names below. A schedule says when to exchange, a :class:`Merge` says how a mean
+changes the parameters, and :func:`averaging` makes an optax transformation of both.
+"""
+
+from jdaso.core.engine import averaging
+from jdaso.core.metrics import Metrics
+from jdaso.core.state import AveragingState, averaging_state
+from jdaso.core.sync_target import AFTER_UPDATE, BEFORE_UPDATE, GRADIENTS, SyncTarget
+from jdaso.core.types import Arrival, Merge, Plan
+
+__all__ = [
+    "AFTER_UPDATE",
+    "BEFORE_UPDATE",
+    "GRADIENTS",
+    "Arrival",
+    "AveragingState",
+    "Merge",
+    "Metrics",
+    "Plan",
+    "SyncTarget",
+    "averaging",
+    "averaging_state",
+]

@@ -1,0 +1,130 @@
+"""Blocking means and broadcasts of whole trees between the nodes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdaso.core.consistency import agreement_numbers
+from jdaso.core.state import AveragingState, find_states
+from jdaso.core.tree import all_finite, divide, float_leaves, place_like, split, widened
+from jdaso.core.types import AGREEMENT_NAMES, HEADER_SIZE, UNCOUNTED, Exchange, PyTree
+
+
+def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyTree:
+    """Computes the mean of a tree over all nodes, with the same bits on every node.
+
+    Use it for batch statistics before evaluation, and for parameters before they are saved. All
+    nodes must call it, inside or outside jit. It blocks until all have. A node with a number that
+    is not finite is left out. If all nodes are left out, the mean is NaN.
+
+    Args:
+        exchange: how nodes communicate.
+        tree: arrays of the same shapes and dtypes on all nodes. Floating-point leaves are sent in
+            their own dtype and summed in float32 (float64 for float64). Leaves of integers and
+            booleans are returned unchanged.
+        opt_state: the optimizer's state. If it is given, processes also compare their steps, plans
+            and schedules.
+
+    Returns:
+        A tree of the same shapes, dtypes and placement.
+
+    Raises:
+        JdasoError: over MPI, on all nodes, if names, shapes or dtypes of the leaves differ, or the
+            steps, plans and schedules in ``opt_state``. The message names two ranks.
+
+    >>> import jax.numpy as jnp, jdaso
+    >>> jdaso.consensus(jdaso.single_exchange(), {"mean": jnp.ones(2)})["mean"].tolist()
+    [1.0, 1.0]
+    """
+    floats, replace = split(tree)
+    leaves = [_on_one_device(jnp.asarray(x)) for x in floats]
+    if not leaves:
+        return tree
+    header = jnp.zeros((HEADER_SIZE,), jnp.float32)
+    header = header.at[0].set(all_finite(leaves).astype(jnp.float32))
+    step: jax.Array | int = UNCOUNTED
+    states = find_states(AveragingState, opt_state)
+    if exchange.compares and states:
+        plan, schedules = jax.tree.map(
+            _on_one_device, (states[0].plan, [(s.step, s.exchanges, s.schedule) for s in states])
+        )
+        step = _on_one_device(states[0].step)
+        header = header.at[-len(AGREEMENT_NAMES) :].set(agreement_numbers(plan, schedules, ()))
+    state, _ = exchange.start(exchange.init(tree), UNCOUNTED, step, leaves, header, None)
+    total, header, _ = exchange.finish(state, UNCOUNTED, leaves)
+    # The condition is always true. In a program for several devices, the result of a host callback
+    # is on one device, and combining it with a leaf distributes it like the leaf.
+    members = header[0]
+    means = [
+        jnp.where(members >= 0, divide(t, members.astype(t.dtype)).astype(x.dtype), x)
+        for t, x in zip(total, leaves, strict=True)
+    ]
+    return replace([place_like(mean, x) for mean, x in zip(means, floats, strict=True)])
+
+
+def broadcast(exchange: Exchange, tree: PyTree, root: int = 0) -> PyTree:
+    """Sends the tree of one node to all nodes, bit for bit.
+
+    Use it for the initial parameters, so that all nodes start with the same. All nodes must call
+    it. It blocks until all have.
+
+    Args:
+        exchange: how nodes communicate.
+        tree: arrays of any dtype, with the same shapes and dtypes on all nodes.
+        root: index of the node whose tree is sent.
+
+    Returns:
+        A tree of the same shapes, dtypes and placement.
+
+    Raises:
+        ValueError: for a root that is not the index of a node.
+
+    >>> import jax.numpy as jnp, jdaso
+    >>> jdaso.broadcast(jdaso.single_exchange(), {"w": jnp.arange(3)})["w"].tolist()
+    [0, 1, 2]
+    """
+    if not 0 <= root < exchange.num_nodes:
+        raise ValueError(
+            f"root must be the index of a node, in [0, {exchange.num_nodes}), got {root}."
+        )
+    flat, treedef = jax.tree.flatten(tree)
+    leaves = [_on_one_device(jnp.asarray(x)) for x in flat]
+    exchange.init(tree)  # raises if trees differ
+    sent = exchange.broadcast(leaves, root)
+    return jax.tree.unflatten(treedef, [place_like(y, x) for y, x in zip(sent, flat, strict=True)])
+
+
+def drift(exchange: Exchange, params: PyTree) -> jax.Array:
+    """Computes the distance of this node's parameters from the mean of all nodes.
+
+    The distance is ``||x_node - mean_i x_i||``, the Euclidean norm over all floating-point leaves
+    together. All nodes must call it, inside or outside jit. It blocks until all have.
+
+    Args:
+        exchange: how nodes communicate.
+        params: arrays of the same shapes and dtypes on all nodes. 16-bit leaves are sent as
+            float32, because a mean rounded to 16 bits would differ even from equal parameters.
+
+    Returns:
+        A float32 scalar, different on every node.
+
+    >>> import jax.numpy as jnp, jdaso
+    >>> float(jdaso.drift(jdaso.single_exchange(), {"w": jnp.ones(3)}))
+    0.0
+    """
+    own = widened(float_leaves(params))
+    return _distance(own, consensus(exchange, own))
+
+
+def _on_one_device(x: jax.Array) -> jax.Array:
+    """Moves an array to one device, because outside jit only one device calls the host."""
+    if isinstance(x, jax.core.Tracer) or len(x.devices()) == 1:
+        return x
+    return jax.device_put(x, min(x.devices(), key=lambda device: device.id))
+
+
+@jax.jit
+def _distance(a: PyTree, b: PyTree) -> jax.Array:
+    return jnp.asarray(optax.tree.norm(optax.tree.sub(a, b)), jnp.float32)

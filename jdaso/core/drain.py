@@ -1,0 +1,48 @@
+"""Completes the exchanges in flight."""
+
+from __future__ import annotations
+
+from jdaso.core.chain import ChainState
+from jdaso.core.state import AveragingState, find_state, find_states, map_states
+from jdaso.core.transformation import Averaging
+from jdaso.core.types import PyTree
+
+
+def drain(transformation: Averaging, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+    """Waits for the exchanges in flight and merges them, with their actual age.
+
+    Use it at the end of training if the schedule does not know the end, and before a checkpoint.
+    It changes nothing if no exchange is in flight.
+
+    Args:
+        transformation: what ``jdaso.daso(...)``, another algorithm, or ``jdaso.chain(...)``
+            returned. For an ``optax.chain`` that contains it, pass the member, not the chain.
+        opt_state: the state of the whole optimizer.
+        params: the node's parameters.
+
+    Returns:
+        ``(params, opt_state)`` with nothing in flight.
+
+    Raises:
+        ValueError: for another transformation, or if ``opt_state`` does not hold exactly one state
+            of it.
+
+    >>> import jax.numpy as jnp, jdaso, optax
+    >>> averaging = jdaso.daso(jdaso.single_exchange(), jdaso.constant(period=4, delay=2))
+    >>> tx = optax.chain(optax.sgd(0.1), averaging)
+    >>> params = {"w": jnp.ones(3)}
+    >>> params, state = jdaso.drain(averaging, tx.init(params), params)
+    """
+    if not isinstance(transformation, Averaging):
+        raise ValueError(
+            "drain requires the transformation that jdaso.daso(...), another algorithm or "
+            "jdaso.chain(...) returned, not an optax.chain around it: keep the transformation in a "
+            f"variable before you chain it. Got an object of type {type(transformation).__name__}."
+        )
+    if transformation.state_type is AveragingState and find_states(ChainState, opt_state):
+        raise ValueError(
+            "opt_state must belong to the transformation, got the state of a jdaso.chain that "
+            "contains it: with tx = jdaso.chain(...), call jdaso.drain(tx, opt_state, params)."
+        )
+    params, state = transformation.finish(params, find_state(transformation.state_type, opt_state))
+    return params, map_states(transformation.state_type, lambda _: state, opt_state)

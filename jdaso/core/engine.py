@@ -1,0 +1,309 @@
+"""The engine of all algorithms: makes an optax transformation of schedule, exchange and merge.
+
+After the local optimizer's update of a step, the engine does the following for each fragment of
+the parameters:
+
+1. It merges the exchange in flight, if its delay has passed, if the next exchange is due, or if
+   the schedule requests to complete all exchanges.
+2. It posts an exchange, if one is due.
+3. It merges this exchange immediately, if its delay is 0.
+
+At all other steps the updates pass unchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jdaso.core.error_feedback import init_feedback
+from jdaso.core.fragment_step import (
+    EngineConfig,
+    FragmentResult,
+    StepContext,
+    merge_fragment,
+    step_fragment,
+    stop_unless_finite,
+)
+from jdaso.core.fragments import cut, float_positions, num_parameters, part
+from jdaso.core.state import AveragingState, FragmentState
+from jdaso.core.sync_target import AFTER_UPDATE, SyncTarget
+from jdaso.core.transformation import Averaging
+from jdaso.core.tree import all_finite, float_leaves, where_tree
+from jdaso.core.types import (
+    Exchange,
+    Leaves,
+    Merge,
+    ParamsWithMoments,
+    Plan,
+    PyTree,
+    Schedule,
+    keep_leaves,
+)
+from jdaso.core.validation import check_schedule
+
+
+def averaging(
+    name: str,
+    exchange: Exchange,
+    schedule: Schedule,
+    merge: Merge,
+    wire: str | None = None,
+    blocking_wire: str | None = None,
+    nonfinite: str = "skip",
+    fragments: int = 1,
+    sync_target: SyncTarget = AFTER_UPDATE,
+) -> Averaging:
+    """Makes an optax transformation of a schedule, an exchange and a merge.
+
+    Args:
+        name: name of the algorithm, for error messages.
+        exchange: how nodes communicate.
+        schedule: when to post and when to merge.
+        merge: how the sums change the parameters.
+        wire: dtype name on the wire, or None for the dtype of each leaf. With int8 the state holds
+            error feedback: two float32 copies of the parameters, or one of the gradients.
+        blocking_wire: the wire of steps whose plan is ``blocking``.
+        nonfinite: what to do if updates or updated parameters are not finite. ``skip`` skips the
+            step and leaves the node out of the next sum. The node then takes the mean of the
+            others. The state counts both. ``raise`` raises an error. With ``skip``, a sum that is
+            not finite, because large numbers overflow, is ignored by all nodes and counted.
+        fragments: number of parts of about equal bytes that the parameters are cut into. Each
+            part is exchanged once in a period, at different steps, so that the load of the network
+            is even.
+        sync_target: what is exchanged.
+
+    Returns:
+        An :class:`optax.GradientTransformationExtraArgs`. It must come last in a chain, and its
+        ``update`` requires ``params``, unless ``sync_target`` is ``GRADIENTS``.
+
+    Raises:
+        ValueError: for another ``nonfinite``, or for more fragments than steps in a period. In
+            ``init``, for more fragments than floating-point leaves.
+    """
+    if nonfinite not in ("skip", "raise"):
+        raise ValueError(f"nonfinite must be 'skip' or 'raise', got {nonfinite!r}.")
+    check_schedule(name, schedule)
+    whole = isinstance(fragments, numbers.Integral) and not isinstance(fragments, bool)
+    if not whole or not 1 <= fragments <= schedule.longest:
+        raise ValueError(
+            f"fragments must be a whole number in [1, {schedule.longest}], got {fragments!r}: "
+            "each fragment needs a step of its own within the longest period."
+        )
+    config = EngineConfig(
+        name, exchange, schedule, merge, wire, blocking_wire, nonfinite, fragments, sync_target
+    )
+    return Averaging(
+        functools.partial(_init, config),
+        functools.partial(_update, config),
+        jax.jit(functools.partial(_finish, config)),
+        moves_moments=merge.own_weight is not None,
+    )
+
+
+def _init(config: EngineConfig, params: PyTree) -> AveragingState:
+    if jax.tree.leaves(params) and not float_leaves(params):
+        raise ValueError(
+            f"{config.name}: params must have at least one floating-point leaf to average."
+        )
+    if jax.tree.leaves(params):  # optax.tree_map_params calls init on a tree without leaves
+        config.exchange.restart()
+    zero = jnp.zeros((), jnp.int32)
+    schedule_state = config.schedule.init()
+    state = AveragingState(
+        step=zero,
+        exchanges=zero,
+        skipped=zero,
+        left_out=zero,
+        merged=jnp.zeros((), bool),
+        plan=_stable(config.schedule.plan(schedule_state, zero)[0]),
+        losses=jnp.zeros((2,), jnp.float32),
+        schedule=schedule_state,
+        fragments=tuple(
+            _init_fragment(config, part(params, positions))
+            for positions in cut(params, config.fragments)
+        ),
+    )
+    # Each field needs a buffer of its own, or the state could not be donated.
+    return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
+
+
+def _init_fragment(config: EngineConfig, tree: PyTree) -> FragmentState:
+    params = tree.params if isinstance(tree, ParamsWithMoments) else tree
+    int8 = "int8" in (config.wire, config.blocking_wire)
+    zero = jnp.zeros((), jnp.int32)
+    return FragmentState(
+        posted=jnp.zeros((), bool),
+        age=zero,
+        delay=zero,
+        number=zero,
+        sound=jnp.ones((), bool),
+        exchange=config.exchange.init(tree),
+        merge=config.merge.init(params),
+        feedback=init_feedback(tree, config.sync_target.uses_anchor) if int8 else (),
+    )
+
+
+def _update(
+    config: EngineConfig,
+    updates: PyTree,
+    state: AveragingState,
+    params: PyTree = None,
+    *,
+    value: Any = None,
+    **extra_args: Any,
+) -> tuple[PyTree, AveragingState]:
+    target = config.sync_target
+    if params is None and target.needs_params:
+        raise ValueError(f"{config.name} moves parameters: call update(updates, state, params).")
+    tree = updates if params is None else params
+    xs, treedef = jax.tree.flatten(tree)
+    us = jax.tree.leaves(jax.tree.map(_or_zeros, tree, updates, is_leaf=lambda x: x is None))
+
+    started = state.step >= target.schedule_lag
+    plan, scheduled = config.schedule.plan(state.schedule, state.step - target.schedule_lag)
+    plan = _stable(plan)
+    plan = plan._replace(flush=plan.flush & started, epoch_end=plan.epoch_end & started)
+    # If the schedule lags, this step's loss belongs to the schedule's next step.
+    loss = _loss(value)
+    losses = state.losses if target.schedule_lag else state.losses + loss
+    finite = all_finite(float_leaves(target.must_be_finite(xs, us)))
+    finite = stop_unless_finite(config, finite, state.step)
+
+    # Separate conds avoid copies: a branch does not copy what it returns unchanged. Steps without
+    # an exchange do not touch the updates, and steps that only post do not write them.
+    us = _cond(config.name, finite, lambda us: us, lambda us: [jnp.zeros_like(u) for u in us], us)
+
+    result = FragmentResult(state.exchanges, state.left_out, jnp.zeros((2,), jnp.float32))
+    new_fragments, merged = [], jnp.zeros((), bool)
+    for index, positions in enumerate(float_positions(tree, config.fragments)):
+        fragment = state.fragments[index]
+        fragment = fragment._replace(
+            age=fragment.age + fragment.posted, sound=fragment.sound & finite
+        )
+        post = started & plan.posts(index, config.fragments)
+        due = fragment.posted & ((fragment.age >= fragment.delay) | post | plan.flush)
+        part_xs = [xs[i] for i in positions]
+        replicated = () if target.needs_params or params is None else part_xs
+        context = StepContext(state.step, plan, state.schedule, replicated, losses, due, post)
+        num_params = sum(i < num_parameters(tree) for i in positions)
+        part_us, fragment, part_result = _cond(
+            config.name,
+            due | post,
+            functools.partial(_exchange_fragment, config, context, num_params, part_xs),
+            _skip_fragment,
+            [us[i] for i in positions],
+            fragment,
+            result.number,
+        )
+        for i, u in zip(positions, part_us, strict=True):
+            us[i] = u
+        new_fragments.append(fragment)
+        merged |= due | (post & (plan.delay == 0))
+        result = FragmentResult(
+            part_result.number,
+            result.left_out + part_result.left_out,
+            part_result.losses if index == 0 else result.losses,
+        )
+    # Sum and number of the epoch's losses over all nodes have the same bits on every node.
+    observes = plan.epoch_end & ~plan.blocking & (result.losses[1] > 0)
+    observed = config.schedule.observe(
+        scheduled, result.losses[0] / jnp.maximum(result.losses[1], 1)
+    )
+    state = AveragingState(
+        step=state.step + 1,
+        exchanges=result.number,
+        skipped=state.skipped + ~finite,
+        left_out=result.left_out,
+        merged=merged,
+        plan=plan,
+        losses=jnp.where(plan.epoch_end, 0.0, losses) + (loss if target.schedule_lag else 0.0),
+        schedule=where_tree(observes, observed, scheduled),
+        fragments=tuple(new_fragments),
+    )
+    return jax.tree.unflatten(treedef, us), state
+
+
+def _exchange_fragment(
+    config: EngineConfig,
+    context: StepContext,
+    num_params: int,
+    xs: Leaves,
+    us: Leaves,
+    fragment: FragmentState,
+    number: jax.Array,
+) -> tuple[Leaves, FragmentState, FragmentResult]:
+    """Merges or posts a fragment, given its parameters ``xs`` and its updates ``us``."""
+    target = config.sync_target
+    leaves = target.to_leaves(xs, us)
+    leaves, fragment, result = step_fragment(config, context, num_params, leaves, fragment, number)
+    changed = context.due | (context.plan.delay == 0) | (config.merge.on_post is not keep_leaves)
+    us = lax.cond(changed, lambda us: target.to_updates(xs, us, leaves), lambda us: us, us)
+    return us, fragment, result
+
+
+def _skip_fragment(
+    us: Leaves, fragment: FragmentState, number: jax.Array
+) -> tuple[Leaves, FragmentState, FragmentResult]:
+    left_out, losses = jnp.zeros((), jnp.int32), jnp.zeros((2,), jnp.float32)
+    return us, fragment, FragmentResult(number, left_out, losses)
+
+
+def _finish(
+    config: EngineConfig, params: PyTree, state: AveragingState
+) -> tuple[PyTree, AveragingState]:
+    xs, treedef = jax.tree.flatten(params)
+    new_fragments, left_out = [], state.left_out
+    positions_of = float_positions(params, config.fragments)
+    for positions, fragment in zip(positions_of, state.fragments, strict=True):
+        num_params = sum(i < num_parameters(params) for i in positions)
+        merged, fragment, lost = lax.cond(
+            fragment.posted,
+            lambda x, f, n=num_params: merge_fragment(config, state.step, n, x, f)[:3],
+            lambda x, f: (x, f, jnp.zeros((), bool)),
+            [xs[i] for i in positions],
+            fragment,
+        )
+        left_out = left_out + lost
+        for i, x in zip(positions, merged, strict=True):
+            xs[i] = x
+        new_fragments.append(fragment)
+    state = state._replace(fragments=tuple(new_fragments), left_out=left_out)
+    return jax.tree.unflatten(treedef, xs), state
+
+
+def _or_zeros(x, update):
+    """The update, or zeros if there is none for this parameter."""
+    return jnp.zeros_like(x) if update is None and x is not None else update
+
+
+def _loss(value: Any) -> jax.Array:
+    """A loss and its number, 1. Zeros if the loss is missing or not finite."""
+    if value is None:
+        return jnp.zeros((2,), jnp.float32)
+    value = jnp.asarray(value, jnp.float32)
+    return jnp.where(jnp.isfinite(value), jnp.stack([value, jnp.ones_like(value)]), 0.0)
+
+
+def _stable(plan: Plan) -> Plan:
+    """Casts the fields of a plan to their dtypes."""
+    ints = [jnp.asarray(x, jnp.int32) for x in plan[:4]]
+    return Plan(*ints, *(jnp.asarray(x, bool) for x in plan[4:]))
+
+
+def _cond(name: str, *args):
+    """``lax.cond`` with a helpful error inside shard_map."""
+    try:
+        return lax.cond(*args)
+    except TypeError as error:
+        if "manual axis types" not in str(error):
+            raise
+        raise ValueError(
+            f"{name}: inside shard_map, update requires shard_map(..., check_vma=False), because "
+            "JAX cannot know that exchanged values are equal on all nodes."
+        ) from error

@@ -1,0 +1,86 @@
+"""What jdaso uses of an mpi4py communicator, as a protocol.
+
+Type checkers know mpi4py only where it is installed, and most of jdaso must import without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class MpiRequest(Protocol):
+    """A pending non-blocking operation, ``mpi4py.MPI.Request``."""
+
+    def Test(self) -> bool:
+        """Whether the operation has completed; makes progress."""
+
+    def Testany(self, requests: Sequence[Any], /) -> tuple[int, bool]:
+        """The index of a completed request, and whether there is one."""
+
+
+class Comm(Protocol):
+    """A communicator, ``mpi4py.MPI.Intracomm``; buffers are NumPy arrays."""
+
+    def Get_rank(self) -> int:
+        """The rank of this process."""
+
+    def Get_size(self) -> int:
+        """The number of processes."""
+
+    def Dup(self) -> Comm:
+        """A communicator over the same processes with messages of its own; collective."""
+
+    def Split(self, color: int, key: int) -> Comm:
+        """A communicator over the processes of the same color; collective."""
+
+    def Split_type(self, split_type: int, key: int = 0) -> Comm:
+        """A communicator over the processes that share a resource; collective."""
+
+    def Free(self) -> None:
+        """Frees the communicator; collective."""
+
+    def Barrier(self) -> None:
+        """Waits for all processes."""
+
+    def Ibarrier(self) -> MpiRequest:
+        """Starts a barrier."""
+
+    def Ibcast(self, buffer: Any, /, root: int) -> MpiRequest:
+        """Starts a broadcast of ``buffer`` from rank ``root``."""
+
+    def Isend(self, buffer: Any, /, dest: int, tag: int) -> MpiRequest:
+        """Starts sending ``buffer``."""
+
+    def Irecv(self, buffer: Any, /, source: int, tag: int) -> MpiRequest:
+        """Starts receiving into ``buffer``."""
+
+    def Improbe(self, source: int, tag: int, status: Any) -> Any:
+        """A message that has arrived, or None."""
+
+    def Iprobe(self) -> bool:
+        """Whether a message has arrived; makes progress."""
+
+    def allgather(self, value: Any, /) -> list[Any]:
+        """The picklable value of every process, by rank."""
+
+    def allreduce(self, value: Any, /, op: Any) -> Any:
+        """The picklable values of all processes, reduced with ``op``."""
+
+    def bcast(self, value: Any, /, root: int = 0) -> Any:
+        """The picklable value of rank ``root``."""
+
+    def Revoke(self) -> None:
+        """Makes all operations on the communicator fail on all processes (ULFM)."""
+
+    def Shrink(self) -> Comm:
+        """A communicator over the processes that have not failed; collective over them (ULFM)."""
+
+    def Agree(self, flag: int) -> int:
+        """The bitwise AND of the flags, equal on all processes that have not failed (ULFM)."""
+
+    def Iagree(self, buffer: Any) -> MpiRequest:
+        """Starts an agreement on the flags in ``buffer`` (ULFM)."""
+
+    def Abort(self, errorcode: int) -> None:
+        """Ends all processes of the job."""

@@ -1,0 +1,118 @@
+"""Functions on trees of arrays, most of them on the floating-point leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdaso.core.types import Leaves, PyTree
+from jdaso.core.wire import sum_dtype
+
+
+def is_float(leaf: Any) -> bool:
+    """Whether a leaf is exchanged. Integers and booleans are not.
+
+    Raises:
+        ValueError: for complex leaves, because no wire format is defined for them.
+    """
+    if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
+        raise ValueError(
+            f"complex parameters are not supported, got a leaf of dtype {jnp.result_type(leaf)}: "
+            "store the real and the imaginary part as two leaves."
+        )
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+
+
+def is_masked(node: PyTree) -> bool:
+    """Whether a node of a tree is an :class:`optax.MaskedNode`."""
+    return isinstance(node, optax.MaskedNode)
+
+
+def all_finite(leaves: Leaves) -> jax.Array:
+    """Whether all numbers in a list of arrays are finite, in one pass over them.
+
+    The test is on sums, which are not finite if one term is not. A sum of finite numbers of about
+    1e30 or more can overflow, and then counts as not finite.
+    """
+    sums = [jnp.sum(leaf, dtype=sum_dtype(leaf.dtype)) for leaf in leaves]
+    # In one array, because XLA fuses a chain of "and" as a whole into every use of it. With 300
+    # leaves it would compile for half a minute.
+    return jnp.all(jnp.isfinite(jnp.stack(sums))) if sums else jnp.bool_(True)
+
+
+def float_leaves(tree: PyTree) -> Leaves:
+    """The floating-point leaves of a tree."""
+    return [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if is_float(leaf)]
+
+
+def split(tree: PyTree) -> tuple[Leaves, Callable[[Leaves], PyTree]]:
+    """The floating-point leaves of a tree, and a function that replaces them in the tree."""
+    leaves, treedef = jax.tree.flatten(tree)
+
+    def replace(floats: Leaves) -> PyTree:
+        rest = iter(floats)
+        return jax.tree.unflatten(treedef, [next(rest) if is_float(x) else x for x in leaves])
+
+    return [x for x in leaves if is_float(x)], replace
+
+
+def where_tree(condition: jax.Array, x: PyTree, y: PyTree) -> PyTree:
+    """``jnp.where`` with one condition for all leaves of two trees."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), x, y)
+
+
+def place_like(value: Any, like: Any) -> Any:
+    """Moves an array to the devices of ``like``, so that a compiled step accepts it.
+
+    Returns the value unchanged while tracing, and if ``like`` is not a JAX array.
+    """
+    traced = isinstance(value, jax.core.Tracer) or isinstance(like, jax.core.Tracer)
+    if traced or not isinstance(like, jax.Array):
+        return value
+    return jax.device_put(value, like.sharding)
+
+
+def difference(params: Leaves, updates: Leaves, moved: Leaves) -> Leaves:
+    """The updates that lead from ``params`` to ``moved``, in the dtypes of ``updates``.
+
+    Parameters that are not finite count as 0, as in :func:`jdaso.apply_gradients`.
+    """
+    return [
+        (m.astype(sum_dtype(p.dtype)) - finite_or_zero(p).astype(sum_dtype(p.dtype))).astype(
+            u.dtype
+        )
+        for p, u, m in zip(params, updates, moved, strict=True)
+    ]
+
+
+def finite_or_zero(leaf: jax.Array) -> jax.Array:
+    """The leaf with 0 in place of NaN and infinity, which no update could change to a number."""
+    return jnp.where(jnp.isfinite(leaf), leaf, jnp.zeros_like(leaf))
+
+
+def widened(tree: PyTree) -> PyTree:
+    """The tree with its floating-point leaves cast to their ``sum_dtype``."""
+    return jax.tree.map(lambda x: x.astype(sum_dtype(x.dtype)) if is_float(x) else x, tree)
+
+
+def divide(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
+    """Divides by a scalar without bias.
+
+    XLA replaces the division by a scalar with a product with the rounded reciprocal. Its error has
+    the same sign for all numbers, and adds up over thousands of means. One step of Newton's method
+    on the quotient removes this bias.
+    """
+    quotient = numerator / denominator
+    return quotient + (numerator - quotient * denominator) / denominator
+
+
+def outline(params: PyTree) -> list[str]:
+    """Path, dtype and shape of each leaf, as text to compare and to print."""
+    return [
+        f"{jax.tree_util.keystr(path) or 'params'}: {jnp.result_type(leaf).name}{jnp.shape(leaf)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    ]

@@ -1,0 +1,282 @@
+"""The interfaces between the parts of an algorithm: schedule, exchange and merge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PyTree = Any
+Leaves = list[jax.Array]
+Number = jax.Array | int
+
+#: Names of the quantities that must be equal on all nodes, as error messages show them. The
+#: function :func:`jdaso.core.consistency.agreement_numbers` computes one number for each.
+AGREEMENT_NAMES = ("period", "delay", "phase", "the schedule's state", "the shared state")
+#: Length of the header that travels with every exchange and is never rounded: 1 if the node
+#: contributes, the sum and the number of its losses in this epoch, and its agreement numbers. The
+#: agreement numbers are compared between nodes, all others are summed.
+HEADER_SIZE = 3 + len(AGREEMENT_NAMES)
+#: Number of an exchange that is finished immediately and does not count.
+UNCOUNTED = -1
+
+
+class JdasoError(RuntimeError):
+    """An error between nodes. Its message names the ranks and hosts."""
+
+
+class Plan(NamedTuple):
+    """What a schedule requests at one step. All fields are scalars and equal on all nodes.
+
+    Attributes:
+        phase: int32, index of the schedule's phase that contains this step.
+        period: int32, optimizer steps between two exchanges.
+        delay: int32, optimizer steps between posting an exchange and merging its result.
+        clock: int32, steps since the periods are counted from, including this step.
+        flush: bool, whether to complete all exchanges at this step.
+        blocking: bool, whether the step belongs to a phase with blocking exchanges. These phases
+            may use another wire.
+        epoch_end: bool, whether to average all parameters at this step. This exchange also
+            carries the losses of the epoch.
+    """
+
+    phase: jax.Array
+    period: jax.Array
+    delay: jax.Array
+    clock: jax.Array
+    flush: jax.Array
+    blocking: jax.Array
+    epoch_end: jax.Array
+
+    def posts(self, fragment: int = 0, fragments: int = 1) -> jax.Array:
+        """Whether to post a fragment at this step. Fragments take turns within a period."""
+        turn = fragment * self.period // fragments
+        return self.epoch_end | (jnp.mod(self.clock - turn, self.period) == 0)
+
+
+class Schedule(NamedTuple):
+    """When to post an exchange and when to merge it.
+
+    Attributes:
+        init: ``() -> state``. The state holds arrays only.
+        plan: ``(state, step) -> (Plan, state)``. ``step`` is an int32 scalar that starts at 0.
+        observe: ``(state, loss) -> state``, called at the end of each epoch, unless its plan is
+            ``blocking``. ``loss`` is the mean loss of the epoch over all nodes, a float32 scalar
+            with the same bits on every node.
+        longest: the longest period in steps.
+        delay_fills_period: whether the delay may be as long as the period.
+    """
+
+    init: Callable[[], PyTree]
+    plan: Callable[[PyTree, jax.Array], tuple[Plan, PyTree]]
+    observe: Callable[[PyTree, jax.Array], PyTree]
+    longest: int
+    delay_fills_period: bool
+
+
+class PostedExchange(NamedTuple):
+    """What this node has sent for an exchange that has not completed.
+
+    Attributes:
+        step: optimizer step after which the exchange was posted.
+        header: float32[HEADER_SIZE].
+        leaves: arrays in their wire dtypes. The wire int8 uses rows of bytes.
+    """
+
+    step: int
+    header: np.ndarray
+    leaves: list[np.ndarray]
+
+
+class HostState(NamedTuple):
+    """The state of an exchange whose data the host keeps outside the program.
+
+    Attributes:
+        key: int32 scalar, which exchange and which leaves of this process it stands for.
+    """
+
+    key: jax.Array
+
+
+class SentLeaf(NamedTuple):
+    """A floating-point leaf that an exchange sends, with its shape and dtype in the program."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+class ExchangeRecord(NamedTuple):
+    """Timing of a completed exchange.
+
+    The last four fields are pairs of start and end time, in seconds of the monotonic clock.
+
+    Attributes:
+        step: optimizer step after which it was posted.
+        bytes_sent: bytes that this process sent.
+        copy_to_host: the parameters were copied to the host and cast to the wire dtype.
+        transfer: the progress thread exchanged messages.
+        wait: training was blocked.
+        copy_to_device: the sums were copied to the device. Zeros until this copy has ended. With
+            host callbacks, JAX makes another copy before ``copy_to_host`` and after
+            ``copy_to_device``, which these times do not include.
+    """
+
+    number: int
+    step: int
+    bytes_sent: int
+    copy_to_host: tuple[float, float]
+    transfer: tuple[float, float]
+    wait: tuple[float, float]
+    copy_to_device: tuple[float, float]
+
+
+def empty_report() -> dict[str, float]:
+    """The report of an exchange that runs inside the compiled program."""
+    return {"exchanges": 0, "bytes_sent": 0, "seconds_blocked": 0.0, "seconds_in_flight": 0.0}
+
+
+def _refuse_posted(posted: dict[int, PostedExchange]) -> None:
+    if posted:
+        raise ValueError(
+            f"posted must be empty for an exchange that keeps everything in its state, got "
+            f"exchanges {sorted(posted)}, which an mpi_exchange had posted: restore with an "
+            "mpi_exchange."
+        )
+
+
+class Exchange(NamedTuple):
+    """How nodes communicate. This is the only part of an algorithm that knows a network.
+
+    An exchange sums lists of arrays over all nodes, and a header of ``HEADER_SIZE`` numbers.
+    ``start`` posts the exchange and returns without waiting where the network allows it.
+    ``finish`` waits for the sums and returns them.
+
+    Attributes:
+        wire: dtype name that overrides the algorithm's choice, or None.
+        init: ``(params) -> state`` of one exchange in flight, arrays only. It raises if the nodes'
+            parameters differ in structure, shape or dtype.
+        start: ``(state, number, step, leaves, header, wire) -> (state, next_number)``. ``number``
+            (int32) counts the exchanges and is equal on all nodes. The Python int ``UNCOUNTED``
+            stands for an exchange that is finished immediately. ``step`` (int32) must also be
+            equal on all nodes. ``header[0]`` is 1 or 0. If it is 0, this node's leaves count as
+            zeros, whatever they contain.
+        finish: ``(state, number, like) -> (sums, header, state)``. The sums have the shapes of
+            ``like`` and their accumulation dtype, float32 or float64. With the wire int8, the part
+            that this node has summed is not rounded yet. The node must round it and keep the
+            rounding error in its error feedback, because no other node knows the error.
+        broadcast: ``(leaves, root) -> leaves``, those of node ``root``, bit for bit.
+        report: ``() -> dict`` of what the host has measured, as in :func:`empty_report`.
+        history: ``() -> list`` of :class:`ExchangeRecord`, for the last thousand completed
+            exchanges.
+        posted: ``() -> dict`` from number to :class:`PostedExchange`, for what the host keeps
+            outside the state. A checkpoint needs both. The dictionary is complete once the
+            program that posts has ended.
+        post_again: the inverse of ``posted``, called by all nodes together. It posts the given
+            exchanges again and forgets those that were still in flight.
+        restart: ``() -> None``, called when an optimizer state is made. Its exchanges may have the
+            numbers of those of an earlier state, which are then forgotten.
+        sent_leaves: ``(state) -> list`` of :class:`SentLeaf`, given a :class:`HostState`. None if
+            the state is not of this exchange.
+        anyone: ``(flag) -> bool``, whether any node has passed True in this or an earlier call.
+            The answer is the same on all nodes. All nodes call it at the same steps, on the host,
+            outside jit.
+        compares: whether the exchange compares the agreement numbers of the nodes. If not, the
+            engine does not compute them.
+        same_bits: whether the last agreement number, the shared state's, must be equal.
+        topology: ``() -> Topology`` of the processes that are left, the same on all nodes, or None
+            where processes cannot leave. All nodes call it, on the host. ``num_nodes`` and the root
+            of a broadcast keep counting the nodes that the exchange started with.
+        close: ``() -> None``, completes what is in flight and gives back threads, memory and
+            communicators. All nodes call it, on the host. Afterwards the exchange cannot be used.
+            ``with jdaso.mpi_exchange(topology) as exchange:`` calls it at the end.
+    """
+
+    num_nodes: int
+    wire: str | None
+    init: Callable[[PyTree], PyTree]
+    start: Callable[[PyTree, Number, Number, Leaves, jax.Array, str | None], tuple[PyTree, Number]]
+    finish: Callable[[PyTree, Number, Leaves], tuple[Leaves, jax.Array, PyTree]]
+    broadcast: Callable[[Leaves, int], Leaves]
+    report: Callable[[], dict[str, float]] = empty_report
+    history: Callable[[], list[ExchangeRecord]] = lambda: []
+    posted: Callable[[], dict[int, PostedExchange]] = lambda: {}
+    post_again: Callable[[dict[int, PostedExchange]], None] = _refuse_posted
+    restart: Callable[[], None] = lambda: None
+    sent_leaves: Callable[[HostState], list[SentLeaf] | None] = lambda state: None
+    anyone: Callable[[bool], bool] = lambda flag: flag
+    compares: bool = False
+    same_bits: bool = True
+    topology: Callable[[], Any] = lambda: None
+    close: Callable[[], None] = lambda: None
+
+    def __enter__(self) -> Exchange:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *more: object) -> None:
+        # After an error, other nodes may never call it.
+        if kind is None:
+            self.close()
+
+
+class Arrival(NamedTuple):
+    """The result of an exchange, when it is merged.
+
+    Attributes:
+        total: sums over the contributing nodes, float32 (float64 for float64 leaves).
+        mean: ``total`` divided by ``members``.
+        members: float32 scalar, the number of members, the nodes whose leaves are in the sum.
+        age: int32 scalar, steps since the exchange was posted.
+        sound: bool scalar. A node is sound if its parameters have been finite since its last
+            merge. If it is not sound, the merge gets the mean in their place.
+    """
+
+    total: Leaves
+    mean: Leaves
+    members: jax.Array
+    age: jax.Array
+    sound: jax.Array
+
+
+def keep_leaves(leaves: Leaves, state: PyTree) -> Leaves:
+    """Returns the leaves unchanged, the default of ``Merge.on_post``."""
+    return leaves
+
+
+def send_leaves(leaves: Leaves, state: PyTree) -> tuple[Leaves, PyTree]:
+    """Returns the leaves and the state unchanged, the default of ``Merge.message``."""
+    return leaves, state
+
+
+class Merge(NamedTuple):
+    """How an exchange changes a node's own parameters.
+
+    Attributes:
+        init: ``(params) -> state``, arrays only. With several fragments it is called for each of
+            them, on a tree with :class:`optax.MaskedNode` in place of the other fragments' leaves.
+        merge: ``(leaves, arrival, state) -> (leaves, state)``, called when the sums arrive.
+            ``leaves`` are the node's floating-point leaves in the dtype of ``arrival.total``.
+        on_post: ``(leaves, state) -> leaves``, called after the node has posted its leaves.
+        message: ``(leaves, state) -> (message, state)``, computes what is posted. The arrays of
+            the message have the shapes of the leaves.
+        own_weight: ``(arrival) -> w``, the weight of a node's own optimizer moments m where they
+            are averaged as well: ``m <- w m + (1 - w) mean_i m_i``. None if they cannot be.
+        shared: whether the state must be the same on all nodes, bit for bit.
+    """
+
+    init: Callable[[PyTree], PyTree]
+    merge: Callable[[Leaves, Arrival, PyTree], tuple[Leaves, PyTree]]
+    on_post: Callable[[Leaves, PyTree], Leaves] = keep_leaves
+    own_weight: Callable[[Arrival], jax.Array | float] | None = None
+    message: Callable[[Leaves, PyTree], tuple[Leaves, PyTree]] = send_leaves
+    shared: bool = False
+
+
+class ParamsWithMoments(NamedTuple):
+    """Parameters, and the optimizer moments that are averaged together with them."""
+
+    params: PyTree
+    moments: PyTree

@@ -1,0 +1,140 @@
+"""The wire formats: how leaves are packed for the network, and in which dtype they are summed.
+
+A leaf is sent as an array of the same shape in the wire dtype. With the wire int8 it is sent as
+rows of bytes, see ``int8.py``. The functions take NumPy and JAX arrays.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+from jdaso.core import int8
+from jdaso.core.int8 import BLOCK_DTYPE as BLOCK_DTYPE
+
+# The range of float16 and of floats of 8 bits is shorter than this, that of bfloat16 is longer.
+_SHORT_RANGE = 1e30
+WIRES = ("float64", "float32", "bfloat16", "float16", "int8")
+
+
+def check_wire(name: str, wire: str | None) -> str | None:
+    """Returns the canonical name of a wire dtype. Raises ValueError for an unknown one."""
+    if wire is None:
+        return None
+    try:
+        canonical = np.dtype(jnp.dtype(wire)).name
+    except TypeError:
+        canonical = None
+    if canonical not in WIRES:
+        raise ValueError(f"{name} must be one of {', '.join(WIRES)} or None, got {wire!r}.")
+    return canonical
+
+
+def wire_dtype(dtype, wire: str | None) -> np.dtype:
+    """The dtype in which a leaf is sent: the wire's if it is narrower, otherwise the leaf's.
+
+    With the wire int8 it is ``BLOCK_DTYPE``.
+
+    >>> wire_dtype(np.float64, "float32").name, wire_dtype(np.float16, "float32").name
+    ('float32', 'float16')
+    """
+    if wire == "int8":
+        return BLOCK_DTYPE
+    own = np.dtype(dtype)
+    chosen = own if wire is None else np.dtype(jnp.dtype(wire))
+    return chosen if chosen.itemsize < own.itemsize else own
+
+
+def wire_shape(shape: tuple[int, ...], dtype) -> tuple[int, ...]:
+    """The shape in which a leaf is sent in its ``wire_dtype``.
+
+    >>> wire_shape((8, 100), np.dtype("float16")), wire_shape((8, 100), BLOCK_DTYPE)
+    ((8, 100), (13, 65))
+    """
+    return (int8.num_blocks(shape), int8.BLOCK_BYTES) if dtype == BLOCK_DTYPE else tuple(shape)
+
+
+def sum_shape(shape: tuple[int, ...], dtype) -> tuple[int, ...]:
+    """The shape of a sum of arrays of a ``wire_shape``, before :func:`unpadded`."""
+    return (*shape[:-1], int8.BLOCK_SIZE) if dtype == BLOCK_DTYPE else shape
+
+
+def sum_padding(dtype) -> int:
+    """The most bytes of padding at the end of a sum of arrays in a wire dtype."""
+    item = sum_dtype(np.float32).itemsize
+    return item * (int8.BLOCK_SIZE - 1) if dtype == BLOCK_DTYPE else 0
+
+
+def unpadded(total, shape: tuple[int, ...]):
+    """A sum in the shape of its leaf, without the padding of the last block."""
+    return total.reshape(-1)[: math.prod(shape)].reshape(shape)
+
+
+def sum_dtype(dtype) -> np.dtype:
+    """The dtype in which leaves are summed: float64 for float64, otherwise float32."""
+    return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
+
+
+def pack(leaf, dtype):
+    """Converts a leaf to its ``wire_dtype``."""
+    return int8.pack(int8.to_blocks(leaf)) if dtype == BLOCK_DTYPE else leaf.astype(dtype)
+
+
+def unpack(packed):
+    """Converts a packed leaf to its ``sum_dtype``."""
+    if packed.dtype == BLOCK_DTYPE:
+        return int8.unpack(packed)
+    return packed.astype(sum_dtype(packed.dtype))
+
+
+def rounded(leaf):
+    """Rounds a leaf as the wire int8 does. The dtype stays the same.
+
+    >>> rounded(np.array([127.0, 0.6, -0.5])).tolist()
+    [127.0, 1.0, 0.0]
+    """
+    return unpadded(unpack(pack(leaf, BLOCK_DTYPE)), leaf.shape).astype(leaf.dtype)
+
+
+def has_short_range(dtype) -> bool:
+    """Whether a parameter or a sum may well be too large for a wire dtype, such as float16."""
+    return dtype != BLOCK_DTYPE and float(jnp.finfo(dtype).max) < _SHORT_RANGE
+
+
+def describe_narrow_wires(dtypes) -> str:
+    """What to add to a message about numbers that are not finite on the wire, or "".
+
+    >>> describe_narrow_wires([np.dtype(np.float16)])
+    ', or above 65504 in magnitude, which the wire float16 cannot hold: use the wire bfloat16'
+    >>> describe_narrow_wires([np.dtype(np.float32)])
+    ''
+    """
+    narrow = [dtype for dtype in dict.fromkeys(dtypes) if has_short_range(dtype)]
+    return "".join(
+        f", or above {float(jnp.finfo(dtype).max):g} in magnitude, which the wire {dtype.name} "
+        "cannot hold: use the wire bfloat16"
+        for dtype in narrow
+    )
+
+
+def sum_divisor(dtype, num_nodes: int) -> int:
+    """The divisor of a sum on its way back. It is not 1 for dtypes whose sums may overflow.
+
+    >>> [sum_divisor(dtype, 4) for dtype in (np.float32, jnp.bfloat16, np.float16)]
+    [1, 1, 4]
+    """
+    return num_nodes if has_short_range(dtype) else 1
+
+
+def pack_sum(total, dtype, num_nodes: int):
+    """Packs a sum of unpacked leaves, to send it back to the nodes."""
+    if dtype == BLOCK_DTYPE:
+        return int8.pack(total)
+    return (total / sum_divisor(dtype, num_nodes)).astype(dtype)
+
+
+def unpack_sum(packed, num_nodes: int):
+    """The inverse of :func:`pack_sum`, in the ``sum_dtype``."""
+    return unpack(packed) * sum_divisor(packed.dtype, num_nodes)

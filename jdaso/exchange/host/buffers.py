@@ -1,0 +1,208 @@
+"""Staging buffers of exchanges, which hold the sent leaves and the sums, and their reuse."""
+
+from __future__ import annotations
+
+import functools
+import math
+import mmap
+import time
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jdaso.core.int8 import num_blocks
+from jdaso.core.wire import sum_dtype, sum_padding, sum_shape, wire_shape
+
+
+class LeafSpec(NamedTuple):
+    """Shape and dtype of one leaf on the wire."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+# Written by Python or compiled code: the number of devices that have read the sums, and the start
+# and end of the copies of leaves and sums, in seconds of the monotonic clock.
+RECORD = np.dtype(
+    [
+        ("reads", "<i4"),
+        ("unused", "<i4"),
+        ("copy_to_host", "<f8", (2,)),
+        ("copy_to_device", "<f8", (2,)),
+    ]
+)
+
+
+# Place of ffi_queue.h. The sums of a leaf with the wire int8 may end with padding.
+PLACE = np.dtype([("address", "<u8"), ("least_bytes", "<u8"), ("most_bytes", "<u8")])
+
+
+class Places(NamedTuple):
+    """The places of leaves and of sums, each PLACE[number + 1]; the last one is the record's."""
+
+    of_leaves: np.ndarray
+    of_sums: np.ndarray
+
+
+class StagingBuffers:
+    """Host buffers of one exchange: one vector per wire dtype for the leaves, and one for the sums.
+
+    Args:
+        specs: Shapes and dtypes of the leaves on the wire, in order.
+
+    >>> staging = StagingBuffers(
+    ...     [LeafSpec((2,), np.dtype("float32")), LeafSpec((), np.dtype("float32"))])
+    >>> staging.fill([np.array([1.0, 2.0]), np.array(3.0)])
+    >>> [vector.tolist() for vector, _ in staging.pairs]
+    [[1.0, 2.0, 3.0]]
+    """
+
+    def __init__(self, specs: Sequence[LeafSpec]):
+        self.specs = tuple(specs)
+        lengths: dict[np.dtype, int] = {}
+        places = []
+        for shape, dtype in self.specs:
+            start, row = lengths.get(dtype, 0), math.prod(_row(dtype))
+            lengths[dtype] = start + math.prod(shape) // row
+            places.append(slice(start, lengths[dtype]))
+        pairs = {
+            dtype: (
+                page_aligned((length, *_row(dtype)), dtype),
+                page_aligned((length, *sum_shape(_row(dtype), dtype)), sum_dtype(dtype)),
+            )
+            for dtype, length in lengths.items()
+        }
+        #: For each wire dtype the vector that is sent and the vector of the sums.
+        self.pairs = list(pairs.values())
+        #: Views of the vectors that are sent, in the wire shapes of the leaves.
+        self.leaves = [
+            pairs[dtype][0][place].reshape(shape)
+            for (shape, dtype), place in zip(self.specs, places, strict=True)
+        ]
+        #: Views of the sums in the leaves' shapes; with the wire int8, rows that end with zeros.
+        self.sums = [
+            pairs[dtype][1][place].reshape(sum_shape(shape, dtype))
+            for (shape, dtype), place in zip(self.specs, places, strict=True)
+        ]
+        self.record = np.zeros((), RECORD)
+        #: Whether devices copy to and from the buffers asynchronously.
+        self.used_by_devices = False
+
+    def fill(self, leaves: Sequence[np.ndarray]) -> None:
+        """Copies the leaves to the buffers."""
+        self.record["copy_to_host"][0] = time.monotonic()
+        for place, leaf in zip(self.leaves, leaves, strict=True):
+            np.copyto(place, leaf)
+        self.record["copy_to_host"][1] = time.monotonic()
+
+    def read(self, copy: bool) -> list[np.ndarray]:
+        """The sums, for one device."""
+        self.record["copy_to_device"][0] = time.monotonic()
+        sums = [total.copy() if copy else total for total in self.sums]
+        self.record["copy_to_device"][1] = time.monotonic()
+        self.record["reads"] += 1
+        return sums
+
+    def reallocate(self) -> None:
+        """Moves the leaves to new memory. Messages that arrive late are written to the old one."""
+        moved = StagingBuffers(self.specs)
+        for place, leaf in zip(moved.leaves, self.leaves, strict=True):
+            np.copyto(place, leaf)
+        self.pairs, self.leaves, self.sums = moved.pairs, moved.leaves, moved.sums
+        self.__dict__.pop("places", None)
+        _ = self.places  # computed here, because several threads may ask for them later
+
+    def reset(self) -> None:
+        """Prepares the buffers for another exchange."""
+        self.record = np.zeros((), RECORD)
+        for places in self.places:
+            places["address"][-1] = self.record.ctypes.data
+
+    @functools.cached_property
+    def fingerprint(self) -> int:
+        """A checksum of shapes and wire dtypes."""
+        return zlib.crc32(repr(self.specs).encode())
+
+    @functools.cached_property
+    def places(self) -> Places:
+        """The memory that compiled code reads and writes."""
+        paddings = [sum_padding(dtype) for _, dtype in self.specs]
+        sums = zip([*self.sums, self.record], [*paddings, 0], strict=True)
+        return Places(
+            np.array([_place(array) for array in (*self.leaves, self.record)], PLACE),
+            np.array([_place(array, padding) for array, padding in sums], PLACE),
+        )
+
+
+def _place(array: np.ndarray, padding: int = 0) -> tuple[int, int, int]:
+    return array.ctypes.data, max(array.nbytes - padding, 0), array.nbytes
+
+
+def page_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An uninitialized array that shares no page with other memory, so that it can be pinned.
+
+    >>> memory = page_aligned((3, 2), np.dtype("float32"))
+    >>> memory.shape, memory.ctypes.data % mmap.PAGESIZE
+    ((3, 2), 0)
+    """
+    size = math.prod(shape) * dtype.itemsize
+    pages = -(-size // mmap.PAGESIZE)
+    memory = np.empty((pages + 1) * mmap.PAGESIZE, np.uint8)
+    start = -memory.ctypes.data % mmap.PAGESIZE
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+class BufferPool:
+    """Buffers of completed exchanges, which later exchanges of the same leaves reuse."""
+
+    def __init__(self) -> None:
+        self._in_use: list[tuple[StagingBuffers, int, bool]] = []
+        self._free: dict[tuple[int, ...], list[StagingBuffers]] = {}
+
+    def acquire(self, specs: Sequence[LeafSpec]) -> StagingBuffers:
+        """Free buffers with these specs, or new ones. Frees buffers of other wires."""
+        self._sort()
+        free = self._free.get(_sizes(specs), [])
+        # Buffers of another wire will not be needed again soon. Pinned ones stay, because unpinning
+        # may wait until a device is idle, and that device may be waiting for the caller.
+        kept = _dtypes(specs)
+        free[:] = [old for old in free if old.used_by_devices or _dtypes(old.specs) == kept]
+        staging = next((staging for staging in free if staging.specs == tuple(specs)), None)
+        if staging is None:
+            return StagingBuffers(specs)
+        free.remove(staging)
+        staging.reset()
+        return staging
+
+    def release(self, staging: StagingBuffers, readers: int, reuse: bool) -> None:
+        """Returns buffers to the pool, which keeps them until ``readers`` devices have read them.
+
+        With ``reuse=False`` no later exchange uses them.
+        """
+        self._sort()
+        self._in_use.append((staging, readers, reuse))
+
+    def _sort(self) -> None:
+        in_use, self._in_use = self._in_use, []
+        for entry in in_use:
+            staging, readers, reuse = entry
+            if staging.record["reads"] < readers:  # read once, as compiled code may increment it
+                self._in_use.append(entry)
+            elif reuse:
+                self._free.setdefault(_sizes(staging.specs), []).append(staging)
+
+
+def _dtypes(specs: Sequence[LeafSpec]) -> list[np.dtype]:
+    return [spec.dtype for spec in specs]
+
+
+def _sizes(specs: Sequence[LeafSpec]) -> tuple[int, ...]:
+    """The number of int8 blocks of each leaf. It does not depend on the wire."""
+    return tuple(num_blocks(sum_shape(*spec)) for spec in specs)
+
+
+def _row(dtype: np.dtype) -> tuple[int, ...]:
+    """The shape of one element on the wire."""
+    return wire_shape((), dtype)[1:]

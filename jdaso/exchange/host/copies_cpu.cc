@@ -1,0 +1,88 @@
+// XLA custom calls for CPU devices. They copy leaves to the staging buffers and sums back. Only the
+// progress thread calls MPI.
+
+#include <cstring>
+
+#include "ffi_queue.h"
+
+namespace jdaso {
+namespace {
+
+// Rounds to nearest, ties to even, as XLA does. A NaN stays a NaN.
+uint16_t ToBFloat16(uint32_t bits) {
+  const bool nan = (bits & 0x7fffffff) > 0x7f800000;
+  const uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
+  return static_cast<uint16_t>((nan ? bits | 0x400000 : rounded) >> 16);
+}
+
+// Copies the leaves to the staging buffers and posts the exchange. Leaves with `narrow` are float32
+// and are rounded to bfloat16. A node that does not contribute sends zeros.
+ffi::Error Post(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> number,
+                ffi::Buffer<ffi::S32> step, ffi::Buffer<ffi::F32> header,
+                ffi::RemainingArgs leaves, ffi::Result<ffi::Buffer<ffi::S32>> done, int32_t queue,
+                int32_t specs, ffi::Span<const int32_t> narrow) {
+  std::vector<size_t> sizes;
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    auto leaf = leaves.get<ffi::AnyBuffer>(i);
+    if (leaf.has_error()) return leaf.error();
+    sizes.push_back(narrow[i] ? leaf->size_bytes() / 2 : leaf->size_bytes());
+  }
+  Call call{{kReserve, number.typed_data()[0], step.typed_data()[0], specs, 0}};
+  if (auto error = SubmitAndWait(queue, &call); error.failure()) return error;
+  Record* record = CheckedRecord(&call, sizes);
+  if (record == nullptr) return ReportFailure(queue, call.in.number, call.error);
+  record->copy_to_host[0] = Now();
+  const bool contributes = header.typed_data()[0] > 0;
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    const void* leaf = leaves.get<ffi::AnyBuffer>(i)->untyped_data();
+    char* place = call.places[i].address;
+    if (!contributes) {
+      std::memset(place, 0, sizes[i]);
+    } else if (narrow[i]) {
+      const auto* from = static_cast<const uint32_t*>(leaf);
+      auto* to = reinterpret_cast<uint16_t*>(place);
+      for (size_t k = 0; k < sizes[i] / 2; ++k) to[k] = ToBFloat16(from[k]);
+    } else {
+      std::memcpy(place, leaf, sizes[i]);
+    }
+  }
+  record->copy_to_host[1] = Now();
+  Call post{{kPost, number.typed_data()[0], step.typed_data()[0], specs, 0}};
+  std::memcpy(post.in.header, header.typed_data(), sizeof(post.in.header));
+  if (auto error = SubmitAndWait(queue, &post); error.failure()) return error;
+  done->typed_data()[0] = token.typed_data()[0];
+  return ffi::Error::Success();
+}
+
+// Waits until an exchange is complete, and copies its sums and header to the program.
+ffi::Error Collect(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> number,
+                   ffi::Result<ffi::Buffer<ffi::S32>> done,
+                   ffi::Result<ffi::Buffer<ffi::F32>> header, ffi::RemainingRets sums,
+                   int32_t queue, int32_t readers) {
+  std::vector<size_t> sizes;
+  for (size_t i = 0; i < sums.size(); ++i) {
+    auto sum = sums.get<ffi::AnyBuffer>(i);
+    if (sum.has_error()) return sum.error();
+    sizes.push_back((*sum)->size_bytes());
+  }
+  Call call{{kCollect, number.typed_data()[0], 0, readers, 0}};
+  if (auto error = SubmitAndWait(queue, &call); error.failure()) return error;
+  Record* record = CheckedRecord(&call, sizes);
+  if (record == nullptr) return ReportFailure(queue, call.in.number, call.error);
+  record->copy_to_device[0] = Now();
+  for (size_t i = 0; i < sums.size(); ++i) {
+    std::memcpy((*sums.get<ffi::AnyBuffer>(i))->untyped_data(), call.places[i].address, sizes[i]);
+  }
+  std::memcpy(header->typed_data(), call.in.header, sizeof(call.in.header));
+  done->typed_data()[0] = token.typed_data()[0];
+  record->copy_to_device[1] = Now();
+  record->reads.fetch_add(1);  // from here on the buffers may be reused
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jdaso_post, Post, BindPost(ffi::Ffi::Bind()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jdaso_collect, Collect, BindCollect(ffi::Ffi::Bind()));
+
+}  // namespace jdaso

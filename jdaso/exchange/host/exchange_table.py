@@ -1,0 +1,120 @@
+"""The exchanges of a process: those that are reserved, and those that are posted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from jdaso.core.types import UNCOUNTED, JdasoError
+from jdaso.exchange.host.buffers import StagingBuffers
+
+# The longest wait for another device of this node, or for copies.
+_SECONDS = 30.0
+T = TypeVar("T")
+
+
+class ReservedExchanges:
+    """Buffers of reserved exchanges, by number. A program may end before its copies do.
+
+    ``changed`` is notified when an exchange is posted or discarded.
+    """
+
+    def __init__(self, changed: threading.Condition):
+        self._changed = changed
+        self._stagings: dict[int, StagingBuffers] = {}
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._stagings
+
+    def add(self, number: int, staging: StagingBuffers) -> None:
+        """Keeps buffers until their exchange is posted."""
+        with self._changed:
+            self._stagings[number] = staging
+
+    def pop(self, number: int) -> StagingBuffers:
+        """Removes and returns the buffers. The caller holds the lock until it has posted them."""
+        with self._changed:
+            self._changed.notify_all()
+            return self._stagings.pop(number)
+
+    def discard(self, number: int) -> None:
+        """Removes an exchange that cannot be posted because copying its leaves failed."""
+        with self._changed:
+            self._stagings.pop(number, None)
+            self._changed.notify_all()
+
+    def wait_until_posted(self) -> None:
+        """Waits until no exchange is pending.
+
+        Raises:
+            JdasoError: If an exchange stays pending for 30 seconds.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._stagings, _SECONDS):
+                raise JdasoError(
+                    f"exchange {min(self._stagings)} was reserved but not posted within "
+                    f"{_SECONDS:g} s: copying the parameters to the host has failed or hangs."
+                )
+
+
+class ExchangeTable(Generic[T]):
+    """Exchanges by number. Callers hold ``lock`` around calls that belong together.
+
+    Attributes:
+        lock: Reentrant; notified when an exchange is posted or discarded.
+        pending: The exchanges that are reserved and not yet posted.
+        posted: The exchanges that are posted and not yet collected.
+        highest: The highest number that was reserved.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Condition()
+        self.pending = ReservedExchanges(self.lock)
+        self.posted: dict[int, T] = {}
+        self.highest = UNCOUNTED
+        self._collections: dict[int, int] = {}
+
+    def __contains__(self, number: int) -> bool:
+        return number in self.posted or number in self.pending
+
+    def abandon(self, select: Callable[[int], bool]) -> None:
+        """Forgets posted exchanges, which belong to a state that the program has discarded."""
+        for number in [n for n in self.posted if select(n)]:
+            del self.posted[number]
+            self._collections.pop(number, None)
+
+    def post(self, number: int, exchange: T) -> None:
+        """Adds an exchange that has been posted."""
+        self.posted[number] = exchange
+        self.lock.notify_all()
+
+    def find(self, number: int, readers: int) -> T | None:
+        """The posted exchange, or None. Waits for it if it may be about to be posted.
+
+        Its copies may be under way. If several devices collect the exchange, the device that posts
+        it may also arrive after the others.
+        """
+
+        def known() -> bool:
+            return number in self.posted or (readers == 1 and number not in self.pending)
+
+        with self.lock:
+            self.lock.wait_for(known, _SECONDS)
+            return self.posted.get(number)
+
+    def collect(self, number: int, readers: int) -> tuple[bool, bool]:
+        """Counts a device that has collected; returns whether it was the first and the last."""
+        collected = self._collections.pop(number, 0) + 1
+        if collected < readers:
+            self._collections[number] = collected
+        else:
+            self.posted.pop(number, None)
+        return collected == 1, collected >= readers
+
+    def clear(self) -> None:
+        """Forgets all posted exchanges. Numbers may start again."""
+        with self.lock:
+            self.posted.clear()
+            self._collections.clear()
+            self.highest = UNCOUNTED

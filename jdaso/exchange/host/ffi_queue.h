@@ -1,0 +1,103 @@
+// A queue of calls from compiled programs to Python. A Python thread takes each call, executes it,
+// and completes it; see ffi_bridge.py.
+
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jdaso {
+
+namespace ffi = xla::ffi;
+
+constexpr int kHeader = 8;  // HEADER_SIZE of core/types.py
+enum Kind : int32_t { kReserve = 0, kPost = 1, kCollect = 2, kFail = 3 };
+
+// RECORD of buffers.py.
+struct Record {
+  std::atomic<int32_t> reads;
+  int32_t unused;
+  double copy_to_host[2];
+  double copy_to_device[2];
+};
+static_assert(sizeof(Record) == 40);
+
+// PLACE of buffers.py: a leaf or a sum in the staging buffers, and the bytes that may be copied.
+struct Place {
+  char* address;
+  uint64_t least_bytes, most_bytes;
+};
+static_assert(sizeof(Place) == 24);
+
+// `_Arguments` of ffi_bridge.py.
+struct Arguments {
+  int32_t kind, number, step;
+  int32_t argument;  // kReserve: index of the specs; kCollect: number of readers
+  int32_t pin;       // whether devices copy to and from the buffers, which are then pinned
+  float header[kHeader] = {};  // kCollect: of the result
+  char message[256] = {};      // kFail: the error message
+};
+
+// A call and its result.
+struct Call {
+  Arguments in;
+  // The result: the place of each leaf or sum and of the record, or an error.
+  const Place* places = nullptr;
+  int32_t num_places = 0;
+  std::string error = {};
+  bool completed = false;
+  bool detached = false;  // no thread waits for the result
+};
+
+// Submits a call to the queue with this index and waits until it is completed.
+ffi::Error SubmitAndWait(int32_t queue, Call* call);
+
+// The record of an exchange whose leaves or sums have these sizes in the program. nullptr, and an
+// error, if the buffers are those of other leaves.
+Record* CheckedRecord(Call* call, const std::vector<size_t>& sizes);
+
+// Reports an error to Python and returns it. Python discards the reserved exchange, and aborts the
+// job where other devices may be waiting for this one.
+ffi::Error ReportFailure(int32_t queue, int32_t number, const std::string& message);
+
+// Submits a copy of a call and returns. If it fails, the next SubmitAndWait returns its error.
+void SubmitDetached(int32_t queue, const Call& call);
+
+// The signature of the functions that post, after a context if there is one. Attributes: the index
+// of the queue, the index of the leaves' specs, and for each leaf whether to round it to bfloat16.
+template <typename Binding>
+auto BindPost(Binding&& binding) {
+  return std::forward<Binding>(binding)
+      .template Arg<ffi::Buffer<ffi::S32>>()  // token
+      .template Arg<ffi::Buffer<ffi::S32>>()  // number
+      .template Arg<ffi::Buffer<ffi::S32>>()  // step
+      .template Arg<ffi::Buffer<ffi::F32>>()  // header
+      .RemainingArgs()                        // leaves
+      .template Ret<ffi::Buffer<ffi::S32>>()  // token
+      .template Attr<int32_t>("queue")
+      .template Attr<int32_t>("specs")
+      .template Attr<ffi::Span<const int32_t>>("narrow");
+}
+
+// The signature of the functions that collect. `readers` is the number of devices that do.
+template <typename Binding>
+auto BindCollect(Binding&& binding) {
+  return std::forward<Binding>(binding)
+      .template Arg<ffi::Buffer<ffi::S32>>()  // token
+      .template Arg<ffi::Buffer<ffi::S32>>()  // number
+      .template Ret<ffi::Buffer<ffi::S32>>()  // token
+      .template Ret<ffi::Buffer<ffi::F32>>()  // header
+      .RemainingRets()                        // sums
+      .template Attr<int32_t>("queue")
+      .template Attr<int32_t>("readers");
+}
+
+// Seconds of the clock that time.monotonic reads.
+double Now();
+
+}  // namespace jdaso

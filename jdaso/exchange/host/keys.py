@@ -1,0 +1,42 @@
+"""Keys that say which exchange, and which leaves, an optimizer state belongs to."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+
+from jdaso.core.tree import is_float
+from jdaso.core.types import HostState, PyTree, SentLeaf
+
+# Unique in this process. A checkpoint stores the position of the exchange instead.
+_numbers = itertools.count()
+
+
+class Keys:
+    """The keys of one exchange, one for each different list of leaves.
+
+    >>> keys = Keys()
+    >>> keys.key({"w": jnp.ones(2)}) == keys.key({"w": jnp.zeros(2)})
+    True
+    """
+
+    def __init__(self) -> None:
+        self._of_leaves: dict[tuple[SentLeaf, ...], int] = {}
+
+    def key(self, params: PyTree) -> int:
+        """The key of the floating-point leaves of a tree."""
+        sent = tuple(
+            SentLeaf(jax.tree_util.keystr(path), jnp.shape(leaf), jnp.result_type(leaf))
+            for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+            if is_float(leaf)
+        )
+        if sent not in self._of_leaves:
+            self._of_leaves[sent] = next(_numbers)
+        return self._of_leaves[sent]
+
+    def sent_leaves(self, state: HostState) -> list[SentLeaf] | None:
+        """The leaves of a state; None if it belongs to another exchange."""
+        wanted = int(state.key)
+        return next((list(sent) for sent, key in self._of_leaves.items() if key == wanted), None)

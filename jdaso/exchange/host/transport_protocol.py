@@ -1,0 +1,51 @@
+"""What a compiled program needs of the host to post and collect exchanges."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import numpy as np
+
+from jdaso.cluster.topology import Topology
+from jdaso.exchange.host.buffers import LeafSpec, StagingBuffers
+from jdaso.exchange.host.exchange_table import ReservedExchanges
+
+
+class Transport(Protocol):
+    """Posts and collects the exchanges of this process.
+
+    Attributes:
+        pending: Exchanges that are reserved and not yet posted.
+    """
+
+    pending: ReservedExchanges
+
+    def reserve(self, number: int, specs: Sequence[LeafSpec]) -> StagingBuffers:
+        """The buffers to which the leaves of exchange ``number`` are copied."""
+
+    def post(self, number: int, step: int, header: np.ndarray) -> None:
+        """Posts the exchange of the reserved buffers and returns without waiting."""
+
+    def collect(self, number: int, readers: int) -> tuple[StagingBuffers, np.ndarray]:
+        """Waits for an exchange, which ``readers`` devices collect. Returns buffers and header."""
+
+    def abort_on_error(self) -> AbstractContextManager[None]:
+        """A context in which an error aborts this process if other devices would wait for it."""
+
+
+@contextlib.contextmanager
+def abort_on_error(topology: Topology, abort: Callable[[str], object]) -> Iterator[None]:
+    """Calls ``abort`` with the reason on an error in a process with several devices.
+
+    The other devices wait in a collective for the one that called the host. The program would
+    therefore never raise the error.
+    """
+    try:
+        yield
+    except Exception as error:
+        if len(topology.devices) > 1:
+            abort(f"{topology.describe(topology.rank)} failed: {type(error).__name__}: {error}")
+        raise

@@ -1,0 +1,277 @@
+"""The exchange between MPI processes, which runs while training computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+
+from jdaso.cluster.topology import Topology
+from jdaso.core.tree import outline
+from jdaso.core.types import Exchange, HostState, Leaves, PyTree
+from jdaso.core.validation import check_choice, check_number, check_whole
+from jdaso.core.wire import check_wire
+from jdaso.exchange.axis import single_exchange
+from jdaso.exchange.host.ffi_bridge import use_native
+from jdaso.exchange.host.jit_interface import JitInterface
+from jdaso.exchange.host.keys import Keys
+from jdaso.exchange.transport.all_reduce import PATTERNS
+from jdaso.exchange.transport.collectives import AllReduceOptions
+from jdaso.exchange.transport.host_collectives import HostCollectives
+from jdaso.exchange.transport.membership import Membership
+from jdaso.exchange.transport.mpi_transport import MpiTransport
+from jdaso.exchange.transport.progress import Progress
+from jdaso.exchange.transport.ulfm import ON_FAILURE, check_can_shrink, limit_finalize
+
+SENDERS = ("one", "all")
+
+
+class _Settings(NamedTuple):
+    """The arguments of mpi_exchange that must be the same on all processes."""
+
+    wire: str | None
+    chunk_bytes: int
+    pattern: str
+    senders: str
+    on_failure: str
+    same_bits: bool
+
+
+def mpi_exchange(
+    topology: Topology,
+    wire: str | None = None,
+    chunk_bytes: int = 1 << 20,
+    timeout: float = 600.0,
+    native: bool | None = None,
+    pattern: str = "direct",
+    senders: str = "one",
+    on_failure: str = "stop",
+    same_bits: bool = True,
+) -> Exchange:
+    """An exchange between MPI processes, advanced by a thread while training computes.
+
+    ``start`` copies the parameters to the host and returns. A progress thread exchanges them in
+    chunks and sums them in float32. ``finish`` waits for the sums, if necessary, and returns them.
+    The call of ``mpi_exchange`` is collective over all processes.
+
+    Each exchange begins with a handshake of a few bytes, in which all processes compare what they
+    are about to exchange. It takes one latency and does not count in ``bytes_sent``. The pattern
+    then runs once for each dtype on the wire. For n bytes on the wire, a node sends
+    ``2 (P-1)/P n`` bytes, the least that an all-reduce of P nodes can. With latency a, the patterns
+    take this time in addition:
+
+    - ``"direct"``: ``2 a``. Each node has P-1 messages under way at the same time. Sums are added
+      in the order of nodes and rounded twice, so all exchanges of jdaso compute the same bits.
+    - ``"ring"``: ``2 (P-1) a``. Only one node at a time sends to a node.
+    - ``"halving"``: ``2 log2(P) a``, for P a power of two.
+
+    The last two add in another order, and a wire narrower than float32 rounds at every hop.
+
+    On nodes with L local devices, ``senders`` chooses which of them send. The bits do not depend
+    on it:
+
+    - ``"one"``: local index ``k mod L`` of each node sends exchange k.
+    - ``"all"``: each local index sends 1/L of every exchange over its own communicator, up to
+      eight at the same time. With several processes per node, each process sends its part.
+
+    Under jit on replicated values, the program calls the host once per node. Inside ``shard_map``
+    over the axis ``"local"``, one device posts, and each device collects a copy. Make one exchange
+    for each optimizer state, and step each state once. ``optax.MultiSteps`` steps it at every
+    micro-batch and drops some of the results, which is an error: accumulate gradients in the
+    training step instead.
+
+    Args:
+        topology: The result of :func:`jdaso.discover_topology`.
+        wire: Dtype name that overrides the algorithm's choice: ``float32``, ``bfloat16``,
+            ``float16`` or ``int8``.
+        chunk_bytes: Largest size of one message in bytes.
+        timeout: Least seconds until an exchange that has not completed is an error. The limit is
+            the median of the last hundred durations plus 200 median deviations, if that is more.
+            It must cover everything that one node does alone, such as an evaluation or a
+            checkpoint. A warning comes earlier, after 30 seconds or the median plus 20 deviations.
+        native: Whether compiled code copies the parameters. None uses it if it was built and the
+            devices are CPUs, and warns once otherwise. True also uses it on CUDA devices, where it
+            has not been measured. With several devices per process, it is used inside
+            ``shard_map`` over ``"local"``. Elsewhere, and for float64 leaves, host callbacks copy.
+        pattern: ``direct``, ``ring`` or ``halving``; see above.
+        senders: ``one`` or ``all``; see above.
+        on_failure: What happens when a process dies. ``stop`` ends the job. ``shrink`` continues
+            with the remaining nodes. It requires Open MPI 5, started with
+            ``mpirun --with-ft ulfm``, one process per node, and a pattern other than ``halving``.
+            Exchanges in flight are summed again over the remaining nodes, which ``topology()`` of
+            the exchange returns. Exceptions, disagreements and silent processes still end the job.
+        same_bits: Whether it is an error if a centre, an anchor, or the parameters of synchronous
+            training differ between nodes in any bit. Pass False if the nodes' hardware rounds
+            differently. Schedules and steps are compared in any case. The wire ``int8`` requires
+            True: its means are sums of differences and would drift apart.
+
+    Returns:
+        A :class:`jdaso.Exchange`, whose state is a :class:`jdaso.core.types.HostState`. The host
+        keeps exchanges in flight, in two copies of the parameters and some messages, and
+        ``posted()`` returns them. ``init`` compares the nodes' parameters, so all nodes must call
+        it. With one node, the result is that of :func:`jdaso.single_exchange`.
+
+    Raises:
+        ValueError: For an unknown name, a number out of range, a combination of arguments that is
+            excluded above, or ``int8`` with a pattern other than ``direct``, also where an
+            algorithm chooses this wire; if ``native=True`` or ``shrink`` is not available; if the
+            arguments, except for ``timeout`` and ``native``, differ between processes.
+        JdasoError: In ``init``, if the nodes' parameters differ in structure, shape or dtype. In
+            ``update``, if nodes are at different steps, if a period, delay, schedule state, centre
+            or anchor differs, or if a node is missing at the deadline.
+
+    >>> import jdaso
+    >>> exchange = jdaso.mpi_exchange(jdaso.discover_topology())
+    >>> exchange.num_nodes
+    1
+    """
+    wire = check_wire("wire", wire)
+    settings = _Settings(wire, chunk_bytes, pattern, senders, on_failure, same_bits)
+    check_number("timeout", timeout, above=True)
+    _check_settings(settings, topology.num_nodes)
+    if topology.num_nodes == 1:
+        return _single_node(topology, wire)
+    _check_same_settings(topology, settings)
+    native = use_native(native, topology.devices[0].platform)
+    shrinks = on_failure == "shrink"
+    if shrinks:
+        topology = _prepare_to_shrink(topology)
+    options = AllReduceOptions(pattern, senders, chunk_bytes)
+    membership = Membership(topology, options, timeout, shrinks)
+    recovery = membership if shrinks else None
+    progress = Progress(topology, timeout, membership.exit_barrier, topology.abort, recovery)
+    transport = MpiTransport(membership, progress)
+    program = JitInterface(transport, native, topology.devices)
+    collectives = HostCollectives(membership, progress)
+
+    keys = Keys()
+
+    def init(params: PyTree) -> HostState:
+        if jax.tree.leaves(params):  # optax.tree_map_params calls init on a tree without leaves
+            collectives.compare(outline(params))
+        return HostState(jnp.asarray(keys.key(params), jnp.int32))
+
+    def start(state: HostState, number, step, leaves: Leaves, header, wire):
+        if wire == "int8":
+            _check_int8(pattern, same_bits)
+        token, number = program.start(state.key, number, step, leaves, header, wire)
+        return HostState(token), number
+
+    def finish(state: HostState, number, like: Leaves):
+        sums, header, token = program.finish(state.key, number, like)
+        return sums, header, HostState(token)
+
+    @functools.cache  # a second call does nothing
+    def close() -> None:
+        program.close()
+        progress.close()
+        membership.free()
+        transport.forget()
+
+    return Exchange(
+        topology.num_nodes,
+        wire,
+        init,
+        start,
+        finish,
+        lambda leaves, root: _broadcast(transport, collectives, leaves, root),
+        report=transport.statistics.report,
+        history=transport.statistics.last,
+        posted=transport.posted,
+        post_again=transport.post_again,
+        restart=transport.restart,
+        sent_leaves=keys.sent_leaves,
+        anyone=collectives.anyone,
+        compares=True,
+        same_bits=same_bits,
+        topology=collectives.topology,
+        close=close,
+    )
+
+
+def _single_node(topology: Topology, wire: str | None) -> Exchange:
+    """The exchange of one node, which may consist of several processes."""
+    exchange = single_exchange(wire)
+    if len(topology.processes) == 1:
+        return exchange
+    comm = topology.duplicate_comm()
+    return exchange._replace(anyone=lambda flag: any(comm.allgather(flag)))
+
+
+def _prepare_to_shrink(topology: Topology) -> Topology:
+    """Lets this process survive the death of others; returns a topology for one exchange."""
+    check_can_shrink(topology)
+    limit_finalize()
+    if topology.heartbeat is not None:
+        # MPI reports a death itself.
+        topology.heartbeat.tolerate_deaths(lambda rank: None, silence=False)
+    # Each exchange replaces its communicator independently of the others.
+    return dataclasses.replace(topology, comm=topology.duplicate_comm())
+
+
+def _broadcast(
+    transport: MpiTransport, collectives: HostCollectives, leaves: Leaves, root: int
+) -> Leaves:
+    def call(*leaves):
+        with transport.abort_on_error():
+            return np.bool_(True), collectives.broadcast(leaves, root)
+
+    shape = jax.ShapeDtypeStruct((), bool)
+    arrived, received = io_callback(call, (shape, leaves), *leaves)
+    # ``arrived`` is always True. In a program for several devices, the host's result lies on one
+    # of them, and this operation with values on all devices distributes it.
+    return [jnp.where(arrived, y, x) for y, x in zip(received, leaves, strict=True)]
+
+
+def _check_settings(settings: _Settings, num_nodes: int) -> None:
+    """Raises ValueError for arguments that are invalid by themselves."""
+    check_whole("chunk_bytes", settings.chunk_bytes, 16)
+    if settings.chunk_bytes >= 2**31:
+        raise ValueError(f"chunk_bytes must be below 2**31, got {settings.chunk_bytes}.")
+    check_choice("pattern", settings.pattern, PATTERNS)
+    check_choice("senders", settings.senders, SENDERS)
+    check_choice("on_failure", settings.on_failure, ON_FAILURE)
+    if settings.pattern == "halving" and settings.on_failure == "shrink":
+        raise ValueError(
+            "pattern='halving' requires 2, 4, 8, ... nodes, and on_failure='shrink' reduces their "
+            "number: use 'direct' or 'ring'."
+        )
+    if settings.pattern == "halving" and num_nodes & (num_nodes - 1):
+        raise ValueError(
+            f"pattern='halving' requires 2, 4, 8, ... nodes, got {num_nodes}: use 'ring', which "
+            "sends the same number of bytes, or 'direct'."
+        )
+    if settings.wire == "int8":
+        _check_int8(settings.pattern, settings.same_bits)
+
+
+def _check_int8(pattern: str, same_bits: bool) -> None:
+    if not same_bits:
+        raise ValueError(
+            "same_bits=False allows nodes to differ in the last bits, and the wire int8 sends "
+            "differences from a mean that must be equal on all nodes: use the wire bfloat16."
+        )
+    if pattern != "direct":
+        raise ValueError(
+            f"pattern={pattern!r} rounds partial sums, which error feedback cannot correct: the "
+            "wire int8 requires pattern='direct'. With this pattern, use the wire bfloat16."
+        )
+
+
+def _check_same_settings(topology: Topology, settings: _Settings) -> None:
+    """Raises ValueError on all processes if their arguments differ; collective."""
+    assert topology.comm is not None
+    given = topology.comm.allgather(settings)
+    for rank, other in enumerate(given):
+        for name, value in given[0]._asdict().items():
+            if getattr(other, name) != value:
+                raise ValueError(
+                    f"{name} must be the same on all processes, got {value!r} in "
+                    f"{topology.describe(0)} and {getattr(other, name)!r} in "
+                    f"{topology.describe(rank)}: pass the same arguments to mpi_exchange."
+                )

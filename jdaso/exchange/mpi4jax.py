@@ -1,0 +1,152 @@
+"""An exchange by blocking mpi4jax collectives, between MPI processes of one device each."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jdaso.cluster.topology import Topology
+from jdaso.core.mpi_types import Comm
+from jdaso.core.tree import outline
+from jdaso.core.types import Exchange, Leaves, PyTree
+from jdaso.core.wire import BLOCK_DTYPE, check_wire, pack_sum, sum_dtype, unpack_sum
+from jdaso.exchange.axis import single_exchange
+from jdaso.exchange.synchronous import stored_exchange
+from jdaso.exchange.transport.collectives import check_alike
+
+_NO_INT8 = "mpi4jax_exchange has no wire 'int8': use mpi_exchange, or a wire of 16 bits."
+
+
+def mpi4jax_exchange(topology: Topology, wire: str | None = None) -> Exchange:
+    """An exchange between MPI processes by mpi4jax collectives, which block.
+
+    It serves blocking phases, baselines and comparisons. It hides no communication, and its sums
+    have the same bits as those of :func:`jdaso.mpi_exchange`. mpi4jax requires programs for one
+    device. The call is collective over all processes.
+
+    Args:
+        topology: The result of :func:`jdaso.discover_topology`, with one device per process.
+        wire: Dtype name that overrides the algorithm's choice, or None.
+
+    Returns:
+        A :class:`jdaso.Exchange`. Its state holds the sums in flight, one float32 copy of the
+        parameters. With one node, the result is that of :func:`jdaso.single_exchange`.
+
+    Raises:
+        ValueError: For several devices per process, an unknown wire, or int8. In ``update``, if
+            an algorithm chooses int8.
+        JdasoError: In ``init``, if the nodes' parameters differ in structure, shape or dtype.
+
+    >>> import jdaso
+    >>> jdaso.exchange.mpi4jax_exchange(jdaso.discover_topology()).num_nodes
+    1
+    """
+    if len(topology.devices) > 1:
+        raise ValueError(
+            f"mpi4jax_exchange requires one device per process, got {len(topology.devices)}: use "
+            "mpi_exchange, or start one process per device."
+        )
+    if check_wire("wire", wire) == "int8":
+        raise ValueError(_NO_INT8)
+    if topology.num_nodes == 1:
+        return single_exchange(wire)
+    mpi4jax, size = _library(), topology.num_nodes
+    comm = topology.group_communicators()[topology.local_rank]
+
+    def all_reduce(arrays: Leaves) -> Leaves:
+        if any(x.dtype == BLOCK_DTYPE for x in arrays):
+            raise ValueError(_NO_INT8)
+        return _fused(functools.partial(_all_reduce, mpi4jax, comm, size), arrays)
+
+    def broadcast(leaves: Leaves, root: int) -> Leaves:
+        return [_from_bits(mpi4jax.bcast(_bits(x), root, comm=comm), x.dtype) for x in leaves]
+
+    host_comm = topology.duplicate_comm()
+
+    def compare(params: PyTree) -> None:
+        if jax.tree.leaves(params):  # optax.tree_map_params calls init on a tree without leaves
+            check_alike(host_comm.allgather(outline(params)), topology.describe)
+
+    exchange = stored_exchange(size, wire, all_reduce, broadcast, compare)
+    return exchange._replace(anyone=lambda flag: any(host_comm.allgather(flag)))
+
+
+def process_mean(topology: Topology) -> Callable[[PyTree], PyTree] | None:
+    """The mean over the processes of a node that consists of one process per device.
+
+    The call is collective over all processes.
+
+    Args:
+        topology: The result of :func:`jdaso.discover_topology`.
+
+    Returns:
+        A function of a list of floating-point arrays, for the argument ``across`` of
+        :func:`jdaso.local_value_and_grad`. It blocks, and calls one collective for each dtype.
+        None if a node is one process.
+
+    >>> import jdaso
+    >>> jdaso.exchange.process_mean(jdaso.discover_topology()) is None
+    True
+    """
+    if topology.processes_per_node == 1:
+        return None
+    mpi4jax, size = _library(), topology.processes_per_node
+    comm = topology.node_communicator()
+
+    def mean(arrays: Leaves) -> Leaves:
+        sums = _fused(functools.partial(_all_reduce, mpi4jax, comm, size), arrays)
+        return [(s / size).astype(x.dtype) for s, x in zip(sums, arrays, strict=True)]
+
+    return mean
+
+
+def _library() -> Any:
+    try:
+        import mpi4jax
+    except ImportError as error:
+        raise ImportError(
+            f"mpi4jax cannot be imported ({error}): install it with pip install jdaso[mpi4jax]."
+        ) from error
+    return mpi4jax
+
+
+def _fused(all_reduce: Callable[[jax.Array], jax.Array], arrays: Leaves) -> Leaves:
+    """Applies an all-reduce of vectors to the concatenated arrays of each dtype."""
+    result: list[Any] = [None] * len(arrays)
+    for dtype in dict.fromkeys(x.dtype for x in arrays):
+        places = [i for i, x in enumerate(arrays) if x.dtype == dtype]
+        vector = jnp.concatenate([arrays[i].reshape(-1) for i in places])
+        ends = np.cumsum([arrays[i].size for i in places])
+        for i, part in zip(places, jnp.split(all_reduce(vector), ends[:-1]), strict=True):
+            result[i] = part.reshape(arrays[i].shape)
+    return result
+
+
+def _all_reduce(mpi4jax: Any, comm: Comm | None, size: int, vector: jax.Array) -> jax.Array:
+    """The pattern ``direct`` as collectives: shards go to their owners, and sums to all."""
+    dtype, length = vector.dtype, vector.size
+    shards = jnp.pad(vector, (0, -length % size)).reshape(size, -1)
+    pieces = _from_bits(mpi4jax.alltoall(_bits(shards), comm=comm), dtype)
+    # The bits of the result depend on the order of the ranks.
+    total = functools.reduce(operator.add, list(pieces.astype(sum_dtype(dtype))))
+    back = _bits(pack_sum(total, dtype, size))
+    sums = unpack_sum(_from_bits(mpi4jax.allgather(back, comm=comm), dtype), size)
+    return sums.reshape(-1)[:length]
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """The bits as unsigned integers, because mpi4jax has neither bfloat16 nor float16."""
+    if x.dtype == np.bool_:
+        return x.astype(jnp.uint8)
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+
+
+def _from_bits(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    return x.astype(bool) if dtype == np.bool_ else lax.bitcast_convert_type(x, dtype)

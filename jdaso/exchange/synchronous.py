@@ -1,0 +1,74 @@
+"""Exchanges that compute the sum when they are posted, and keep it in their state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdaso.core.tree import is_float
+from jdaso.core.types import HEADER_SIZE, Exchange, Leaves, PyTree
+from jdaso.core.wire import check_wire, pack, sum_dtype, unpadded, wire_dtype
+
+
+class StoredState(NamedTuple):
+    """The sums in flight, a tree like the parameters, and the summed header."""
+
+    sums: PyTree
+    header: jax.Array
+
+
+def stored_exchange(
+    num_nodes: int,
+    wire: str | None,
+    all_reduce: Callable[[Leaves], Leaves],
+    broadcast: Callable[[Leaves, int], Leaves],
+    compare: Callable[[PyTree], None] = lambda params: None,
+) -> Exchange:
+    """An exchange whose network is a function inside the program.
+
+    Args:
+        all_reduce: Sums arrays in their wire dtype over the nodes. Returns the sums in their
+            accumulation dtype, rounded to the wire. With the wire int8, the rows that a node would
+            sum over MPI are not rounded.
+        broadcast: ``(leaves, root) -> leaves`` of node ``root``.
+        compare: Raises if the nodes' parameters differ in structure, shape or dtype.
+
+    Returns:
+        A :class:`jdaso.Exchange` that completes when it is posted.
+    """
+
+    def init(params: PyTree) -> StoredState:
+        compare(params)
+        sums = jax.tree.map(
+            lambda x: (
+                jnp.zeros(jnp.shape(x), sum_dtype(jnp.result_type(x)))
+                if is_float(x)
+                else optax.MaskedNode()
+            ),
+            params,
+        )
+        return StoredState(sums, jnp.zeros((HEADER_SIZE,), jnp.float32))
+
+    def start(state, number, step, leaves, header, wire):
+        del step
+        cast = [
+            pack(jnp.where(header[0] > 0, x, jnp.zeros_like(x)), wire_dtype(x.dtype, wire))
+            for x in leaves
+        ]
+        *sums, header = all_reduce([*cast, header])
+        sums = [
+            unpadded(s, x.shape).astype(sum_dtype(x.dtype))
+            for s, x in zip(sums, leaves, strict=True)
+        ]
+        treedef = jax.tree.structure(state.sums)
+        return StoredState(jax.tree.unflatten(treedef, sums), header), number + 1
+
+    def finish(state, number, like):
+        del number, like
+        return jax.tree.leaves(state.sums), state.header, state
+
+    return Exchange(num_nodes, check_wire("wire", wire), init, start, finish, broadcast)

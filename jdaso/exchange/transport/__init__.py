@@ -1,0 +1,11 @@
+"""Moves messages between processes over MPI, from a progress thread. Imports ``exchange/host``.
+
+- ``mpi_transport``: posts and collects exchanges. ``statistics``: their timing.
+- ``progress``: the thread that polls. ``operation``, ``request``, ``deadlines``: what it polls.
+- ``collectives``: sums a staging buffer. ``handshake``: compares nodes before that.
+- ``all_reduce``, ``patterns``, ``point_to_point``: the sum as point-to-point messages.
+- ``host_collectives``: collective calls outside of exchanges.
+- ``communicators``, ``membership``: the communicators, and the processes that are alive.
+- ``peers``, ``exit_barrier``: processes that are late, dead, or have exited.
+- ``shrink``, ``ulfm``: repair after a death, with MPI's fault tolerance.
+"""

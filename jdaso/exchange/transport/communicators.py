@@ -1,0 +1,142 @@
+"""The communicators of exchanges, and the operation that runs an exchange over them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from jdaso.cluster.topology import Topology
+from jdaso.core.mpi_types import Comm
+from jdaso.core.types import UNCOUNTED
+from jdaso.exchange.host.buffers import StagingBuffers
+from jdaso.exchange.transport import collectives
+from jdaso.exchange.transport.all_reduce import part, shards
+from jdaso.exchange.transport.handshake import handshake
+from jdaso.exchange.transport.operation import Operation, in_world_ranks, interleave
+from jdaso.exchange.transport.request import Request, completed
+
+
+class IndexCommunicators(NamedTuple):
+    """The communicators of one local index.
+
+    Attributes:
+        nodes: One process of each node. None in a process that does not send for this index.
+        within_node: The processes of this node. None if a node is one process.
+        sender: Local rank of the processes that send for this index.
+    """
+
+    nodes: Comm | None
+    within_node: Comm | None
+    sender: int
+
+
+class ExchangeCommunicators:
+    """The communicators of all local indices. Creating them is collective over all processes."""
+
+    def __init__(self, topology: Topology, options: collectives.AllReduceOptions):
+        self._topology = topology
+        self._options = options
+        self._by_index = _by_index(topology, topology.num_local_devices)
+        # A consensus must not receive messages of exchanges that are in flight.
+        self._consensus = _by_index(topology, 1)
+        self._handshakes = topology.duplicate_comm()
+        placements, own = topology.placements, topology.placements[topology.rank]
+        ranks = range(len(placements))
+        # World ranks in the order of the members of each communicator.
+        self._own_node = sorted(
+            (rank for rank in ranks if placements[rank].node == own.node),
+            key=lambda rank: placements[rank].local_rank,
+        )
+        self._by_node = sorted(ranks, key=lambda rank: placements[rank].node)
+
+    def queue(self, number: int) -> int:
+        """The queue of an exchange. Exchanges of a queue share communicators and run in order."""
+        if number == UNCOUNTED:
+            return UNCOUNTED
+        return number % len(self._by_index) if self._options.senders == "one" else 0
+
+    def agreement(self, number: int) -> Comm | None:
+        """The communicator over which all processes agree that an exchange is complete."""
+        return self._used_by(number)[0].nodes
+
+    def all(self) -> list[Comm]:
+        """All communicators of this process."""
+        by_index = self._by_index + self._consensus
+        nested = [comm for index in by_index for comm in (index.nodes, index.within_node)]
+        return [self._handshakes, *filter(None, nested)]
+
+    def exchange(
+        self,
+        number: int,
+        step: int,
+        header: np.ndarray,
+        staging: StagingBuffers,
+        before: Request | None,
+    ) -> Operation:
+        """Sums a staging buffer after the exchange ``before``; returns the header and bytes sent.
+
+        Exchanges of one communicator run one after the other. The messages of several fragments
+        look alike, and messages of a failed exchange may still arrive.
+        """
+        used = self._used_by(number)
+        total = yield from handshake(
+            self._handshakes,
+            staging.fingerprint,
+            number,
+            step,
+            header,
+            self._members(used[0].sender),
+            self._topology.describe,
+        )
+        yield from completed(before)
+        sent = yield from interleave(
+            self._sum_part(communicators, staging, index, len(used))
+            for index, communicators in enumerate(used)
+        )
+        return total, sent
+
+    def _used_by(self, number: int) -> list[IndexCommunicators]:
+        """The communicators of an exchange. Each of them transfers one part."""
+        if number == UNCOUNTED:
+            return self._consensus
+        index = self.queue(number)
+        return self._by_index if self._options.senders == "all" else [self._by_index[index]]
+
+    def _sum_part(
+        self, communicators: IndexCommunicators, staging: StagingBuffers, index: int, parts: int
+    ) -> Operation:
+        """Sums one part over the nodes, and sends the sums to all processes of this node."""
+        sent = 0
+        if communicators.nodes is not None:
+            sent = yield from in_world_ranks(
+                collectives.sum_staged(communicators.nodes, staging, self._options, index, parts),
+                self._members(self._topology.local_rank),
+            )
+        if communicators.within_node is not None:
+            nodes = self._topology.num_nodes
+            sums = [
+                sums[place]
+                for _, sums in staging.pairs
+                for place in part(shards(len(sums), nodes), index, parts)
+            ]
+            yield from in_world_ranks(
+                collectives.broadcast(communicators.within_node, sums, communicators.sender),
+                self._own_node,
+            )
+        return sent
+
+    def _members(self, local_rank: int) -> list[int]:
+        """World ranks of the processes with a local rank, one per node."""
+        placements = self._topology.placements
+        return [rank for rank in self._by_node if placements[rank].local_rank == local_rank]
+
+
+def _by_index(topology: Topology, count: int) -> list[IndexCommunicators]:
+    several = topology.processes_per_node > 1
+    return [
+        IndexCommunicators(
+            nodes, topology.node_communicator() if several else None, index * several
+        )
+        for index, nodes in enumerate(topology.group_communicators(count))
+    ]

@@ -1,0 +1,108 @@
+"""Compares what the processes are about to exchange, and sums the headers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jdaso.core.mpi_types import Comm
+from jdaso.core.types import AGREEMENT_NAMES, HEADER_SIZE, UNCOUNTED, JdasoError
+from jdaso.exchange.transport.collectives import gather
+from jdaso.exchange.transport.operation import Operation
+
+_TAG = 0
+_SAME_SCHEDULE = "All nodes must use the same schedule and continue the same checkpoint."
+_SAME_START = (
+    "This state is EASGD's centre, DiLoCo's anchor with its outer optimizer, or the parameters of "
+    "synchronous training. Start from jdaso.broadcast(exchange, params), with the same "
+    "hyperparameters on all nodes, and let nothing else change it. If the nodes' hardware rounds "
+    "differently, pass same_bits=False to mpi_exchange."
+)
+_SAME_STEP = "All nodes must use the same schedule and start from the same step."
+_RECORD = np.dtype(
+    [("number", "<i8"), ("step", "<i8"), ("specs", "<i8"), ("header", "<f4", (HEADER_SIZE,))]
+)
+# Field of the record -> its name in messages, and the advice if it differs.
+_COMPARED = {
+    "number": ("number", _SAME_STEP),
+    "step": ("step", _SAME_STEP),
+    "specs": (
+        "the checksum of shapes and dtypes on the wire",
+        "All nodes must use the same wire, the same model, and the same number of fragments.",
+    ),
+}
+# The last entries of a header are agreement numbers, which are compared and not summed.
+_AGREEMENT = slice(-len(AGREEMENT_NAMES), None)
+_SUMMED = slice(None, -len(AGREEMENT_NAMES))
+
+
+def exchange_name(number: int) -> str:
+    """The name of an exchange in messages."""
+    return "a consensus" if number == UNCOUNTED else f"exchange {number}"
+
+
+def handshake(
+    comm: Comm,
+    fingerprint: int,
+    number: int,
+    step: int,
+    header: np.ndarray,
+    contributors: Sequence[int],
+    describe: Callable[[int], str],
+) -> Operation:
+    """Sends a record of the exchange to all members, compares theirs, and sums the headers.
+
+    An error is found here, before any sum is computed. The communicator is the same for every
+    exchange. Otherwise the records of nodes at different exchanges would not meet.
+
+    Args:
+        comm: Communicator over all processes, used for handshakes only.
+        fingerprint: Checksum of the shapes and dtypes of the exchanged arrays.
+        step: Optimizer step after which it was posted.
+        header: float32[HEADER_SIZE].
+        contributors: Ranks whose headers are summed, one per node.
+
+    Returns:
+        The header, float32[HEADER_SIZE], with the sums and this process's agreement numbers.
+
+    Raises:
+        JdasoError: If records differ. The message names two ranks and the value of each.
+    """
+    record = np.zeros(1, _RECORD)
+    record[0] = (number, step, fingerprint, header)
+    records = yield from gather(comm, record, _TAG)
+    own, name = comm.Get_rank(), exchange_name(number)
+    for rank, other in enumerate(records):
+        for field, (quantity, advice) in _COMPARED.items():
+            if other[field][0] != record[field][0]:
+                raise JdasoError(
+                    f"nodes are out of step at {name}: {quantity} is {record[field][0]} in "
+                    f"{describe(own)}{_plan(header)} but {other[field][0]} in {describe(rank)}"
+                    f"{_plan(other['header'][0])}. {advice}"
+                )
+        _check_agreement(name, header, other["header"][0], [describe(r) for r in (own, rank)])
+    # All members add in the same order and therefore get the same bits.
+    total = header.copy()
+    total[_SUMMED] = 0
+    for rank in contributors:
+        total[_SUMMED] += records[rank]["header"][0][_SUMMED]
+    return total
+
+
+def _plan(header: np.ndarray) -> str:
+    """The period and delay of a header, in parentheses; empty if it has none."""
+    period, delay = (int(x) for x in header[_AGREEMENT][:2])
+    return f" (period {period}, delay {delay})" if period else ""
+
+
+def _check_agreement(name: str, own: np.ndarray, other: np.ndarray, members: Sequence[str]) -> None:
+    """Raises if the agreement numbers of two headers differ."""
+    for quantity, a, b in zip(AGREEMENT_NAMES, own[_AGREEMENT], other[_AGREEMENT], strict=True):
+        if a != b:
+            value = "the fingerprint of " if quantity.startswith("the ") else ""
+            advice = _SAME_START if quantity == AGREEMENT_NAMES[-1] else _SAME_SCHEDULE
+            raise JdasoError(
+                f"nodes disagree at {name}: {value}{quantity} is {int(a)} in {members[0]} but "
+                f"{int(b)} in {members[1]}. {advice}"
+            )

@@ -1,0 +1,91 @@
+"""Collective calls that the program makes on the host, outside of exchanges."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jdaso.cluster.topology import Topology
+from jdaso.core.types import JdasoError
+from jdaso.exchange.transport import collectives
+from jdaso.exchange.transport.membership import Membership
+from jdaso.exchange.transport.operation import Operation
+from jdaso.exchange.transport.progress import Progress
+from jdaso.exchange.transport.request import Request, completed
+
+# Calls of ``anyone`` until its answer. One node may be this many steps ahead of another.
+_ANSWER_AFTER = 4
+
+
+class HostCollectives:
+    """Broadcasts, comparisons and queries of all processes that are alive."""
+
+    def __init__(self, membership: Membership, progress: Progress):
+        self._membership, self._progress = membership, progress
+        self._name = membership.topology.describe(membership.topology.rank)
+        self._flags: deque[Request] = deque()
+
+    def topology(self) -> Topology | None:
+        """The processes that are alive, the same for all. None if they cannot change."""
+
+        def current() -> Operation:
+            yield from ()
+            return self._membership.topology
+
+        return self._run(current, "the query of the topology") if self._membership.shrinks else None
+
+    def anyone(self, flag: bool) -> bool:
+        """Whether any process passed True some calls ago. Most answers have arrived by then."""
+        # Operations that are repeated after a repair must complete in order.
+        before = self._flags[-1] if self._flags and self._membership.shrinks else None
+
+        def ask() -> Operation:
+            yield from completed(before)
+            return (yield from collectives.any_true(self._membership.flags, flag))
+
+        asked = self._membership.repeated(ask, lambda: self._membership.flags, "flags")
+        self._flags.append(self._progress.submit(asked, f"a flag, sent by {self._name},"))
+        return len(self._flags) > _ANSWER_AFTER and self._progress.wait(self._flags.popleft())
+
+    def broadcast(self, leaves: Sequence[np.ndarray], root: int) -> list[np.ndarray]:
+        """The leaves of node ``root``, as it was numbered at the start."""
+
+        def from_root() -> Operation:
+            copies = [np.array(leaf, order="C") for leaf in leaves]
+            yield from collectives.broadcast(
+                self._membership.collectives, copies, self._current_rank(root)
+            )
+            return copies
+
+        copies: list[np.ndarray] = self._run(from_root, "a broadcast")
+        return copies
+
+    def compare(self, outline: Sequence[str]) -> None:
+        """Raises JdasoError, on every node, if the outlines of the nodes' trees differ."""
+        digest = hashlib.sha256("\n".join(outline).encode()).digest()
+        self._run(
+            lambda: collectives.compare(
+                self._membership.collectives, outline, digest, self._membership.topology.describe
+            ),
+            "the comparison of parameters",
+        )
+
+    def _current_rank(self, node: int) -> int:
+        """The rank of the first process of a node, as it was numbered at the start."""
+        initial = self._membership.initial
+        first = next(r for r, place in enumerate(initial.placements) if place.node == node)
+        for rank, process in enumerate(self._membership.topology.processes):
+            if process.rank == initial.processes[first].rank:
+                return rank
+        raise JdasoError(
+            f"broadcast: its root, {initial.describe(first)}, has died. Choose a node that is left."
+        )
+
+    def _run(self, make: Callable[[], Operation], what: str) -> Any:
+        operation = self._membership.repeated(make, lambda: self._membership.collectives, "all")
+        request = self._progress.submit(operation, f"{what}, called by {self._name},")
+        return self._progress.wait(request)

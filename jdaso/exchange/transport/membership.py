@@ -1,0 +1,84 @@
+"""The processes that are alive, and their communicators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jdaso.cluster.topology import Topology
+from jdaso.core.mpi_types import Comm
+from jdaso.exchange.transport.collectives import AllReduceOptions
+from jdaso.exchange.transport.communicators import ExchangeCommunicators
+from jdaso.exchange.transport.exit_barrier import ExitBarrier
+from jdaso.exchange.transport.operation import Operation
+from jdaso.exchange.transport.shrink import CompletionLog, RepairWatchdog, repair
+from jdaso.exchange.transport.ulfm import is_process_failure
+
+
+class Membership:
+    """Replaces all communicators after the death of a process, if the job continues.
+
+    Args:
+        timeout: Seconds after which a repair fails.
+        shrinks: Whether the job continues without processes that have died.
+
+    Attributes:
+        initial: All processes at the start.
+        topology: The processes that are alive.
+        exchanges: The communicators of exchanges.
+        collectives: Communicator of broadcasts and comparisons, which must not receive messages
+            of exchanges in flight.
+        flags: Communicator of ``any_true``.
+    """
+
+    def __init__(
+        self, topology: Topology, options: AllReduceOptions, timeout: float, shrinks: bool = False
+    ):
+        self._options = options
+        self._log, self._watchdog = None, None
+        if shrinks:
+            self._log, self._watchdog = CompletionLog(), RepairWatchdog(timeout)
+        self.initial = topology
+        self._connect(topology)
+        self.exit_barrier = ExitBarrier(topology.duplicate_comm(), topology.states)
+
+    @property
+    def shrinks(self) -> bool:
+        return self._log is not None
+
+    def can_repair(self, error: BaseException) -> bool:
+        """Whether an error of MPI reports a death that the other processes can survive."""
+        return self.shrinks and is_process_failure(error)
+
+    def repair(self) -> Topology:
+        """Connects the remaining processes by new communicators; collective over them."""
+        assert self._watchdog is not None
+        repair(self.topology, self._communicators(), self._reconnect, self._watchdog)
+        return self.topology
+
+    def free(self) -> None:
+        """Frees all communicators; collective over the processes that are alive."""
+        own = [self.topology.comm] if self.shrinks else []  # made for this exchange alone
+        for comm in filter(None, [*self._communicators(), *own]):
+            comm.Free()
+
+    def _communicators(self) -> list[Comm]:
+        return [*self.exchanges.all(), self.collectives, self.flags, self.exit_barrier.comm]
+
+    def repeated(
+        self, make: Callable[[], Operation], comm: Callable[[], Comm | None], queue: str
+    ) -> Operation:
+        """An operation that is repeated after a repair; see ``CompletionLog.until_complete``."""
+        return make() if self._log is None else self._log.until_complete(make, comm, queue)
+
+    def _connect(self, topology: Topology) -> None:
+        self.topology = topology
+        self.exchanges = ExchangeCommunicators(topology, self._options)
+        self.collectives = topology.duplicate_comm()
+        self.flags = topology.duplicate_comm()
+
+    def _reconnect(self, topology: Topology) -> None:
+        assert self._log is not None
+        assert topology.comm is not None
+        self._connect(topology)
+        self.exit_barrier.connect(topology.duplicate_comm(), topology.states)
+        self._log.share(topology.comm)

@@ -1,0 +1,188 @@
+"""Posts and collects the exchanges of one process."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import numpy as np
+
+from jdaso.core.log import logger
+from jdaso.core.types import UNCOUNTED, ExchangeRecord, JdasoError, PostedExchange
+from jdaso.core.wire import describe_narrow_wires
+from jdaso.exchange.host.buffers import BufferPool, LeafSpec, StagingBuffers
+from jdaso.exchange.host.exchange_table import ExchangeTable
+from jdaso.exchange.host.transport_protocol import abort_on_error
+from jdaso.exchange.transport.handshake import exchange_name
+from jdaso.exchange.transport.membership import Membership
+from jdaso.exchange.transport.operation import Operation
+from jdaso.exchange.transport.progress import Progress
+from jdaso.exchange.transport.request import Request
+from jdaso.exchange.transport.statistics import Statistics
+
+
+class _Posted(NamedTuple):
+    request: Request
+    staging: StagingBuffers
+    step: int
+    header: np.ndarray
+
+
+class MpiTransport:
+    """Posts exchanges from staging buffers, and returns their sums; see :class:`Transport`."""
+
+    def __init__(self, membership: Membership, progress: Progress):
+        self._membership, self._progress = membership, progress
+        self._name = membership.topology.describe(membership.topology.rank)
+        self._table: ExchangeTable[_Posted] = ExchangeTable()
+        self.pending = self._table.pending
+        self._last_of_queue: dict[int, Request] = {}
+        self._pool = BufferPool()
+        self._left_out = 0
+        self._restarted = False
+        self.statistics = Statistics()
+
+    def forget(self) -> None:
+        """Frees the buffers of all exchanges."""
+        self._table.clear()
+        self._last_of_queue.clear()
+        self._pool = BufferPool()
+
+    def abort_on_error(self) -> AbstractContextManager[None]:
+        """Aborts the job on an error if this process has several devices."""
+        topology = self._membership.topology
+        return abort_on_error(topology, topology.abort)
+
+    def restart(self) -> None:
+        """Allows the numbers of exchanges to start again, once."""
+        self._restarted = True
+
+    def reserve(self, number: int, specs: Sequence[LeafSpec]) -> StagingBuffers:
+        """Returns the staging buffer of an exchange that is about to be posted."""
+        table = self._table
+        with table.lock:
+            repeated = number in table or UNCOUNTED < number <= table.highest
+            if repeated and not self._restarted:
+                raise JdasoError(
+                    f"{exchange_name(number)} was posted twice in {self._name}: one optimizer "
+                    "state was stepped twice (as optax.MultiSteps does: accumulate gradients in "
+                    "the training step), two states share this exchange, or tx.update ran once "
+                    "per device. Step each state once, make an mpi_exchange for each, and call "
+                    "tx.update outside shard_map, or inside one over the axis 'local'. To return "
+                    "to an earlier state, call tx.init first."
+                )
+            if number != UNCOUNTED:
+                # Exchanges with these numbers belong to a state from before a restart.
+                table.abandon(lambda posted: posted >= number)
+                table.highest, self._restarted = number, False
+            staging = StagingBuffers(specs) if number == UNCOUNTED else self._pool.acquire(specs)
+            self.pending.add(number, staging)
+            return staging
+
+    def post(self, number: int, step: int, header: np.ndarray) -> None:
+        """Posts the exchange of the reserved buffer, and returns without waiting."""
+        with self._table.lock:
+            staging, header = self.pending.pop(number), np.array(header)
+            if header[0] == 0:
+                self._warn_left_out(number, staging)
+            queue = self._membership.exchanges.queue(number)
+            attempts, before = itertools.count(), self._last_of_queue.get(queue)
+
+            def exchange() -> Operation:
+                if next(attempts):
+                    staging.reallocate()
+                communicators = self._membership.exchanges
+                return communicators.exchange(number, step, header, staging, before)
+
+            request = self._progress.submit(
+                self._membership.repeated(
+                    exchange,
+                    lambda: self._membership.exchanges.agreement(number),
+                    f"queue {queue}",
+                ),
+                f"{exchange_name(number)}, posted by {self._name} after step {step},",
+                measured=number != UNCOUNTED,
+            )
+            self._last_of_queue[queue] = request
+            self._table.post(number, _Posted(request, staging, step, header))
+        name, size = exchange_name(number), sum(vector.nbytes for vector, _ in staging.pairs)
+        logger.debug("%s posted %s after step %d, %d bytes", self._name, name, step, size)
+
+    def collect(self, number: int, readers: int) -> tuple[StagingBuffers, np.ndarray]:
+        """Waits for an exchange, and forgets it when ``readers`` devices have collected it.
+
+        Returns:
+            The staging buffer and the summed header. The buffer keeps the sums until its record
+            says that each reader has copied them.
+        """
+        posted = self._table.find(number, readers)
+        if posted is None:
+            raise JdasoError(
+                f"{exchange_name(number)} is not in flight in {self._name}: the optimizer state is "
+                "from before a restart, or was stepped twice. Save and restore with "
+                "jdaso.checkpoint, or call jdaso.drain before saving."
+            )
+        since = time.monotonic()
+        header, sent = self._progress.wait(posted.request)
+        until = time.monotonic()
+        with self._table.lock:
+            first, last = self._table.collect(number, readers)
+            if first and number != UNCOUNTED:
+                record = _record(number, posted, sent, (since, until))
+                self.statistics.note(record, posted.staging.record)
+            if last:
+                self._pool.release(posted.staging, readers, reuse=number != UNCOUNTED)
+        if first:
+            name, seconds = exchange_name(number), posted.request.seconds
+            text = "%s completed %s posted after step %d; transfer %.6f s, training blocked %.6f s"
+            logger.debug(text, self._name, name, posted.step, seconds, until - since)
+        return posted.staging, header
+
+    def posted(self) -> dict[int, PostedExchange]:
+        """Copies of the exchanges that are posted and not yet collected."""
+        with self._table.lock:
+            self.pending.wait_until_posted()
+            return {
+                number: PostedExchange(
+                    posted.step, posted.header, [leaf.copy() for leaf in posted.staging.leaves]
+                )
+                for number, posted in sorted(self._table.posted.items())
+                if number != UNCOUNTED
+            }
+
+    def post_again(self, saved: dict[int, PostedExchange]) -> None:
+        """Waits for all posted exchanges, forgets them, and posts the saved ones."""
+        with self._table.lock:
+            self.pending.wait_until_posted()
+            posted = list(self._table.posted.values())
+        for exchange in posted:
+            self._progress.wait(exchange.request)
+        self._table.clear()
+        for number, (step, header, leaves) in sorted(saved.items()):
+            specs = [LeafSpec(leaf.shape, leaf.dtype) for leaf in leaves]
+            self.reserve(number, specs).fill(leaves)
+            self.post(number, step, header)
+
+    def _warn_left_out(self, number: int, staging: StagingBuffers) -> None:
+        """Warns at the first, second, fourth, eighth ... time."""
+        self._left_out += 1
+        if self._left_out & (self._left_out - 1) == 0:
+            logger.warning(
+                "%s is left out of %s, because its parameters are not finite%s. It was left out %d "
+                "times before. If this continues, the optimizer's moments may not be finite either "
+                "(jdaso.chain keeps them finite), or the learning rate is too high.",
+                self._name,
+                exchange_name(number),
+                describe_narrow_wires([dtype for _, dtype in staging.specs]),
+                self._left_out - 1,
+            )
+
+
+def _record(number: int, posted: _Posted, sent: int, wait: tuple[float, float]) -> ExchangeRecord:
+    """The record of an exchange, except for the times of its copies."""
+    transfer = (posted.request.started_at, posted.request.started_at + posted.request.seconds)
+    never = (0.0, 0.0)
+    return ExchangeRecord(number, posted.step, sent, never, transfer, wait, never)

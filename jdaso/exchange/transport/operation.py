@@ -1,0 +1,88 @@
+"""Operations of the progress thread: generators that yield what they wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from jdaso.core.mpi_types import MpiRequest
+
+# Operations that ``interleave`` runs at a time. Enough to keep a fast network busy between polls.
+WINDOW = 8
+
+
+class WaitState(NamedTuple):
+    """What an operation waits for.
+
+    Attributes:
+        ranks: Ranks of the communicator whose messages are missing.
+        progressed: Whether the operation has progressed since its previous state.
+        requests: MPI requests. If there are any, the operation can continue only after one of them
+            has completed.
+        needs_repair: Whether the operation can continue only after the communicators are repaired.
+    """
+
+    ranks: frozenset[int]
+    progressed: bool = False
+    requests: tuple[MpiRequest, ...] = ()
+    needs_repair: bool = False
+
+
+class Repaired(Exception):
+    """Thrown into running operations after the communicators have been repaired."""
+
+
+# Yields a state whenever it cannot continue, and returns its result.
+Operation = Generator[WaitState, None, Any]
+
+
+def wait_for(requests: Mapping[int, MpiRequest | None]) -> Operation:
+    """Waits until all requests, given by the peer's rank, have completed."""
+    pending = {peer: request for peer, request in requests.items() if request is not None}
+    before = None
+    while pending := {peer: request for peer, request in pending.items() if not request.Test()}:
+        yield WaitState(frozenset(pending), len(pending) != before, tuple(pending.values()))
+        before = len(pending)
+
+
+def in_world_ranks(operation: Operation, ranks: Sequence[int]) -> Operation:
+    """Runs an operation, and replaces each rank r that it waits for by ``ranks[r]``."""
+    while True:
+        try:
+            state = next(operation)
+        except StopIteration as end:
+            return end.value
+        yield state._replace(ranks=frozenset(ranks[rank] for rank in state.ranks))
+
+
+def interleave(operations: Iterable[Operation]) -> Operation:
+    """Runs operations interleaved, and returns the sum of their results.
+
+    An operation starts when all but the last WINDOW operations before it have completed. A limit
+    on the number of active operations would let the others run far ahead of a late one.
+    """
+    rest = enumerate(operations)
+    active: dict[int, Operation] = {}
+    result = started = 0
+    while True:
+        oldest = min(active, default=started)
+        for number, operation in islice(rest, oldest + WINDOW - started):
+            active[number] = operation
+            started += 1
+        if not active:
+            return result
+        ranks: frozenset[int] = frozenset()
+        requests: tuple[MpiRequest, ...] = ()
+        progressed = poll = False
+        for number, operation in list(active.items()):
+            try:
+                state = next(operation)
+                ranks, requests = ranks | state.ranks, requests + state.requests
+                progressed, poll = progressed or state.progressed, poll or not state.requests
+            except StopIteration as end:
+                del active[number]
+                # The next operation can start at once, whatever the others wait for.
+                result, progressed, poll = result + end.value, True, True
+        if active:  # even if no rank is known, as for the root of a broadcast
+            yield WaitState(ranks, progressed, () if poll else requests)

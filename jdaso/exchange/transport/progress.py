@@ -1,0 +1,210 @@
+"""A thread that advances MPI operations while training computes.
+
+MPI makes progress only inside its own calls. A plain ``Iallreduce`` therefore hides almost nothing,
+and a thread in a blocking call occupies a core that training needs. This thread polls every posted
+operation and sleeps in between. Each poll takes time from training, so it polls less often on a
+slow network.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jdaso.cluster.abort import at_exit
+from jdaso.cluster.topology import Topology
+from jdaso.core.types import JdasoError
+from jdaso.exchange.transport.deadlines import Deadlines
+from jdaso.exchange.transport.operation import Operation, WaitState
+from jdaso.exchange.transport.peers import ExitProtocol, Peers, Recovery
+from jdaso.exchange.transport.request import Request
+
+# After a longer pause between two polls, the process was stopped or the machine was suspended.
+_SUSPENDED_SECONDS = 5.0
+# If nobody has awaited an error for this long, the program is blocked somewhere else.
+_UNAWAITED_SECONDS = 60.0
+# The pause between two polls is a fraction of the time since the last progress, within these
+# limits. The longest pause is short enough that a slow link's send buffers do not run empty. The
+# limit is lower while an operation waits for a peer's message that it cannot name as an MPI
+# request.
+_SHORTEST_SECONDS, _LONGEST_SECONDS, _LONGEST_SERVING_SECONDS = 5e-4, 10e-3, 2e-3
+_POLLS_PER_PROGRESS = 4
+# While the program waits for a result, the core is idle and latency counts.
+_POLL_SECONDS_AWAITED = 5e-5
+
+
+class Progress:
+    """One thread that advances all operations of one exchange.
+
+    Args:
+        topology: All processes.
+        timeout: Least seconds until an operation fails.
+        exit_protocol: Reports the exits of other processes, and announces that of this one.
+        abort: ``(reason)``, ends the job if an operation cannot complete at exit, or if it fails
+            and nobody awaits it.
+        recovery: Repairs communicators after a death. None: operations fail.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        timeout: float,
+        exit_protocol: ExitProtocol,
+        abort: Callable[[str], None],
+        recovery: Recovery | None = None,
+    ):
+        self._abort = abort
+        self._peers = Peers(topology, exit_protocol, recovery)
+        self._deadlines = Deadlines(timeout)
+        self._requests: list[Request] = []
+        # Failed requests are kept, because MPI may still write to their buffers.
+        self._failed: list[Request] = []
+        self._changed = threading.Condition()
+        self._closing = False
+        self._waiters = 0
+        self._thread = threading.Thread(target=self._run, name="jdaso-progress", daemon=True)
+        self._thread.start()
+        self._forget = at_exit(self.close)
+
+    def submit(self, operation: Operation, description: str, measured: bool = False) -> Request:
+        """Starts an operation and returns at once; the other arguments are those of Request."""
+        request = Request(operation, description, measured, self._deadlines)
+        with self._changed:
+            if self._closing:
+                raise JdasoError(
+                    f"{description} cannot start: the exchange is closed, or the interpreter is "
+                    "exiting."
+                )
+            self._requests.append(request)
+            self._changed.notify()
+        return request
+
+    def wait(self, request: Request) -> Any:
+        """Waits for an operation, at most until its deadline; returns its result.
+
+        Raises:
+            JdasoError: If the operation failed or is late. The message names the missing ranks.
+        """
+        with self._changed:
+            self._waiters += 1
+            request.awaited = True
+            self._changed.notify()
+        request.done.wait()
+        with self._changed:
+            self._waiters -= 1
+        if request.error is not None:
+            raise request.error
+        return request.result
+
+    def close(self) -> None:
+        """Completes all operations, announces the exit, and leaves MPI ready to be finalized."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            unfinished = list(self._requests)
+            self._changed.notify()
+        self._forget()
+        self._thread.join()
+        errors = [str(request.error) for request in unfinished if request.error is not None]
+        if errors:
+            self._abort(
+                f"{self._peers.own_name} failed: exit with an exchange in flight that cannot "
+                f"complete: {'; '.join(errors)}"
+            )
+        self._peers.announce_exit()
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except BaseException as error:
+            # Nobody may wait for a thread that has ended.
+            with self._changed:
+                self._closing = True
+                for request in self._requests:
+                    request.fail(error)
+
+    def _loop(self) -> None:
+        polling = Polling()
+        while requests := self._next_requests(polling):
+            if (paused := polling.start()) > _SUSPENDED_SECONDS:
+                for request in requests:
+                    request.postpone(paused)
+            self._abort_if_unawaited()
+            died = self._peers.poll()
+            for request in requests:
+                request.step()
+                self._peers.check(request, polling.polled_at)
+            if self._peers.recovery and (died or any(r.state.needs_repair for r in requests)):
+                self._peers.repair()
+                polling.start()
+                for request in requests:
+                    if not request.done.is_set():
+                        request.restart()
+            if not self._remove_completed(requests):
+                pause = polling.pause([request.state for request in requests])
+                with self._changed:
+                    self._changed.wait(_POLL_SECONDS_AWAITED if self._waiters else pause)
+
+    def _next_requests(self, polling: Polling) -> list[Request]:
+        """Waits until there are requests, and returns them; none when the thread must end."""
+        with self._changed:
+            while not self._requests and not self._closing:
+                unawaited = not all(request.awaited for request in self._failed)
+                self._changed.wait(_UNAWAITED_SECONDS if unawaited else None)
+                self._abort_if_unawaited()
+                polling.reset()
+            return list(self._requests)
+
+    def _remove_completed(self, requests: list[Request]) -> bool:
+        """Removes the requests that have completed or failed; returns whether there were any."""
+        completed = [request for request in requests if request.done.is_set()]
+        for request in completed:
+            if request.error is not None:
+                self._failed.append(request)
+            elif request.measured:
+                self._deadlines.note(request.seconds)
+        if completed:
+            with self._changed:
+                self._requests = [r for r in self._requests if not r.done.is_set()]
+        return bool(completed)
+
+    def _abort_if_unawaited(self) -> None:
+        """Aborts the job for an error that the program would never see."""
+        for request in [] if self._closing else self._failed:
+            if not request.awaited and time.monotonic() - request.failed_at > _UNAWAITED_SECONDS:
+                request.awaited = True
+                self._abort(
+                    f"{self._peers.own_name} failed, and its program does not wait for the "
+                    f"result: {request.error}"
+                )
+
+
+class Polling:
+    """Chooses the pause between two polls. It grows while no operation progresses."""
+
+    def __init__(self) -> None:
+        self._pause = _SHORTEST_SECONDS
+        self.reset()
+
+    def reset(self) -> None:
+        """Restarts both clocks after an idle time."""
+        self.polled_at = self._progressed_at = time.monotonic()
+
+    def start(self) -> float:
+        """Starts a poll, and returns the seconds since the previous one."""
+        before, self.polled_at = self.polled_at, time.monotonic()
+        return self.polled_at - before
+
+    def pause(self, states: Sequence[WaitState]) -> float:
+        """Seconds until the next poll of operations in these states."""
+        quiet = (self.polled_at - self._progressed_at) / _POLLS_PER_PROGRESS
+        if any(state.progressed for state in states):
+            self._pause, self._progressed_at = max(quiet, _SHORTEST_SECONDS), self.polled_at
+        else:
+            self._pause = max(quiet, self._pause)
+        serving = not all(state.requests for state in states)
+        self._pause = min(self._pause, _LONGEST_SERVING_SECONDS if serving else _LONGEST_SECONDS)
+        return self._pause

@@ -1,0 +1,90 @@
+"""A submitted operation with its deadline and its result."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jdaso.core.types import JdasoError
+from jdaso.exchange.transport.deadlines import Deadlines
+from jdaso.exchange.transport.operation import Operation, Repaired, WaitState
+
+
+class Request:
+    """A submitted operation; ``done`` is set when it has returned or failed.
+
+    Args:
+        operation: The operation, advanced by the progress thread.
+        description: Subject of error messages, such as ``"exchange 3, posted by rank 0,"``.
+        measured: Whether its duration sets the deadlines of later operations.
+    """
+
+    def __init__(
+        self, operation: Operation, description: str, measured: bool, deadlines: Deadlines
+    ):
+        self.description = description
+        self.measured = measured
+        self.state = WaitState(frozenset())
+        self.done = threading.Event()
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.started_at = time.monotonic()
+        self.seconds = 0.0
+        self.warn_at = self.started_at + deadlines.warning()
+        self.deadline = self.started_at + deadlines.deadline()
+        self.failed_at = 0.0
+        self.awaited = False
+        self._operation = operation
+        self._begun = False
+
+    def step(self, advance: Callable[[], WaitState] | None = None) -> None:
+        """Advances the operation as far as possible without waiting."""
+        try:
+            self.state = (advance or self._advance)()
+        except StopIteration as end:
+            self.result = end.value
+            self.seconds = time.monotonic() - self.started_at
+            self.done.set()
+        except JdasoError as error:
+            self.fail(error)
+        except BaseException as error:  # an error of MPI, which does not name the operation
+            failure = JdasoError(f"{self.description} failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self.fail(failure)
+
+    def restart(self) -> None:
+        """Restarts the operation over the repaired communicators, with a new deadline."""
+        self.postpone(time.monotonic() - self.started_at)
+        if self._begun:  # otherwise it has not used the old communicators
+            self.step(lambda: self._operation.throw(Repaired()))
+
+    def postpone(self, seconds: float) -> None:
+        """Moves the start, the warning and the deadline to a later time."""
+        self.started_at += seconds
+        self.warn_at += seconds
+        self.deadline += seconds
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the operation with an error."""
+        self.error, self.failed_at = error, time.monotonic()
+        self.done.set()
+
+    def _advance(self) -> WaitState:
+        requests, self._begun = self.state.requests, True
+        try:
+            # Most polls end after this single MPI call.
+            if requests and not requests[0].Testany(requests)[1]:
+                return self.state._replace(progressed=False)
+        except Exception as error:  # of MPI, which the operation may handle
+            return self._operation.throw(error)
+        return next(self._operation)
+
+
+def completed(request: Request | None) -> Operation:
+    """Waits for another request, if there is one, and raises its error."""
+    while request is not None and not request.done.is_set():
+        yield WaitState(request.state.ranks)
+    if request is not None and request.error is not None:
+        raise request.error

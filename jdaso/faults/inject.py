@@ -1,0 +1,208 @@
+"""Injects faults into exchanges, gradients and checkpoints.
+
+    faults = [Fault(Kind.STUCK, rank=1, step=12)]
+    exchange = faulty(jdaso.mpi_exchange(topology), faults, topology.rank)
+
+Every process may be given the faults of all processes. It selects those of its own rank. This is
+for MPI jobs with one device per process. bench/README.md lists how jdaso reacts to each fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.experimental import io_callback
+
+from jdaso.checkpoint.checkpoints import Checkpoints
+from jdaso.core.types import Exchange, Leaves, PyTree
+from jdaso.faults.fault import LINK, Fault, Kind, PendingFaults, apply_before_post, die
+
+_BEFORE_POST = LINK | {
+    *(Kind.FAIL_BEFORE_POST, Kind.STUCK, Kind.SLOW_POST, Kind.WRONG_SHAPE, Kind.SIGTERM)
+}
+_OF_EXCHANGES = _BEFORE_POST | {Kind.FAIL_IN_FLIGHT, Kind.FAIL_IN_FINISH}
+# Enough for the small files of a checkpoint, and for no array.
+_FULL_DISK_BYTES = 10_000
+_POLL_SECONDS = 1e-4
+
+
+def faulty(
+    exchange: Exchange,
+    faults: Iterable[Fault],
+    rank: int,
+    link: Callable[[Fault], None] | None = None,
+) -> Exchange:
+    """Wraps an exchange so that faults happen when this process posts and collects.
+
+    Args:
+        exchange: From :func:`jdaso.mpi_exchange`.
+        faults: Faults of all processes. Faults of gradients and checkpoints are ignored here.
+        rank: Rank of this process.
+        link: Function that slows or cuts this process's link and returns immediately. Required
+            for SLOW_LINK and LINK_DOWN.
+
+    Returns:
+        The wrapped exchange, or ``exchange`` itself if no fault is for it.
+
+    Raises:
+        ValueError: for an invalid fault, or a fault of a link without ``link``.
+
+    >>> import jdaso
+    >>> exchange = jdaso.single_exchange()
+    >>> faulty(exchange, [Fault(Kind.STUCK, rank=1, step=12)], rank=0) is exchange
+    True
+    """
+    pending = PendingFaults(faults, rank)
+    if not pending.kinds() & _OF_EXCHANGES:
+        return exchange
+    if link is None and pending.kinds() & LINK:
+        raise ValueError("SLOW_LINK and LINK_DOWN require link=, a function that cuts the link.")
+    callbacks = _ExchangeCallbacks(pending, link)
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+
+    # The results of the callbacks are used, because that orders them and the exchange.
+    def start(state, number, step, leaves: Leaves, header, wire):
+        if isinstance(number, int):  # a consensus, which belongs to no step
+            return exchange.start(state, number, step, leaves, header, wire)
+        posted_step, wrong_shape = io_callback(
+            callbacks.before_post, (scalar, scalar), step, number
+        )
+        if Kind.WRONG_SHAPE in pending.kinds():
+            state, following = lax.cond(
+                wrong_shape > 0,
+                lambda xs: exchange.start(state, number, posted_step, _longer(xs), header, wire),
+                lambda xs: exchange.start(state, number, posted_step, xs, header, wire),
+                leaves,
+            )
+        else:
+            state, following = exchange.start(state, number, posted_step, leaves, header, wire)
+        return state, io_callback(callbacks.after_post, scalar, step, following)
+
+    def finish(state, number, like: Leaves):
+        if not isinstance(number, int):
+            number = io_callback(callbacks.before_finish, scalar, number)
+        return exchange.finish(state, number, like)
+
+    return exchange._replace(start=start, finish=finish)
+
+
+class _ExchangeCallbacks:
+    """Host callbacks that apply the faults of this process around its exchanges."""
+
+    def __init__(self, pending: PendingFaults, link: Callable[[Fault], None] | None):
+        self._pending, self._link = pending, link
+        self._fatal_numbers: set[int] = set()  # of exchanges whose collection kills this process
+
+    def before_post(self, step: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        due = self._pending.take(_BEFORE_POST, int(step))
+        for fault in due:
+            apply_before_post(fault, self._link)
+        if self._pending.take({Kind.FAIL_IN_FINISH}, int(step)):
+            self._fatal_numbers.add(int(number))
+        wrong_shape = any(fault.kind is Kind.WRONG_SHAPE for fault in due)
+        return np.asarray(step), np.array(wrong_shape, np.int32)
+
+    def after_post(self, step: np.ndarray, following: np.ndarray) -> np.ndarray:
+        if self._pending.take({Kind.FAIL_IN_FLIGHT}, int(step)):
+            die()
+        return np.asarray(following)
+
+    def before_finish(self, number: np.ndarray) -> np.ndarray:
+        if int(number) in self._fatal_numbers:
+            die()
+        return np.asarray(number)
+
+
+class FaultyGradientsState(NamedTuple):
+    """The next step, int32."""
+
+    next_step: jax.Array
+
+
+def faulty_gradients(faults: Iterable[Fault], rank: int) -> optax.GradientTransformation:
+    """Makes the gradients NaN at the steps of the faults of kind NAN.
+
+    Put it outside of :func:`jdaso.chain`, which restores the optimizer's state, and therefore
+    the step count, when it skips a step: ``optax.chain(faulty_gradients(...), jdaso.chain(...))``.
+
+    >>> tx = faulty_gradients([Fault(Kind.NAN, rank=0, step=1)], rank=0)
+    >>> state = tx.init(jnp.ones(2))
+    >>> for _ in range(3):
+    ...     gradients, state = tx.update(jnp.ones(2), state)
+    ...     print(gradients)
+    [1. 1.]
+    [nan nan]
+    [1. 1.]
+    """
+    faults = list(faults)
+    PendingFaults(faults, rank)  # checks them
+    steps = jnp.array([f.step for f in faults if f.kind is Kind.NAN and f.rank == rank], jnp.int32)
+
+    def init(params: PyTree) -> FaultyGradientsState:
+        del params
+        return FaultyGradientsState(jnp.zeros((), jnp.int32))
+
+    def update(updates: PyTree, state: FaultyGradientsState, params: PyTree = None):
+        del params
+        bad = jnp.any(steps == state.next_step)
+        updates = jax.tree.map(lambda g: jnp.where(bad, jnp.nan, g).astype(g.dtype), updates)
+        return updates, FaultyGradientsState(state.next_step + 1)
+
+    return optax.GradientTransformation(init, update)
+
+
+class FaultyCheckpoints(Checkpoints):
+    """Checkpoints whose process suffers KILL_IN_CHECKPOINT or DISK_FULL when it saves.
+
+    A full disk is simulated by a limit on the size of files, which holds for all files that the
+    process writes.
+
+    Args:
+        checkpoints: The checkpoints to wrap. Do not use them directly afterwards.
+        faults: Faults of all processes.
+        rank: Rank of this process.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, faults: Iterable[Fault], rank: int):
+        self.__dict__.update(checkpoints.__dict__)
+        self._pending = PendingFaults(faults, rank)
+
+    def save(self, step: int, state: PyTree) -> None:
+        """Saves as :meth:`jdaso.checkpoint.Checkpoints.save`, unless a fault prevents it."""
+        if self._pending.take({Kind.DISK_FULL}, step):
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writing then raises OSError
+            _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (_FULL_DISK_BYTES, hard_limit))
+        if self._pending.take({Kind.KILL_IN_CHECKPOINT}, step):
+            self.wait()
+            path = self._next_path(step)
+            threading.Thread(target=_die_when_written, args=(path,), daemon=True).start()
+        super().save(step, state)
+
+
+def _die_when_written(path: Path) -> None:
+    """Kills this process as soon as it has begun to write the file or folder at ``path``."""
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            if any(other.name.startswith(path.name) for other in path.parent.iterdir()):
+                die()
+                return
+        time.sleep(_POLL_SECONDS)
+
+
+def _longer(leaves: Leaves) -> Leaves:
+    """The leaves with one number too many in the first of them."""
+    first = leaves[0].reshape(-1)
+    return [jnp.concatenate([first, first[:1]]), *leaves[1:]]

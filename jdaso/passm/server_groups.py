@@ -1,0 +1,48 @@
+"""The topology of a parameter server and its slaves."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jdaso.cluster.placement import Placement
+from jdaso.cluster.topology import Topology
+from jdaso.passm.mpi_window import check_num_servers
+
+
+def server_group(topology: Topology, num_servers: int) -> Topology:
+    """The group of processes that this one averages gradients with (passm Sec. 4).
+
+    "A single GPU hosts multiple concurrent processes working as asynchronous PSs. Each PS can have
+    multiple slaves": rank r belongs to server ``r mod num_servers``, and is the server itself if
+    r is below ``num_servers``. Collective over all processes.
+
+    Args:
+        topology: From :func:`jdaso.discover_topology`.
+        num_servers: Number of servers. It divides the number of processes.
+
+    Returns:
+        A topology of the server, which is node 0, and its slaves. Pass an exchange over it as
+        ``group`` to :func:`assm`, :func:`passm` and :func:`passm_plus`.
+
+    Raises:
+        ValueError: If ``num_servers`` does not divide the number of processes.
+
+    >>> import jdaso
+    >>> group = server_group(jdaso.discover_topology(), num_servers=1)
+    >>> jdaso.mpi_exchange(group).num_nodes
+    1
+    """
+    check_num_servers(num_servers, len(topology.processes))
+    if topology.comm is None:
+        return topology
+    server = topology.rank % num_servers
+    members = topology.processes[server::num_servers]
+    return dataclasses.replace(
+        topology,
+        rank=topology.rank // num_servers,
+        # They keep their ranks among all processes, which errors and the heartbeat refer to.
+        processes=members,
+        placements=tuple(Placement(node=i, local_rank=0) for i in range(len(members))),
+        processes_per_node=1,
+        comm=topology.comm.Split(server, topology.rank),
+    )

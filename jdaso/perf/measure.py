@@ -1,0 +1,157 @@
+"""Measures exchanges of several sizes: their time, their copies, and how they slow computing."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdaso import perf
+from jdaso.cluster.topology import Topology
+from jdaso.core.types import HEADER_SIZE, Exchange
+
+_WIDTH = 512  # of the matrices whose products simulate training
+
+
+class Measured(NamedTuple):
+    """Results of :func:`sweep`.
+
+    Attributes:
+        exchanges: Pairs (bytes, seconds in the background), one for each exchange.
+        overhead: Seconds of copies before and after one of the largest exchanges.
+        slowdown: Seconds by which one of the largest exchanges in flight slows computing.
+    """
+
+    exchanges: list[tuple[float, float]]
+    overhead: float
+    slowdown: float
+
+    @property
+    def largest(self) -> float:
+        """Size of the largest exchanges in bytes."""
+        return max(size for size, _ in self.exchanges)
+
+    def times(self) -> list[float]:
+        """Times of the largest exchanges in seconds."""
+        return [seconds for size, seconds in self.exchanges if size == self.largest]
+
+
+def sweep(
+    topology: Topology,
+    exchange: Exchange,
+    num_parameters: int,
+    wire: str,
+    repeats: int,
+    seconds: float,
+) -> Measured:
+    """Measures exchanges of a 256th, a 64th, ... and all of the parameters.
+
+    This is collective. The time of an exchange is the longest over all nodes, so all nodes have
+    the same numbers and stop at the same size when ``seconds`` are over.
+    """
+    comm = topology.duplicate_comm()
+
+    def longest(seconds: float) -> float:
+        return max(comm.allgather(seconds))
+
+    exchanges: list[tuple[float, float]] = []
+    overheads: list[float] = []
+    begin = time.monotonic()
+    for elements in sorted({max(1, num_parameters // 4**k) for k in range(5)}):
+        exchange_once = prepare(exchange, elements, wire)
+        comm.Barrier()
+        # The first exchange compiles, and its memory is not mapped yet.
+        expected = longest(exchange_once(lambda: None)[0])
+        since, overheads = time.monotonic(), []
+        for _ in range(repeats):
+            comm.Barrier()
+            # Sleep, do not collect: while the program waits for a result, the progress thread
+            # polls every 50 us, which training does not see.
+            sleep = functools.partial(time.sleep, 1.2 * expected)
+            exchange_time, overhead = map(longest, exchange_once(sleep))
+            exchanges.append((perf.wire_bytes(elements, wire), exchange_time))
+            overheads.append(overhead)
+            expected = min(expected, exchange_time)
+        # The next size takes about four times as long. Two sizes are needed.
+        now = time.monotonic()
+        until_next = longest(now - begin + 4 * (now - since))
+        if until_next > seconds and len(exchanges) > repeats:
+            break
+    # Computing must last longer than the exchange, which it slows as well.
+    compute = matrix_products(longest(1.5 * expected))
+    alone, beside = [], []
+    for _ in range(repeats):
+        comm.Barrier()
+        alone.append(elapsed(compute))
+        comm.Barrier()
+        beside.append(elapsed_beside(exchange_once, compute))
+        if longest(time.monotonic() - begin) > seconds:
+            break
+    # The median of each node comes first: the longest single time may be a disturbance.
+    slowdown = longest(statistics.median(beside) - statistics.median(alone))
+    comm.Free()
+    return Measured(exchanges, statistics.median(overheads), max(0.0, slowdown))
+
+
+def prepare(
+    exchange: Exchange, elements: int, wire: str
+) -> Callable[[Callable[[], object]], tuple[float, float]]:
+    """Prepares an exchange of ``elements`` float32 numbers.
+
+    Returns:
+        A function ``exchange_once(meanwhile)``. It posts the exchange, calls ``meanwhile`` and
+        collects the result. It returns the seconds the exchange was in flight, and the seconds
+        of the copies before and after.
+    """
+    leaf = jnp.zeros(elements, jnp.float32)
+    header = jnp.zeros(HEADER_SIZE, jnp.float32).at[0].set(1.0)
+    post = jax.jit(lambda state, n, leaf: exchange.start(state, n, n, [leaf], header, wire))
+    collect = jax.jit(lambda state, n, leaf: exchange.finish(state, n, [leaf]))
+    exchange.restart()
+    state, number = exchange.init([leaf]), jnp.int32(0)
+
+    def exchange_once(meanwhile: Callable[[], object]) -> tuple[float, float]:
+        nonlocal state, number
+        before, start = exchange.report(), time.monotonic()
+        state, following = jax.block_until_ready(post(state, number, leaf))
+        posted = time.monotonic()
+        meanwhile()
+        resumed = time.monotonic()
+        _, _, state = jax.block_until_ready(collect(state, number, leaf))
+        end, after, number = time.monotonic(), exchange.report(), following
+        waited = after["seconds_blocked"] - before["seconds_blocked"]
+        in_flight = after["seconds_in_flight"] - before["seconds_in_flight"]
+        return in_flight, posted - start + end - resumed - waited
+
+    return exchange_once
+
+
+def matrix_products(seconds: float) -> Callable[[], object]:
+    """A function that multiplies matrices for about ``seconds`` when no exchange is in flight."""
+    matrix = jnp.full((_WIDTH, _WIDTH), 1 / _WIDTH)
+    products = jax.jit(lambda m, n: jax.lax.fori_loop(0, n, lambda _, x: x @ m, m))
+    few = 10
+    products(matrix, few).block_until_ready()  # compiles
+    number = max(1, round(few * seconds / elapsed(lambda: products(matrix, few))))
+    return lambda: products(matrix, number)
+
+
+def elapsed_beside(
+    exchange_once: Callable[[Callable[[], object]], object], compute: Callable[[], object]
+) -> float:
+    """Seconds of ``compute`` with an exchange in flight."""
+    seconds: list[float] = []
+    exchange_once(lambda: seconds.append(elapsed(compute)))
+    return seconds[0]
+
+
+def elapsed(compute: Callable[[], object]) -> float:
+    """Seconds until the arrays that ``compute`` returns are ready."""
+    start = time.monotonic()
+    jax.block_until_ready(compute())
+    return time.monotonic() - start

@@ -1,0 +1,232 @@
+"""``python -m jdaso predict``: step times and scaling of all algorithms, as in DaSGD's Fig. 7."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from jdaso import perf
+from jdaso.perf.model import Network, Prediction
+from jdaso.perf.network import FLOAT32_WIRES, MODELLED_PATTERNS
+from jdaso.perf.text_table import text_table
+
+ALGORITHMS = ("allreduce_gradients", "local_sgd", "dasgd", "easgd", "daso", "diloco")
+DILOCO_PERIOD = 500  # H of its paper, arXiv:2311.08105
+HELP = "predict step times and scaling of all algorithms"
+NOTES = """\
+Columns: step time, and efficiency, which is the step time on one node divided by it (every node \
+has a batch of its own). The period is {period}, and {diloco} for diloco; allreduce_gradients \
+exchanges at every step. The delay is {delay} for dasgd, {daso} for daso, and the period for \
+easgd; the others block. The wire is {wire}. {share:.0%} of daso's steps are warm-up and \
+cool-down, which block as well. With dasgd, an exchange over {nodes} nodes takes {seconds:.4g} s, \
+which is {steps:.2g} steps."""
+NO_COSTS = """\
+--overhead and --slowdown are 0, so this does not include copies to the host, or the time that \
+moving messages takes from computing. tune measures both."""
+DIRECT_IS_A_LOWER_BOUND = """\
+This does not include the time to process the 2 (P-1) messages of a node. With hundreds of nodes, \
+compare --pattern ring, which counts a latency for each."""
+
+
+def add_command(commands: Any) -> None:
+    """Adds the subcommand to a parser."""
+    parser = commands.add_parser("predict", help=HELP)
+    add_model(parser, required=True)
+    add = parser.add_argument
+    add("--step-time", type=float, required=True, help="seconds of a step on one node")
+    add("--bandwidth", type=float, required=True, help="Gbit/s between nodes; see tune")
+    add("--latency", type=float, default=0.0, help="seconds, between nodes; see tune (default: 0)")
+    add("--gpus-per-node", type=int, default=1, help="requires --local-bandwidth (default: 1)")
+    add(
+        "--local-bandwidth",
+        type=float,
+        default=math.inf,
+        help="Gbit/s between GPUs of a node (default: the step time includes it)",
+    )
+    add("--max-nodes", type=nodes, default=4096, help="largest number of nodes (default: 4096)")
+    add("--wire", choices=FLOAT32_WIRES, help="dtype between nodes (default: each algorithm's)")
+    add(
+        "--pattern",
+        choices=MODELLED_PATTERNS,
+        default="direct",
+        help="pattern of the all-reduce; tree and butterfly as in DaSGD (default: direct)",
+    )
+    add("--period", type=int, help="(default: the recommended one for --max-nodes)")
+    add("--delay", type=int, help="(default: period - 1 for dasgd, a quarter of it for daso)")
+    add(
+        "--overhead",
+        type=float,
+        default=0.0,
+        help="seconds of copies per exchange, which no delay hides; see tune (default: 0)",
+    )
+    add(
+        "--slowdown",
+        type=float,
+        default=0.0,
+        help="seconds by which an exchange in flight slows computing; see tune (default: 0)",
+    )
+    add(
+        "--blocking-share",
+        type=float,
+        default=1 / 9,
+        help="share of daso's steps in warm-up and cool-down, 0 to 1 (default: 10 of 90 epochs)",
+    )
+    add("--out", type=Path, help="file for the picture, requires matplotlib (default: predict.png)")
+    parser.set_defaults(run=run)
+
+
+def add_model(parser: argparse.ArgumentParser, required: bool) -> None:
+    """Adds the two options for the size of a model."""
+    size = parser.add_mutually_exclusive_group(required=required)
+    size.add_argument("--parameters", type=number, help="number of parameters, such as 25.6e6")
+    size.add_argument(
+        "--megabytes",
+        dest="parameters",
+        metavar="MB",
+        type=megabytes,
+        help="size of the float32 parameters instead of their number",
+    )
+
+
+# argparse shows the names of these functions in its errors: "invalid number value".
+def number(text: str) -> int:
+    """Parses a whole number, also in a form such as 25.6e6."""
+    if not math.isfinite(float(text)):
+        raise ValueError(text)
+    return round(float(text))
+
+
+def megabytes(text: str) -> int:
+    """Parses megabytes; returns the number of float32 parameters."""
+    return number(str(float(text) * 250_000))
+
+
+def nodes(text: str) -> int:
+    """Parses a number of nodes."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Prints the table and draws the picture."""
+    try:
+        predictions = predict_all(args)
+    except ValueError as error:
+        raise SystemExit(f"jdaso predict: {error}") from error
+    rows: list[tuple[str, ...]] = [("nodes", *ALGORITHMS)]
+    for place, nodes in enumerate(node_counts(args.max_nodes)):
+        cells = (predictions[name][place] for name in ALGORITHMS)
+        rows.append((str(nodes), *(f"{p.step_time:.4g} s {p.efficiency:4.0%}" for p in cells)))
+    last = predictions["dasgd"][-1]
+    print(text_table(rows))
+    notes = NOTES.format(
+        period=last.period,
+        delay=last.delay,
+        daso=predictions["daso"][-1].delay,
+        diloco=predictions["diloco"][-1].period,
+        share=args.blocking_share,
+        nodes=args.max_nodes,
+        wire=args.wire or "float32, and bfloat16 for allreduce_gradients",
+        seconds=last.exchange_time,
+        steps=last.exchange_time / predictions["dasgd"][0].step_time,
+    )
+    print(f"\n{notes}")
+    if args.overhead == args.slowdown == 0:
+        print(NO_COSTS)
+    if args.pattern == "direct":
+        print(DIRECT_IS_A_LOWER_BOUND)
+    try:
+        out = draw(predictions, node_counts(args.max_nodes), args.out or Path("predict.png"))
+        print(f"\npicture: {out}")
+    except ImportError:
+        problem = "the picture requires matplotlib: pip install matplotlib"
+        if args.out:
+            raise SystemExit(f"jdaso predict: {problem}") from None
+        print(f"\n{problem}")
+    except (OSError, ValueError) as error:  # ValueError: an unknown suffix
+        raise SystemExit(f"jdaso predict: {error}") from error
+
+
+def node_counts(most: int) -> list[int]:
+    """1, 2, 4, ... and the largest number of nodes.
+
+    >>> node_counts(12)
+    [1, 2, 4, 8, 12]
+    """
+    return [2**k for k in range((most - 1).bit_length())] + [most]
+
+
+def predict_all(args: argparse.Namespace) -> dict[str, list[Prediction]]:
+    """Predicts all algorithms for all numbers of nodes."""
+    network = Network(
+        args.latency, args.bandwidth * 1e9 / 8, local_bandwidth=args.local_bandwidth * 1e9 / 8
+    )
+    if math.isfinite(args.local_bandwidth) != (args.gpus_per_node > 1):
+        raise ValueError(
+            "--gpus-per-node (above 1) and --local-bandwidth require each other. Without them, "
+            "--step-time includes the communication within a node."
+        )
+
+    def predict(name: str, nodes: int, **schedule: Any) -> Prediction:
+        return perf.predict(
+            name,
+            nodes,
+            num_parameters=args.parameters,
+            step_time=args.step_time,
+            network=network,
+            gpus_per_node=args.gpus_per_node,
+            wire=args.wire,
+            pattern=args.pattern,
+            overhead=args.overhead,
+            slowdown=args.slowdown,
+            **schedule,
+        )
+
+    most = predict("dasgd", args.max_nodes, period=args.period, delay=args.delay)
+    schedules: dict[str, dict[str, Any]] = {name: {"period": most.period} for name in ALGORITHMS}
+    schedules["allreduce_gradients"] = {}
+    schedules["dasgd"]["delay"] = most.delay
+    schedules["daso"] |= {"delay": args.delay, "blocking_share": args.blocking_share}
+    schedules["diloco"]["period"] = max(DILOCO_PERIOD, most.period)
+    counts = node_counts(args.max_nodes)
+    return {name: [predict(name, n, **schedules[name]) for n in counts] for name in ALGORITHMS}
+
+
+def draw(predictions: dict[str, list[Prediction]], counts: list[int], out: Path) -> Path:
+    """Draws the parts of the step time of each algorithm, and the speed-up of all."""
+    from matplotlib.figure import Figure
+
+    # pyplot would need a display, or change the caller's backend.
+    figure = Figure(figsize=(15, 7.5), layout="constrained")
+    panels = figure.subplots(2, 4).flatten()
+    places = range(len(counts))
+    highest = max(p.step_time for points in predictions.values() for p in points)
+    for panel, (name, points) in zip(panels, predictions.items(), strict=False):
+        hidden = [p.hidden for p in points]
+        waiting = [p.waiting for p in points]
+        rest = [p.step_time - p.waiting for p in points]
+        panel.bar(places, rest, color="tab:blue", label="everything else")
+        panel.bar(places, hidden, color="none", hatch="////", label="hidden behind computing")
+        panel.bar(places, waiting, bottom=rest, color="tab:red", label="waiting for other nodes")
+        title = f"{name}, period {points[-1].period}, delay {points[-1].delay}"
+        panel.set(title=title, xlabel="nodes", ylabel="step, s", ylim=(0, 1.05 * highest))
+        panel.set_xticks(places[::2], [str(n) for n in counts[::2]], rotation=45)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    speedup, efficiency = panels[-2:]
+    for panel in (speedup, efficiency):
+        panel.set_xscale("log", base=2)
+    speedup.set_yscale("log", base=2)
+    speedup.plot(counts, counts, c="k", ls=":", label="linear")
+    for place, (name, points) in enumerate(predictions.items()):
+        style: dict[str, Any] = {"marker": ".", "ls": ("-", "--")[place % 2], "label": name}
+        speedup.plot(counts, [p.speedup for p in points], **style)
+        efficiency.plot(counts, [p.efficiency for p in points], **style)
+    speedup.set(title="weak scaling", xlabel="nodes", ylabel="speed-up")
+    efficiency.set(title="weak scaling", xlabel="nodes", ylabel="efficiency", ylim=(0, 1.05))
+    speedup.legend(fontsize="small")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=150, format=out.suffix[1:] or "png")
+    return out

@@ -1,0 +1,22 @@
+"""Tables as text, for the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def text_table(rows: Sequence[tuple[str, ...]], numbers: bool = True) -> str:
+    """Formats rows as text. Columns of ``numbers``, all but the first, are aligned to the right.
+
+    >>> print(text_table([("", "loss"), ("sgd", "0.1")]))
+         loss
+    sgd   0.1
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if numbers and place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

@@ -1,1 +1,0 @@
-"""Parameters that the processes of one node share in memory: the third meeting place."""

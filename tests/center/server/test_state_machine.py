@@ -1,0 +1,218 @@
+"""The server without a network: it survives every invalid message."""
+
+import pickle
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jdaso.center.rules import averaging_rule, elastic_rule, summing_rule
+from jdaso.center.server import frames
+from jdaso.center.server.frames import (
+    EXCHANGE,
+    JOIN,
+    READ,
+    REFUSAL,
+    REPLY,
+    WRITE,
+    encode,
+    pack,
+    unpack,
+)
+from jdaso.center.server.state_machine import CenterServer
+from jdaso.core.tree import outline
+from jdaso.exchange.host.buffers import LeafSpec
+
+PARAMS = {"b": np.float32([1, 2, 3]), "w": np.float32(4)}
+LEAVES = [PARAMS["b"], np.asarray(PARAMS["w"])]
+SPECS = [LeafSpec(leaf.shape, leaf.dtype) for leaf in LEAVES]
+MESSAGE = [np.float32([5, 6, 7]), np.float32([8])]
+
+
+def ask(server, worker, frame):
+    """Kind and content of the reply to the worker."""
+    ((receiver, reply),) = server.handle(worker, unpack(frame))
+    assert receiver == worker
+    parsed = unpack(reply)
+    assert parsed.request == unpack(frame).request
+    return parsed.kind, parsed.content
+
+
+def refusal(server, worker, frame):
+    kind, content = ask(server, worker, frame)
+    assert kind == REFUSAL
+    return frames.decode(content)
+
+
+def exchange(rule, message=MESSAGE, **options):
+    options = {"fingerprint": frames.fingerprint(rule.name, SPECS), **options}
+    return pack(EXCHANGE, 3, message, **options)
+
+
+def joining(rule, params=PARAMS, leaves=None):
+    return pack(JOIN, 2, encode((rule.name, outline(params), leaves, None)))
+
+
+def server_of(rule, **options):
+    server = CenterServer(3, "rank {}".format, **options)
+    server.rule = rule
+    kind, _ = ask(server, 0, joining(rule, leaves=LEAVES))
+    assert kind == REPLY
+    return server
+
+
+def state(server):
+    kind, content = ask(server, 1, pack(READ, 4, encode(outline(PARAMS))))
+    assert kind == REPLY
+    return frames.decode_state(content)
+
+
+def test_an_exchange_is_the_rule():
+    rule, log = elastic_rule(0.5), []
+    server = server_of(rule, record=lambda worker, message: log.append((worker, message)))
+    kind, content = ask(server, 1, exchange(rule))
+    assert kind == REPLY
+    assert content.view(np.float32).tolist() == [1, 2, 3, 4]  # the old centre
+    assert np.concatenate([np.ravel(x) for x in state(server).center]).tolist() == [3, 4, 5, 6]
+    assert [(worker, message[0].tolist()) for worker, message in log] == [(1, [5, 6, 7])]
+    assert server.exchanges == {0: 0, 1: 1, 2: 0}
+
+
+def test_a_worker_that_does_not_contribute_gets_the_centre_and_changes_nothing():
+    rule = averaging_rule()
+    server = server_of(rule)
+    nothing = [np.full(3, np.nan, np.float32), np.zeros(1, np.float32)]
+    kind, content = ask(server, 1, exchange(rule, nothing, contributes=False))
+    assert (kind, content.view(np.float32).tolist()) == (REPLY, [1, 2, 3, 4])
+    assert int(state(server).clock) == 0
+
+
+RULE = elastic_rule(0.5)
+TEXT = b'{"dtype": "O", "shape": [1]}'
+OBJECT = [np.array([len(TEXT)]), np.frombuffer(TEXT, np.uint8), np.zeros(8, np.uint8)]
+
+
+def written(**fields):
+    """A frame that writes another state."""
+    return pack(WRITE, 3, encode(state(server_of(RULE))._replace(**fields)))
+
+
+BAD = {
+    "too short": (exchange(RULE, MESSAGE[:1]), "rule or shapes are not those of the centre"),
+    "another rule": (exchange(RULE, fingerprint=1), "rule or shapes are not those"),
+    "not finite": (exchange(RULE, [np.float32([np.inf, 0, 0]), MESSAGE[1]]), "not finite"),
+    "no such kind": (pack(99, 3, MESSAGE), "unknown kind 99"),
+    "no content": (pack(READ, 3, MESSAGE), "cannot be decoded"),
+    "a pickle": (pack(READ, 3, [np.frombuffer(pickle.dumps(1), np.uint8)]), "cannot be decoded"),
+    "too long": (pack(READ, 3, [*encode("text"), *MESSAGE]), "16 bytes too long"),
+    "an object": (pack(WRITE, 3, OBJECT), "cannot be decoded"),
+    "other parameters": (
+        pack(READ, 3, encode(outline({"b": np.zeros(2)}))),
+        r"rank 0 has .*\(3,\), rank 1 has .*\(2,\)",
+    ),
+    "not finite, written": (
+        written(center=[np.full(3, np.nan, np.float32), np.zeros((), np.float32)]),
+        "be finite",
+    ),
+    "a clock below 0, written": (written(clock=np.int32(-1)), "clock at least 0"),
+    "other shapes written": (pack(WRITE, 3, encode(None)), "does not contain a state"),
+    "joins with another shape": (
+        joining(RULE, {**PARAMS, "b": np.zeros(2, np.float32)}),
+        r"parameters differ: rank 0 has .*\(3,\), rank 1 has .*\(2,\)",
+    ),
+    "joins with another alpha": (joining(elastic_rule(0.25)), "alpha=0.25.*alpha=0.5"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_message_is_refused_and_changes_nothing(case):
+    frame, match = BAD[case]
+    server = server_of(RULE)
+    before = state(server)
+    text = refusal(server, 1, frame)
+    assert "the centre refuses a message of rank 1" in text
+    assert re.search(match, text), text
+    after = state(server)
+    assert [x.tolist() for x in before.center] == [x.tolist() for x in after.center]
+    assert ask(server, 1, exchange(RULE))[0] == REPLY
+
+
+def test_an_update_that_overflows_is_refused():
+    rule = summing_rule()
+    server = server_of(rule)
+    large = [np.full(3, 3e38, np.float32), np.zeros(1, np.float32)]
+    assert ask(server, 1, exchange(rule, large))[0] == REPLY
+    assert "the centre would overflow with this worker's message" in refusal(
+        server, 2, exchange(rule, large)
+    )
+    assert np.isfinite(state(server).center[0]).all()
+    assert server.exchanges == {0: 0, 1: 1, 2: 0}
+
+
+@given(kind=st.integers(0, 9), content=st.binary(max_size=60))
+def test_the_server_survives_any_message(kind, content):
+    server = server_of(RULE)
+    ask(server, 1, pack(kind, 3, [np.frombuffer(content, np.uint8)]))
+    server.handle(2, unpack(pack(JOIN, 3, [np.frombuffer(content, np.uint8)])))
+    assert ask(server, 1, exchange(RULE))[0] == REPLY
+
+
+SHAPES = st.lists(st.integers(), max_size=3) | st.text(max_size=3)
+
+
+@given(
+    content=st.recursive(
+        st.none() | st.integers() | st.text(max_size=3) | st.just(np.float32([1, 2])),
+        lambda inner: (
+            st.lists(inner, max_size=4)
+            | st.fixed_dictionaries({"dtype": st.text(max_size=3), "shape": SHAPES})
+        ),
+        max_leaves=8,
+    )
+)
+def test_the_server_survives_any_content(content):
+    server = server_of(RULE)
+    for kind in (JOIN, READ, WRITE):
+        server.handle(1, unpack(pack(kind, 3, encode(content))))
+    assert ask(server, 1, exchange(RULE))[0] == REPLY
+
+
+def test_before_the_centre_exists_joins_wait_and_exchanges_are_refused():
+    server = CenterServer(3, "rank {}".format)
+    assert server.handle(2, unpack(joining(RULE))) == []
+    assert server.handle(1, unpack(joining(elastic_rule(0.1)))) == []
+    assert "call center.join" in refusal(server, 1, exchange(RULE))
+    server.rule = RULE
+    replies = server.handle(0, unpack(joining(RULE, leaves=LEAVES)))
+    assert [(worker, unpack(frame).kind) for worker, frame in replies] == [
+        (0, REPLY),
+        (2, REPLY),
+        (1, REFUSAL),
+    ]
+    assert frames.decode(unpack(replies[1][1]).content)[0].tolist() == [1, 2, 3]
+
+
+def test_a_state_that_was_read_can_be_written():
+    rule = averaging_rule()
+    server = server_of(rule)
+    ask(server, 1, exchange(rule))
+    saved = state(server)
+    ask(server, 1, exchange(rule))
+    assert ask(server, 2, pack(WRITE, 5, encode(saved)))[0] == REPLY
+    again = state(server)
+    assert int(again.clock) == 1
+    assert again.center[0].tolist() == saved.center[0].tolist()
+    assert again.average[0].tolist() == saved.average[0].tolist()
+
+
+@pytest.mark.parametrize("size", [0, 7, 31, 100])
+def test_a_message_that_is_no_frame_is_an_error(size):
+    with pytest.raises(ValueError, match=f"a message of {size} bytes"):
+        unpack(np.zeros(size, np.uint8))
+
+
+def test_a_frame_with_a_wrong_length_is_an_error():
+    with pytest.raises(ValueError, match="does not match its head"):
+        unpack(pack(EXCHANGE, 1, MESSAGE)[:-1])

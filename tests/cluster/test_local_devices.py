@@ -1,0 +1,65 @@
+"""The mean over the devices of a node."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+import jdaso
+
+
+def loss_fn(params, x):
+    return jnp.mean((x @ params["w"]) ** 2), {"rows": x.shape[0], "mean": jnp.mean(x)}
+
+
+def test_one_device_equals_jax_value_and_grad():
+    params, x = {"w": jnp.ones(3)}, jnp.arange(12.0).reshape(4, 3)
+    mesh = jdaso.discover_topology().mesh
+    (loss, aux), grads = jdaso.local_value_and_grad(loss_fn, mesh, has_aux=True)(params, x)
+    (expected, _), expected_grads = jax.value_and_grad(loss_fn, has_aux=True)(params, x)
+    np.testing.assert_allclose(loss, expected)
+    np.testing.assert_allclose(grads["w"], expected_grads["w"])
+    assert aux["rows"] == 4
+    np.testing.assert_allclose(aux["mean"], x.mean())
+
+
+def test_a_mesh_with_other_axes_is_an_error():
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    with pytest.raises(ValueError, match=r"the one axis 'local', got axes \('data',\)"):
+        jdaso.local_value_and_grad(loss_fn, mesh)
+
+
+def test_a_missing_spec_is_an_error():
+    mesh = jdaso.discover_topology().mesh
+    with pytest.raises(ValueError, match="in_specs must have 1 specs, one per arg, got 0"):
+        jdaso.local_value_and_grad(loss_fn, mesh, in_specs=())({"w": jnp.ones(3)}, jnp.ones((4, 3)))
+
+
+def test_pmean_is_stateless_and_averages():
+    tx = optax.chain(jdaso.cluster.pmean("local"), optax.sgd(1.0))
+    grads = jnp.array([1.0, 2.0, 6.0])
+    updates = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="local")(grads)
+    np.testing.assert_allclose(updates, -jnp.full(3, 3.0))
+
+
+def test_pmean_every_second_step():
+    tx = jdaso.cluster.pmean("local", every=2)
+    grads = jnp.array([1.0, 3.0])
+    state = jax.vmap(tx.init)(grads)
+    update = jax.vmap(tx.update, axis_name="local")
+    separate, state = update(grads, state)
+    averaged, state = update(grads, state)
+    assert separate.tolist() == [1.0, 3.0]
+    assert averaged.tolist() == [2.0, 2.0]
+
+
+def test_pmean_every_zero_steps_is_an_error():
+    with pytest.raises(ValueError, match="every must be at least 1 step, got 0"):
+        jdaso.cluster.pmean("local", every=0)
+
+
+def test_no_virtual_devices_is_an_error():
+    with pytest.raises(ValueError, match="num_devices must be at least 1, got 0"):
+        jdaso.cluster.use_virtual_devices(0)

@@ -1,0 +1,374 @@
+"""The engine together with optax transformations, wrappers and model libraries."""
+
+import functools
+from collections import Counter
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax import lax
+
+import jdaso
+
+EXACT = {"wire": "float32", "blocking_wire": "float32"}
+# Warm-up, cycling with plateaus, cool-down in 40 steps.
+PHASES = {"period": 4, "warmup": 4, "cooldown": 4, "total": 40, "epoch": 4, "patience": 0}
+
+
+def alone(schedule=None):
+    """DASO on one node. With a delay, x <- (2 S x + x(t)) / (2 S + 1), not the identity."""
+    return jdaso.daso(jdaso.single_exchange(), schedule or jdaso.constant(2, 1), **EXACT)
+
+
+def merged_once(x0, updates):
+    """x after three constant updates u under ``alone()``: x_1 = x0 + 2u arrives one step late."""
+    posted, now = x0 + 2 * updates, x0 + 3 * updates
+    return (2 * 1 * now + posted) / (2 * 1 + 1)
+
+
+def same_structure(a, b):
+    def signature(x):
+        return jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), x)
+
+    return signature(a) == signature(b)
+
+
+def test_a_whole_run_is_one_trace():
+    tx = optax.chain(optax.sgd(0.1, momentum=0.9), alone(jdaso.cycling(**PHASES)))
+    traces, periods = Counter(), set()
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def train_step(params, opt_state):
+        traces["step"] += 1
+        grads = jax.tree.map(jnp.ones_like, params)
+        updates, opt_state = tx.update(grads, opt_state, params, value=1.0)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = {"w": jnp.ones(3)}
+    opt_state = tx.init(params)
+    for _ in range(40):
+        params, opt_state = train_step(params, opt_state)
+        periods.add(int(jdaso.core.averaging_state(opt_state).plan.period))
+    assert periods == {4, 2, 1}  # there were plateaus
+    assert int(jdaso.core.averaging_state(opt_state).plan.phase) == 2
+    assert traces["step"] == 1
+
+
+def test_updates_pass_untouched_unless_something_is_merged():
+    """Posting must not add updates to parameters and subtract them again, which would lose bits."""
+    tx = alone(jdaso.constant(3, 2))
+    params = jax.random.normal(jax.random.key(0), (1000,))
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    for step in range(9):
+        updates = 1e-6 * jax.random.normal(jax.random.key(step), params.shape)
+        given, state = update(updates, state, params)
+        assert bool(jnp.all(given == updates)) == (not state.merged)
+        params = optax.apply_updates(params, given)
+    assert state.exchanges == 3
+
+
+def test_a_scan_gives_what_a_loop_gives():
+    tx = optax.chain(optax.sgd(0.1), alone(jdaso.cycling(**PHASES)))
+
+    def step(carry, grad):
+        params, state = carry
+        updates, state = tx.update(grad, state, params, value=1.0)
+        params = optax.apply_updates(params, updates)
+        return (params, state), params
+
+    start = jnp.ones(3)
+    grads = jax.random.normal(jax.random.key(0), (40, 3))
+    _, scanned = lax.scan(step, (start, tx.init(start)), grads)
+    carry, looped, one = (start, tx.init(start)), [], jax.jit(step)
+    for grad in grads:
+        carry, params = one(carry, grad)
+        looped.append(params)
+    # The same program with other fusions differs by a few roundings of float32.
+    np.testing.assert_allclose(scanned, np.stack(looped), rtol=1e-6, atol=1e-6)
+
+
+def test_state_keeps_shapes_and_dtypes_in_every_step():
+    tx = alone(jdaso.cycling(**PHASES))
+    params = {"w": jnp.ones(3), "b": jnp.ones(2, jnp.bfloat16), "n": jnp.ones((), jnp.int32)}
+    state = tx.init(params)
+
+    @jax.jit
+    def maybe_step(take, state, params):  # lax.cond refuses branches that differ
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return lax.cond(take, lambda s: tx.update(zeros, s, params)[1], lambda s: s, state)
+
+    for step in range(40):
+        after = maybe_step(step % 2 == 0, state, params)
+        assert same_structure(after, state)
+        state = after
+    assert int(state.step) == 20
+
+
+def test_between_exchanges_updates_pass_bit_for_bit():
+    tx = alone(jdaso.constant(4, 2))
+    params = jax.random.normal(jax.random.key(0), (100,))
+    updates = jax.random.normal(jax.random.key(1), (100,)) * 1e-3
+    state, unchanged, update = tx.init(params), [], jax.jit(tx.update)
+    for _ in range(12):
+        out, state = update(updates, state, params)
+        unchanged.append(bool((out == updates).all()))
+    # Posted after steps 3, 7 and 11, merged after steps 5 and 9.
+    assert [t for t in range(12) if t % 4 != 3 and not unchanged[t]] == [5, 9]
+
+
+def test_works_as_the_last_of_a_chain():
+    tx = optax.chain(optax.clip(1.0), optax.scale(-0.1), alone())
+    params = {"w": jnp.full(2, 5.0)}
+    state = tx.init(params)
+    for _ in range(3):
+        updates, state = tx.update({"w": jnp.full(2, 7.0)}, state, params, value=1.0)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(params["w"], merged_once(5.0, -0.1), rtol=1e-6)  # float32
+
+
+def test_works_inside_inject_hyperparams():
+    averaging = alone()
+
+    @optax.inject_hyperparams
+    def optimizer(learning_rate):
+        return optax.chain(optax.sgd(learning_rate), averaging)
+
+    tx = optimizer(learning_rate=0.1)
+    params = jnp.full(2, 5.0)
+    state = tx.init(params)
+    step = jax.jit(lambda s, p: tx.update(jnp.ones(2), s, p, value=1.0))
+    for _ in range(3):
+        updates, state = step(state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(params, merged_once(5.0, -0.1), rtol=1e-6)  # float32
+    assert int(jdaso.core.averaging_state(state).step) == 3
+
+
+def test_multi_steps_counts_optimizer_steps_not_micro_batches():
+    tx = optax.MultiSteps(optax.chain(optax.sgd(0.1), alone()), every_k_schedule=4)
+    params = jnp.full(2, 5.0)
+    state = tx.init(params)
+    step = jax.jit(lambda s, p: tx.update(jnp.ones(2), s, p))
+    for _ in range(3 * 4):
+        updates, state = step(state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(params, merged_once(5.0, -0.1), rtol=1e-6)  # float32
+    assert int(jdaso.core.averaging_state(state).step) == 3
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1)(nn.relu(nn.Dense(4)(x)))
+
+
+def test_flax_linen_train_state_which_forwards_no_value():
+    model = Linen()
+    params = model.init(jax.random.key(0), jnp.ones((1, 3)))
+    tx = optax.chain(optax.sgd(0.1), alone(jdaso.cycling(**PHASES)))
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+    x = jnp.ones((8, 3))
+
+    @jax.jit
+    def train_step(state):
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean(state.apply_fn(p, x) ** 2))(
+            state.params
+        )
+        return state.apply_gradients(grads=grads), loss
+
+    losses = []
+    for _ in range(20):
+        state, loss = train_step(state)
+        losses.append(float(loss))
+    assert losses[-1] < 0.1 * losses[0]
+    seen = jdaso.core.averaging_state(state.opt_state)
+    assert int(seen.plan.period) == 4  # no value, no plateau
+    assert int(seen.exchanges) == 4 + 16 // 4  # at every step of warm-up, then at every fourth
+
+
+def test_flax_nnx_optimizer():
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.chain(optax.sgd(0.1), alone()), wrt=nnx.Param)
+    before = jnp.copy(model.kernel[...])
+
+    @nnx.jit
+    def train_step(model, optimizer):
+        grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+        optimizer.update(model, grads, value=1.0)
+
+    for _ in range(3):
+        train_step(model, optimizer)
+    expected = merged_once(before, -0.1)
+    np.testing.assert_allclose(model.kernel[...], expected, atol=1e-6)  # float32, numbers near 1
+
+
+def test_flax_nnx_split_into_a_pure_step():
+    graphdef, params = nnx.split(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), nnx.Param)
+    tx = optax.chain(optax.sgd(0.1), alone())
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state):
+        grads = jax.grad(lambda p: nnx.merge(graphdef, p)(jnp.ones(3))[0] ** 2)(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(20):
+        params, state = step(params, state)
+    assert abs(float(nnx.merge(graphdef, params)(jnp.ones(3))[0])) < 0.1
+
+
+def test_equinox_with_none_for_what_is_not_trained():
+    model = eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(0))  # contains functions and arrays
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    assert any(leaf is None for leaf in jax.tree.leaves(params, is_leaf=lambda x: x is None))
+    tx = optax.chain(optax.sgd(0.1), alone())
+    state = tx.init(params)
+
+    @eqx.filter_jit
+    def step(params, state):
+        grads = eqx.filter_grad(lambda p: eqx.combine(p, static)(jnp.ones(3))[0] ** 2)(params)
+        updates, state = tx.update(grads, state, params, value=1.0)
+        return eqx.apply_updates(params, updates), state
+
+    first = abs(float(model(jnp.ones(3))[0]))
+    for _ in range(20):
+        params, state = step(params, state)
+    assert abs(float(eqx.combine(params, static)(jnp.ones(3))[0])) < 0.1 * first
+
+
+def test_parameters_may_be_a_single_array_or_nested():
+    for params in (jnp.ones(3), [jnp.ones(1), (jnp.ones(2), {"a": jnp.ones(())})]):
+        tx = alone()
+        state = tx.init(params)
+        updates, state = tx.update(jax.tree.map(jnp.zeros_like, params), state, params)
+        assert same_structure(updates, params)
+
+
+def test_mixed_dtypes_stay_and_integers_are_untouched():
+    params = {
+        "f32": jnp.full(2, 3.0),
+        "bf16": jnp.full(2, 3.0, jnp.bfloat16),
+        "f16": jnp.full(2, 3.0, jnp.float16),
+        "count": jnp.full(2, 3, jnp.int32),
+        "mask": jnp.array([True, False]),
+    }
+    nodes = 4
+    exchange = jdaso.axis_exchange("node", nodes)
+    tx = jdaso.daso(exchange, jdaso.constant(1), **EXACT)
+
+    def step(number):
+        # Node i moves by i. Integers and booleans get a zero of their own dtype.
+        updates = jax.tree.map(
+            lambda p: (
+                jnp.zeros_like(p)
+                if not jnp.issubdtype(p.dtype, jnp.floating)
+                else jnp.full_like(p, number)
+            ),
+            params,
+        )
+        updates, _ = tx.update(updates, tx.init(params), params)
+        return updates, optax.apply_updates(params, updates)
+
+    updates, moved = jax.jit(jax.vmap(step, axis_name="node"))(jnp.arange(float(nodes)))
+    for name in ("f32", "bf16", "f16"):  # 3 + (0 + 1 + 2 + 3) / 4 has few bits and is exact
+        assert updates[name].dtype == moved[name].dtype == params[name].dtype
+        assert (moved[name] == 4.5).all()
+    for name in ("count", "mask"):
+        assert (moved[name] == params[name]).all()
+
+
+def test_a_tree_without_floats_has_nothing_to_average():
+    with pytest.raises(ValueError, match="at least one floating-point leaf"):
+        alone().init({"n": jnp.arange(3)})
+
+
+def test_complex_leaves_are_refused():
+    with pytest.raises(ValueError, match=r"complex.*complex64"):
+        alone().init({"z": jnp.ones(2, jnp.complex64)})
+
+
+def test_params_are_required():
+    tx = alone()
+    with pytest.raises(ValueError, match=r"daso moves parameters.*params"):
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+
+
+def test_extra_arguments_meant_for_others_are_ignored():
+    tx = alone()
+    params = jnp.ones(2)
+    updates, _ = tx.update(params, tx.init(params), params, value=1.0, grad=params, lambda_=3)
+    assert (updates == params).all()
+
+
+def test_donated_buffers_are_used():
+    tx = alone()
+    params = jnp.ones(1000)
+    state = tx.init(params)
+    step = jax.jit(lambda p, s: tx.update(p, s, p), donate_argnums=(0, 1))
+    updates, after = step(params, state)
+    assert params.is_deleted()
+    assert state.fragments[0].exchange.sums.is_deleted()
+    assert same_structure(after, tx.init(updates))
+
+
+ALGORITHMS = {
+    "daso": lambda exchange: jdaso.daso(exchange, jdaso.constant(4, 2)),
+    "daso int8": lambda exchange: jdaso.daso(exchange, jdaso.constant(4, 2), wire="int8"),
+    "easgd": lambda exchange: jdaso.easgd(exchange, period=4),
+    "diloco": lambda exchange: jdaso.diloco(exchange, period=4),
+}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_programs_grow_as_the_number_of_leaves_does(algorithm):
+    """XLA must not copy a reduction over all leaves into each use, or it compiles for minutes."""
+    exchange = jdaso.single_exchange()._replace(compares=True)
+
+    def size(leaves):
+        params = [jnp.ones(3)] * leaves
+        tx = optax.chain(optax.sgd(0.1, momentum=0.9), ALGORITHMS[algorithm](exchange))
+        update = jax.jit(tx.update).lower(params, tx.init(params), params)
+        return len(update.compile().as_text())
+
+    assert size(60) < 2.1 * size(30)
+
+
+def test_averaging_state_needs_exactly_one():
+    tx = alone()
+    state = tx.init(jnp.ones(2))
+    assert jdaso.core.averaging_state(((state,), 3)) is state
+    for states in ((), (state, state)):
+        with pytest.raises(ValueError, match=f"holds {len(states)} states"):
+            jdaso.core.averaging_state(states)
+
+
+def test_an_optimizer_with_momentum_recovers_when_it_is_protected_by_itself():
+    """As README advises. Otherwise the momentum stays NaN, and every later step is skipped."""
+    optimizer = optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), 10)
+    tx = optax.chain(optimizer, jdaso.daso(jdaso.axis_exchange("node", 3), jdaso.constant(4, 2)))
+
+    @jax.jit
+    @functools.partial(jax.vmap, axis_name="node")
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = jnp.ones((3, 2))
+    state = jax.vmap(tx.init)(params)
+    for t in range(24):
+        grads = jnp.ones((3, 2)).at[1].set(jnp.nan if t == 5 else 1.0)
+        params, state = step(params, state, grads)
+    averaging = jdaso.core.averaging_state(state)
+    assert jnp.isfinite(params).all()
+    assert averaging.skipped.tolist() == averaging.left_out.tolist() == [0, 0, 0]
+    assert averaging.exchanges.tolist() == [6, 6, 6]
+    # The node has missed one of 24 steps, and the means have reduced the difference.
+    assert float(jnp.abs(params[1] - params[0]).max()) < 0.02 * float(jnp.abs(params[0]).max())

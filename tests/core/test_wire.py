@@ -1,0 +1,88 @@
+"""Wire dtypes, and errors for unknown wires and options."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdaso
+from jdaso.core.wire import pack_sum, unpack_sum, wire_dtype
+from jdaso.exchange.transport.point_to_point import widened
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wire", [None, "float32", "bfloat16", "float16", "int8"])
+def test_a_leaf_never_travels_in_a_wider_dtype_than_its_own(dtype, wire):
+    travels = wire_dtype(jnp.dtype(dtype), wire)
+    assert travels.itemsize <= jnp.dtype(dtype).itemsize
+    assert wire is None or travels.itemsize <= max(jnp.dtype(wire).itemsize, 2)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz"])
+def test_a_sum_too_large_for_the_wire_survives_the_way_back(dtype):
+    limits = jnp.finfo(dtype)
+    total = np.array([3 * 0.9 * float(limits.max)], np.float32)
+    back = unpack_sum(pack_sum(total, jnp.dtype(dtype), 3), 3)
+    np.testing.assert_allclose(back, total, rtol=float(limits.eps))
+
+
+def test_leaves_of_eight_bits_are_averaged():
+    tx = jdaso.local_sgd(jdaso.axis_exchange("node", 4), period=1)
+    params = jnp.array([[384.0], [256.0], [320.0], [320.0]]).astype(jnp.float8_e4m3fn)
+    step = jax.vmap(lambda s, x: tx.update(jnp.zeros_like(x), s, x), axis_name="node")
+    updates, state = step(jax.vmap(tx.init)(params), params)
+    moved = params.astype(jnp.float32) + updates.astype(jnp.float32)
+    assert moved.tolist() == [[320.0]] * 4
+    assert state.left_out.tolist() == [0] * 4
+
+
+def test_widening_bfloat16_by_shifting_bits_is_the_cast():
+    every_pattern = np.arange(2**16, dtype=np.uint16).view(jnp.bfloat16)
+    finite = every_pattern[np.isfinite(every_pattern.astype(np.float32))]
+    np.testing.assert_array_equal(widened(finite), finite.astype(np.float32))
+
+
+@pytest.mark.parametrize("wire", ["int4", "complex64", "no dtype", 3.5])
+def test_an_unknown_wire_names_itself_and_the_choice(wire):
+    with pytest.raises(ValueError, match=r"wire must be one of float64, float32, bfloat16"):
+        jdaso.axis_exchange("node", 2, wire=wire)
+    with pytest.raises(ValueError, match="blocking_wire must be one of"):
+        jdaso.daso(jdaso.single_exchange(), jdaso.constant(1), blocking_wire=wire)
+
+
+def test_complex_parameters_are_refused():
+    tx = jdaso.daso(jdaso.single_exchange(), jdaso.constant(1))
+    with pytest.raises(ValueError, match="complex parameters are not supported"):
+        tx.init({"w": jnp.ones(2, jnp.complex64)})
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"chunk_bytes": 8}, "chunk_bytes must be a whole number of at least 16"),
+        ({"chunk_bytes": 1e6}, "chunk_bytes must be a whole number of at least 16"),
+        ({"chunk_bytes": 2**31}, "chunk_bytes must be below"),
+        ({"timeout": 0}, "timeout must be a finite number above 0"),
+        ({"timeout": float("nan")}, "timeout must be a finite number above 0"),
+        ({"wire": "int4"}, "wire must be one of"),
+        ({"pattern": "tree"}, "pattern must be one of direct, ring, halving, got 'tree'"),
+        ({"on_failure": "go on"}, "on_failure must be one of stop, shrink, got 'go on'"),
+        ({"on_failure": "shrink", "pattern": "halving"}, "on_failure='shrink' reduces"),
+        ({"senders": "two"}, "senders must be one of one, all, got 'two'"),
+        ({"pattern": "ring", "wire": "int8"}, "the wire int8 requires pattern='direct'"),
+    ],
+)
+def test_mpi_exchange_refuses_bad_options(option, message):
+    with pytest.raises(ValueError, match=message):
+        jdaso.mpi_exchange(jdaso.discover_topology(), **option)
+
+
+def test_halving_needs_a_power_of_two():
+    topology = jdaso.discover_topology()
+    three = dataclasses.replace(topology, processes=topology.processes * 3)
+    with pytest.raises(ValueError, match=r"requires 2, 4, 8, \.\.\. nodes, got 3"):
+        jdaso.mpi_exchange(three, pattern="halving")

@@ -1,0 +1,157 @@
+"""Compiled code gets an answer to each of its calls, and copies only what has the right size."""
+
+import contextlib
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdaso.core.types import HEADER_SIZE
+from jdaso.exchange.host import ffi_bridge
+from jdaso.exchange.host.buffers import LeafSpec, StagingBuffers
+from jdaso.exchange.host.exchange_table import ExchangeTable
+from jdaso.exchange.host.ffi_bridge import FfiBridge
+
+pytestmark = pytest.mark.skipif(
+    ffi_bridge.unavailable_reason() is not None, reason="no compiled code"
+)
+HEADER = jnp.ones(HEADER_SIZE, jnp.float32)
+
+
+class Transport:
+    """Returns what was posted; a test replaces its methods."""
+
+    def __init__(self):
+        self.pending = ExchangeTable().pending
+        self.posted = {}
+
+    def abort_on_error(self):
+        return contextlib.nullcontext()
+
+    def reserve(self, number, specs):
+        self.pending.add(number, StagingBuffers(specs))
+        return self.pending._stagings[number]
+
+    def post(self, number, step, header):
+        staging = self.posted[number] = self.pending.pop(number)
+        for total, leaf in zip(staging.sums, staging.leaves, strict=True):
+            np.copyto(total, leaf)
+
+    def collect(self, number, readers):
+        return self.posted[number], np.ones(HEADER_SIZE, np.float32)
+
+
+@pytest.fixture
+def transport():
+    return Transport()
+
+
+@pytest.fixture
+def bridge(transport):
+    bridge = FfiBridge(transport, "cpu", devices=1)
+    yield bridge
+    bridge.close()
+
+
+def post(bridge, *leaves, number=0):
+    specs = [LeafSpec(leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves]
+
+    @jax.jit
+    def program(leaves):
+        return bridge.post(specs, leaves, jnp.int32(0), number, 0, HEADER)
+
+    return jax.block_until_ready(program(list(leaves)))
+
+
+def collect(bridge, *shapes, number=0):
+    outputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+    @jax.jit
+    def program(token):
+        return bridge.collect(1, outputs, token, number)[0]
+
+    return jax.block_until_ready(program(jnp.int32(0)))
+
+
+def test_what_is_posted_is_collected(bridge):
+    post(bridge, jnp.arange(3.0), jnp.ones((2, 2)))
+    first, second = collect(bridge, (3,), (2, 2))
+    assert first.tolist() == [0, 1, 2]
+    assert second.tolist() == [[1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ([(3,), (2, 3)], "leaf 1 of exchange 7 has 16 bytes, the program copies 24"),
+        ([(3,), (3,)], "leaf 1 of exchange 7 has 16 bytes, the program copies 12"),
+        ([(3,)], "exchange 7 has 2 leaves, the program copies 1"),
+        ([(3,), (2, 2), (1,)], "exchange 7 has 2 leaves, the program copies 3"),
+    ],
+)
+def test_sums_of_other_leaves_are_an_error(bridge, shapes, message):
+    post(bridge, jnp.arange(3.0), jnp.ones((2, 2)), number=7)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        collect(bridge, *shapes, number=7)
+    assert collect(bridge, (3,), (2, 2), number=7)[0].tolist() == [0, 1, 2]
+
+
+def test_buffers_of_other_leaves_are_an_error(bridge, transport):
+    transport.reserve = lambda number, specs: StagingBuffers([*specs, specs[0]])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="exchange 0 has 2 leaves, the program"):
+        post(bridge, jnp.ones(3))
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, ValueError])
+def test_every_error_is_an_answer(bridge, transport, error):
+    def fail(*_):
+        raise error("the reason")
+
+    post(bridge, jnp.ones(3))
+    answers, transport.collect = transport.collect, fail
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"{error.__name__}: the reason"):
+        collect(bridge, (3,))
+    transport.reserve = fail
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"{error.__name__}: the reason"):
+        post(bridge, jnp.ones(3), number=1)
+    transport.collect = answers
+    assert collect(bridge, (3,))[0].tolist() == [1, 1, 1]
+
+
+def test_no_thread_is_needed_later(bridge, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    post(bridge, jnp.ones(3))
+    assert collect(bridge, (3,))[0].tolist() == [1, 1, 1]
+
+
+def test_closing_fails_calls_that_were_taken(bridge, transport, monkeypatch):
+    monkeypatch.setattr(ffi_bridge, "_SHUTDOWN_SECONDS", 0.1)
+    taken, never, errors = threading.Event(), threading.Event(), []
+
+    def wait(number, readers):
+        taken.set()
+        never.wait()
+
+    def program():
+        try:
+            collect(bridge, (3,))
+        except Exception as error:
+            errors.append(str(error))
+
+    post(bridge, jnp.ones(3))
+    transport.collect = wait
+    thread = threading.Thread(target=program)
+    thread.start()
+    assert taken.wait(30)
+    bridge.close()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert "the exchange is closed" in errors[0]
+    never.set()  # the late answer is ignored
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the exchange is closed"):
+        post(bridge, jnp.ones(3), number=1)

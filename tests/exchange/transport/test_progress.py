@@ -1,0 +1,138 @@
+"""The progress thread: deadlines, suspended processes, and errors that nobody awaits."""
+
+import queue
+import time
+
+import pytest
+
+from jdaso import JdasoError
+from jdaso.exchange.transport import progress as progress_module
+from jdaso.exchange.transport.operation import WaitState
+from jdaso.exchange.transport.progress import Progress
+
+TIMEOUT, PATIENCE = 0.5, 20.0
+
+
+class Topology:
+    """Two processes. The other one sends nothing."""
+
+    rank = 0
+    describe = staticmethod("rank {}".format)
+
+    def states(self, ranks):
+        return ", ".join(map(self.describe, sorted(ranks)))
+
+
+class ExitBarrier:
+    """No process has exited."""
+
+    def exited(self):
+        return frozenset()
+
+    def announce_exit(self):
+        pass
+
+
+@pytest.fixture
+def aborts():
+    return queue.Queue()
+
+
+@pytest.fixture
+def progress(aborts):
+    made = Progress(Topology(), TIMEOUT, ExitBarrier(), aborts.put)
+    yield made
+    made.close()
+
+
+def waiting_until(condition):
+    while not condition():
+        yield WaitState(frozenset({1}))
+    return "done"
+
+
+def test_an_error_after_the_deadline_names_the_missing_rank(progress):
+    begin = time.monotonic()
+    request = progress.submit(waiting_until(lambda: False), "an exchange")
+    with pytest.raises(
+        JdasoError, match=r"an exchange did not complete within 0.5 s: .* from rank 1"
+    ):
+        progress.wait(request)
+    assert time.monotonic() - begin >= TIMEOUT
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count(progress, monkeypatch):
+    monkeypatch.setattr(progress_module, "_SUSPENDED_SECONDS", TIMEOUT)
+    looks = iter([False, True, True])
+
+    def stopped():
+        time.sleep(2 * TIMEOUT)  # as if the whole process were stopped
+        return next(looks)
+
+    assert progress.wait(progress.submit(waiting_until(stopped), "an exchange")) == "done"
+
+
+def test_an_error_that_nobody_awaits_aborts_the_job(progress, aborts, monkeypatch):
+    monkeypatch.setattr(progress_module, "_UNAWAITED_SECONDS", 2 * TIMEOUT)
+    progress.submit(waiting_until(lambda: False), "an exchange")
+    reason = aborts.get(timeout=PATIENCE)
+    assert reason.startswith("rank 0 failed, and its program does not wait for the result: an ")
+    assert aborts.empty()
+
+
+def test_an_error_that_was_awaited_does_not_abort_the_job(progress, aborts, monkeypatch):
+    monkeypatch.setattr(progress_module, "_UNAWAITED_SECONDS", 0.1)
+    request = progress.submit(waiting_until(lambda: False), "an exchange")
+    with pytest.raises(JdasoError):
+        progress.wait(request)
+    progress.wait(progress.submit(waiting_until(iter([False] * 50 + [True]).__next__), "another"))
+    assert aborts.empty()
+
+
+class Message:
+    """An MPI request."""
+
+    def __init__(self):
+        self.complete, self.polls = False, 0
+
+    def Test(self):
+        return self.complete
+
+    def Testany(self, messages):
+        self.polls += 1
+        return 0, any(message.complete for message in messages)
+
+
+def test_an_operation_continues_when_one_of_its_messages_is_complete(progress):
+    first, second = Message(), Message()
+    resumed = []
+
+    def operation():
+        while not first.Test() or not second.Test():
+            resumed.append(first.polls)
+            yield WaitState(frozenset({1}), requests=(first, second))
+        return "done"
+
+    request = progress.submit(operation(), "an exchange")
+    while first.polls < 10:
+        time.sleep(0.001)
+    assert resumed == [0]
+    second.complete = True
+    while first.polls < 20:
+        time.sleep(0.001)
+    assert len(resumed) > 1
+    first.complete = True
+    assert progress.wait(request) == "done"
+
+
+def test_an_error_of_a_message_fails_its_operation(progress):
+    class Broken(Message):
+        def Testany(self, messages):
+            raise RuntimeError("the link is down")
+
+    def operation():
+        yield WaitState(frozenset({1}), requests=(Broken(),))
+
+    request = progress.submit(operation(), "an exchange")
+    with pytest.raises(JdasoError, match="an exchange failed: RuntimeError: the link is down"):
+        progress.wait(request)

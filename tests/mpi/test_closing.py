@@ -1,0 +1,14 @@
+"""Exchanges can be given back, and an error says so when MPI has no more communicators."""
+
+from launch import mpiexec, passes
+
+
+def test_closed_exchanges_give_threads_and_communicators_back():
+    passes(mpiexec(2, "closing.py", "closed"))
+
+
+def test_too_many_open_exchanges_are_an_error_that_says_what_has_run_out():
+    ended = mpiexec(2, "closing.py", "open")
+    assert ended.returncode != 0
+    assert "MPI cannot create another communicator" in ended.output
+    assert "call exchange.close()" in ended.output

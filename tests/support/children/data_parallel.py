@@ -1,0 +1,88 @@
+"""period 1, delay 0, SGD: the training step equals one on the joint batch of all devices."""
+
+import argparse
+
+import compile_in_turn  # noqa: F401
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jdaso
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--devices", type=int, default=1)
+parser.add_argument("--processes-per-node", type=int, default=1)
+arguments = parser.parse_args()
+
+STEPS, ROWS = 10, 4  # rows of the batch per device
+jdaso.cluster.use_virtual_devices(arguments.devices)
+topology = jdaso.discover_topology(arguments.processes_per_node)
+exchange = jdaso.mpi_exchange(topology)
+devices = topology.num_nodes * topology.num_local_devices
+
+
+def loss_fn(params, x, y, axis=None):
+    """A layer with a batch norm over the node's devices, whose mean is part of the gradient."""
+    hidden = x @ params["first"]
+    mean = jnp.mean(hidden, axis=0)
+    mean = mean if axis is None else jax.lax.pmean(mean, axis)
+    return jnp.mean((jnp.tanh(hidden - mean) @ params["second"] - y) ** 2)
+
+
+def first_params():
+    rng = np.random.default_rng(1)
+    shapes = {"first": (3, 5), "second": (5,)}
+    return {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
+
+
+def batch(step, device):
+    rng = np.random.default_rng((step, device))
+    return rng.normal(size=(ROWS, 3)).astype("f4"), rng.normal(size=ROWS).astype("f4")
+
+
+def joint(step, first, last):
+    parts = [batch(step, device) for device in range(first, last)]
+    return [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
+
+
+# A node of several processes has its batch norm per process: the mean is over local devices.
+value_and_grad = jdaso.local_value_and_grad(
+    lambda params, x, y: loss_fn(params, x, y, "local"),
+    topology.mesh,
+    across=jdaso.exchange.process_mean(topology),
+)
+tx = optax.chain(optax.sgd(0.1), jdaso.daso(exchange, jdaso.constant(1, 0), wire="float32"))
+
+
+@jax.jit
+def step(params, state, x, y):
+    loss, grads = value_and_grad(params, x, y)
+    updates, state = tx.update(grads, state, params, value=loss)
+    return optax.apply_updates(params, updates), state
+
+
+replicated = NamedSharding(topology.mesh, PartitionSpec())
+split = NamedSharding(topology.mesh, PartitionSpec("local"))
+params = jax.device_put(first_params(), replicated)
+state = jax.device_put(tx.init(params), replicated)
+own = len(topology.devices)
+first = (topology.node * topology.processes_per_node + topology.local_rank) * own
+for t in range(STEPS):
+    x, y = jax.device_put(joint(t, first, first + own), split)
+    params, state = step(params, state, x, y)
+
+expected = first_params()
+for t in range(STEPS):
+    parts = [joint(t, d, d + own) for d in range(0, devices, own)]
+    grads = [jax.grad(loss_fn)(expected, *part) for part in parts]
+    mean = jax.tree.map(lambda *g: sum(g) / len(g), *grads)
+    expected = jax.tree.map(lambda p, g: p - 0.1 * g, expected, mean)
+# float32 means of batches that are cut up in another way, ten steps on end.
+for name, value in expected.items():
+    np.testing.assert_allclose(params[name], value, rtol=2e-5, atol=1e-6)
+agreed = jdaso.consensus(exchange, params)
+for leaf in jax.tree.leaves(agreed):
+    bits = [np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards]
+    assert len(set(bits + topology.comm.allgather(bits[0]))) == 1

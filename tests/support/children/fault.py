@@ -1,0 +1,169 @@
+"""One thing goes wrong between nodes; how the job ends is for the test to judge."""
+
+import sys
+import time
+
+import compile_in_turn  # noqa: F401
+import jax
+import jax.numpy as jnp
+import mpi4py
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jdaso
+from jdaso.core.error_feedback import Feedback
+
+case = sys.argv[1]
+if case == "thread level":
+    mpi4py.rc.thread_level = "single"
+if case == "unequal devices":
+    from mpi4py import MPI
+
+    jdaso.cluster.use_virtual_devices(1 + MPI.COMM_WORLD.Get_rank())
+if case.endswith("two devices"):
+    jdaso.cluster.use_virtual_devices(2)
+processes_per_node = 2 if case == "uneven nodes" else None
+
+topology = jdaso.discover_topology(processes_per_node)
+rank = topology.rank
+timeout, same_bits = 3 if case.startswith("stuck") else 60, "other hardware" not in case
+exchange = jdaso.mpi_exchange(topology, timeout=timeout, same_bits=same_bits)
+
+
+def train(steps, schedule, params=None, between=lambda t: None, bad_step=-1, **options):
+    tx = optax.chain(optax.sgd(0.1), jdaso.daso(exchange, schedule, **options))
+    params = {"kernel": jnp.ones((4, 2)), "bias": jnp.ones(3)} if params is None else params
+    params = jax.device_put(params, NamedSharding(topology.mesh, PartitionSpec()))
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state, scale=1.0):
+        grads = jax.tree.map(lambda p: scale * jnp.ones_like(p), params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for t in range(steps):
+        between(t)
+        params, state = step(params, state, jnp.nan if t == bad_step else 1.0)
+        jax.block_until_ready(params)
+    return params, state, step
+
+
+if case == "other shape":
+    train(1, jdaso.constant(1), {"kernel": jnp.ones((4, 2 + rank)), "bias": jnp.ones(3)})
+elif case == "other structure":
+    train(1, jdaso.constant(1), {"kernel": jnp.ones(3)} | ({"bias": jnp.ones(3)} if rank else {}))
+elif case == "other dtype":
+    train(1, jdaso.constant(1), {"kernel": jnp.ones(3, jnp.bfloat16 if rank else jnp.float32)})
+elif case == "other schedule":
+    train(8, jdaso.constant(2 + 2 * rank))
+elif case == "other wire":
+    train(8, jdaso.constant(2), wire=("float32", "bfloat16")[rank])
+elif case == "other pattern":
+    jdaso.mpi_exchange(topology, pattern=("direct", "ring")[rank])
+elif case == "other delay":
+    train(8, jdaso.constant(2, 1 + rank))
+elif case.startswith(("other centre", "other anchor", "other parameters")):
+    averaging = {
+        "other centre": lambda: jdaso.easgd(exchange, 2),
+        "other anchor": lambda: jdaso.diloco(exchange, 2),
+        "other parameters": lambda: jdaso.allreduce_gradients(exchange),
+    }[case.removesuffix(", other hardware")]()
+    params = jnp.full(3, 1.0 + rank)  # not broadcast
+    state, update = averaging.init(params), jax.jit(averaging.update)
+    for _ in range(6):
+        _, state = jax.block_until_ready(update(jnp.ones(3), state, params))
+elif case == "other mean of differences":
+
+    def moved(x):
+        return x._replace(anchor=[a + rank for a in x.anchor]) if isinstance(x, Feedback) else x
+
+    params, state, step = train(4, jdaso.constant(2), wire="int8")
+    state = jax.tree.map(moved, state, is_leaf=lambda x: isinstance(x, Feedback))
+    for _ in range(4):
+        params, state = jax.block_until_ready(step(params, state))
+elif case.startswith("other step at a consensus"):
+    params, state, _ = train(3 + rank, jdaso.constant(100))
+    jdaso.consensus(exchange, params)  # without where it is nobody compares
+    jdaso.consensus(exchange, params, state)
+elif case.startswith("other schedule at a consensus"):
+    averaging = jdaso.daso(exchange, jdaso.cycling(2, warmup=0, cooldown=0, total=100, epoch=10))
+    state = averaging.init(jnp.ones(3))
+    jdaso.consensus(exchange, jnp.ones(3), state)
+    seen = state.schedule._replace(best=jnp.float32(1 + rank))
+    jdaso.consensus(exchange, jnp.ones(3), state._replace(schedule=seen))
+elif case == "other plateau":
+    schedule = jdaso.cycling(period=2, warmup=0, cooldown=0, total=100, epoch=10)
+    averaging = jdaso.daso(exchange, schedule)
+    state = averaging.init(jnp.ones(3))
+    seen = state.schedule._replace(best=jnp.float32(1 + rank))
+    state, update = state._replace(schedule=seen), jax.jit(averaging.update)
+    for _ in range(4):
+        _, state = jax.block_until_ready(update(jnp.ones(3), state, jnp.ones(3)))
+elif case == "broadcast of other trees":
+    jdaso.broadcast(exchange, {"kernel": jnp.ones(3)} | ({"bias": jnp.ones(3)} if rank else {}))
+elif case == "other number, two devices":
+    # Rank 1 is one exchange ahead of rank 0, as after a restart from unequal checkpoints.
+    tx = jdaso.daso(exchange, jdaso.constant(1))
+    state = tx.init(jnp.ones(3))
+    state = state._replace(exchanges=state.exchanges + rank)
+    jax.block_until_ready(jax.jit(tx.update)(jnp.ones(3), state, jnp.ones(3)))
+elif case in ("stuck", "stuck, two devices"):
+    train(4, jdaso.constant(2), between=lambda t: time.sleep(60 * rank * (t == 1)))
+elif case == "fewer steps":
+    train(8 - 4 * rank, jdaso.constant(2))
+elif case == "exception":
+    train(8, jdaso.constant(2), between=lambda t: 1 / 0 if rank == 1 and t == 3 else None)
+elif case == "exit in flight":
+    train(3, jdaso.constant(2, 2))
+elif case == "begun anew in flight":
+    # An exchange is left behind, whose number the next training has, too.
+    first, _, _ = train(7, jdaso.constant(2, 2))
+    second, _, _ = train(7, jdaso.constant(2, 2))
+    np.testing.assert_array_equal(first["kernel"], second["kernel"])
+    assert list(exchange.posted()) == [2], exchange.posted().keys()
+    first, _, _ = train(3, jdaso.constant(2, 2))
+    second, _, _ = train(3, jdaso.constant(2, 2))
+    np.testing.assert_array_equal(first["kernel"], second["kernel"])
+    assert list(exchange.posted()) == [0], exchange.posted().keys()
+elif case == "exit in flight alone":
+    train(2 - rank, jdaso.constant(2, 2))
+elif case == "stepped twice":
+    params, state, step = train(2, jdaso.constant(3, 2))
+    step(params, state)
+    jax.block_until_ready(step(params, state))
+elif case == "multi steps":
+    # optax.MultiSteps steps the optimizer at every micro-batch and keeps one result of k.
+    tx = optax.MultiSteps(jdaso.local_sgd(exchange, 1), every_k_schedule=2)
+    params = jnp.ones(3)
+    update = jax.jit(tx.update)
+    state = tx.init(params)
+    for _ in range(2):
+        _, state = jax.block_until_ready(update(jnp.ones(3), state, params))
+elif case == "stepped back":
+    _, old, step = train(2, jdaso.constant(1))
+    params, state, step = train(3, jdaso.constant(1))  # tx.init: numbers start anew
+    step(params, old)
+    jax.block_until_ready(step(params, old))
+elif case == "restored in flight":
+    params, state, step = train(3, jdaso.constant(3, 2))
+    old = jax.tree.map(np.asarray, (params, state))
+    for _ in range(2):
+        params, state = step(params, state)
+    jax.block_until_ready(params)
+    params, state = old
+    for _ in range(2):
+        params, state = step(params, state)
+    jax.block_until_ready(params)
+elif case == "not finite, skip":
+    # Rank 1 computes a gradient that is not finite: it is left out and takes the other's mean.
+    params, state, _ = train(2, jdaso.constant(2), bad_step=rank - 1)
+    np.testing.assert_allclose(params["kernel"], 1.0 - 2 * 0.1, rtol=1e-6)
+    averaging = jdaso.core.averaging_state(state)
+    assert (int(averaging.skipped), int(averaging.left_out)) == (rank, rank)
+elif case == "not finite, raise":
+    train(2, jdaso.constant(2), bad_step=rank - 1, nonfinite="raise")
+elif case not in ("thread level", "unequal devices", "uneven nodes"):
+    raise SystemExit(f"no such case: {case}")
+print("came to its end", flush=True)

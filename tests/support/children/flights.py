@@ -1,0 +1,65 @@
+"""Checkpoints of several exchanges, of an earlier state, and restored into another program.
+
+flights.py FOLDER CASE
+"""
+
+import sys
+
+import jax
+import numpy as np
+from common import SGD, first_params, gradients, make_step, saved_leaves
+
+import jdaso
+from jdaso.checkpoint import Checkpoints
+
+STEPS, SAVED_AT = 12, 6
+folder, case = sys.argv[1:]
+topology = jdaso.discover_topology()
+
+
+def fresh(moments="local", fragments=1):
+    """Two optimizers with exchanges of their own; two steps after a post, the first one's lands."""
+    exchanges = [jdaso.mpi_exchange(topology) for _ in range(2)]
+    schedules = [jdaso.constant(3, 2), jdaso.constant(5, 4)]
+    txs = [
+        jdaso.chain(SGD, jdaso.daso(x, s, fragments=fragments), moments=moments)
+        for x, s in zip(exchanges, schedules, strict=True)
+    ]
+    params = [first_params() for _ in txs]
+    return exchanges, txs, (params, [tx.init(p) for tx, p in zip(txs, params, strict=True)])
+
+
+def train(txs, state, steps):
+    compiled = [jax.jit(make_step(tx)) for tx in txs]
+    params, states = map(list, state)
+    for t in steps:
+        for i, step in enumerate(compiled):
+            grads = gradients(params[i], topology.node, t + 100 * i)
+            params[i], states[i] = step(params[i], states[i], grads, None)
+    return jax.block_until_ready((params, states))
+
+
+def flying(exchanges):
+    return [len(exchange.posted()) for exchange in exchanges]
+
+
+exchanges, txs, first = fresh()
+half = train(txs, first, range(SAVED_AT))
+assert flying(exchanges) == [1, 1], flying(exchanges)
+if case == "one of two":
+    Checkpoints(folder, topology, exchanges[0]).save(SAVED_AT, half)
+checkpoints = Checkpoints(folder, topology, exchanges)
+if case == "earlier state":
+    train(txs, half, range(SAVED_AT, SAVED_AT + 3))
+checkpoints.save(SAVED_AT, half)
+expected = train(txs, half, range(SAVED_AT, STEPS))
+checkpoints.close()
+
+options = {"other moments": {"moments": "average"}, "other fragments": {"fragments": 2}}
+exchanges, txs, like = fresh(**options.get(case, {}))
+if case == "other order":
+    exchanges.reverse()
+restored = Checkpoints(folder, topology, exchanges).restore(like)
+found = train(txs, restored.state, range(SAVED_AT, STEPS))
+for want, got in zip(*map(saved_leaves, (expected, found)), strict=True):
+    np.testing.assert_array_equal(np.asarray(want), np.asarray(got))

@@ -1,0 +1,95 @@
+"""Compiled code and host callbacks give the same bits, in and outside shard_map."""
+
+import argparse
+import pickle
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from common import daso, first_params, gradients, loss, make_step, saved_leaves
+from jax.sharding import PartitionSpec as P
+
+import jdaso
+from jdaso.exchange.host import ffi_bridge, jit_interface
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--devices", type=int, default=1)
+parser.add_argument("--dtypes", nargs="+", default=["float32"])
+parser.add_argument("--wire", default="float32")
+parser.add_argument("--blocking-wire", default="bfloat16")
+parser.add_argument("--fragments", type=int, default=1)
+parser.add_argument("--callbacks", required=True, help="folder that keeps what callbacks gave")
+parser.add_argument(
+    "--stand-in", help="library with the code for CUDA devices and a simulated driver"
+)
+arguments = parser.parse_args()
+if arguments.devices > 1:
+    jdaso.cluster.use_virtual_devices(arguments.devices)
+topology = jdaso.discover_topology(processes_per_node=1)
+if arguments.stand_in:
+    library = ffi_bridge._open(arguments.stand_in, {"cpu": "_cuda"})
+    assert not isinstance(library, str), library
+    assert library.jdaso_driver(arguments.stand_in.encode()) is None
+    library.stand_in_set_delay(1000 if topology.node else 30000)
+    ffi_bridge._load = lambda: library
+    jit_interface.FfiBridge = lambda transport, platform, devices: ffi_bridge.FfiBridge(
+        transport, "gpu", devices
+    )
+schedule = jdaso.cycling(period=4, delay=2, warmup=6, cooldown=6, total=30, epoch=6)
+
+
+def bits(tree):
+    return [np.asarray(x).tobytes() for x in saved_leaves(tree)]
+
+
+def run(native):
+    """The state after every step."""
+    exchange = jdaso.mpi_exchange(topology, native=native)
+    wires = {"wire": arguments.wire, "blocking_wire": arguments.blocking_wire}
+    tx = daso(exchange, schedule, fragments=arguments.fragments, **wires)
+    step = make_step(tx)
+    if arguments.devices > 1:
+        step = jax.shard_map(step, mesh=topology.mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    step = jax.jit(step, donate_argnums=(0, 1))
+    params = jax.tree.map(lambda x: x * (1 + topology.node), first_params(arguments.dtypes))
+    params = jdaso.broadcast(exchange, params) if arguments.devices == 1 else params
+    state = tx.init(params)
+    first = (params, state, gradients(params, topology.node, 0), loss(topology.node, 0))
+    # JAX dispatches programs with effects, such as callbacks, on a slower path.
+    assert bool(jax.make_jaxpr(step)(*first).effects) == (not native)
+    history = []
+    blocked = library.stand_in_blocking_bytes() if arguments.stand_in else 0
+    for t in range(30):
+        grads = gradients(params, topology.node, t)
+        if t == 20 and topology.node == 1:  # its momentum stays infinite, so it is left out
+            grads = jax.tree.map(lambda g: g * jnp.inf, grads)
+        params, state = jax.block_until_ready(step(params, state, grads, loss(topology.node, t)))
+        history.append(bits((params, jdaso.core.averaging_state(state))))
+        if t % 5 < 3:  # after a step whose copies may be under way
+            if arguments.stand_in:
+                assert library.stand_in_blocking_bytes() == blocked
+            mean = jdaso.consensus(exchange, {"node": jnp.full(40, topology.node, jnp.float32)})
+            history[-1] += bits(mean)
+            blocked = library.stand_in_blocking_bytes() if arguments.stand_in else 0
+        if t % 5 == 4:  # not after every step, because it waits for copies
+            posted = {number: (p.step, p.leaves) for number, p in exchange.posted().items()}
+            history[-1] += [b"in flight", *bits(posted)]
+    assert exchange.report()["exchanges"] > 10
+    assert (int(jdaso.core.averaging_state(state).skipped) > 0) == (topology.node == 1)
+    return history
+
+
+def run_with_callbacks():
+    """The states with host callbacks, computed once for all libraries."""
+    options = f"{arguments.devices} {arguments.dtypes} {arguments.wire} {arguments.blocking_wire}"
+    name = f"{options} {arguments.fragments} {topology.node}"
+    kept = Path(arguments.callbacks, name)
+    if not kept.exists():
+        kept.write_bytes(pickle.dumps(run(False)))
+    return pickle.loads(kept.read_bytes())
+
+
+compiled, called = run(True), run_with_callbacks()
+for t, (ours, theirs) in enumerate(zip(compiled, called, strict=True)):
+    assert ours == theirs, f"step {t}"

@@ -1,0 +1,45 @@
+"""Exchange k uses the communicator of local index k mod L."""
+
+import jax
+import jax.numpy as jnp
+
+import jdaso
+from jdaso.exchange.transport import collectives
+
+jdaso.cluster.use_virtual_devices(3)
+topology = jdaso.discover_topology()
+created = []
+original = jdaso.Topology.group_communicators
+
+
+def group_communicators(self, *count):
+    created.append(original(self, *count))
+    return created[-1]
+
+
+jdaso.Topology.group_communicators = group_communicators
+exchange = jdaso.mpi_exchange(topology)
+communicators = created[0]
+assert len(communicators) == topology.num_local_devices == 3
+
+used = []
+sum_staged = collectives.sum_staged
+
+
+def record(comm, *rest):
+    used.append(comm)
+    return sum_staged(comm, *rest)
+
+
+collectives.sum_staged = record
+tx = jdaso.daso(exchange, jdaso.constant(period=2, delay=1))
+params = jnp.ones(4)
+state = tx.init(params)
+step = jax.jit(tx.update)
+for _ in range(15):
+    _, state = step(jnp.zeros(4), state, params)
+jax.block_until_ready(state)
+assert [communicators.index(comm) for comm in used] == [k % 3 for k in range(7)], used
+# A consensus does not receive messages of exchanges in flight.
+jdaso.consensus(exchange, params)
+assert used[-1] not in communicators

@@ -1,0 +1,74 @@
+"""An exchange sends the least that an all-reduce in the wire dtype can, and sums in float32."""
+
+import argparse
+
+import compile_in_turn  # noqa: F401
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdaso
+from jdaso.core.wire import rounded
+
+parser = argparse.ArgumentParser()
+parser.add_argument("wire")
+parser.add_argument("--pattern", default="direct")
+parser.add_argument("--senders", default="one")
+parser.add_argument("--processes-per-node", type=int, default=1)
+arguments = parser.parse_args()
+wire, pattern = arguments.wire, arguments.pattern
+topology = jdaso.discover_topology(arguments.processes_per_node)
+nodes, node = topology.num_nodes, topology.node
+length = 100_003  # no multiple of anything
+rng = np.random.default_rng(0)
+posted = rng.normal(size=(nodes, length)).astype(np.float32)
+
+
+def exact(dtype):
+    """The mean as it should be, but for what the sum is rounded in float32."""
+    total = posted.astype(jnp.dtype(dtype)).astype(np.float64).sum(0)
+    if dtype == "float16":
+        return (total / nodes).astype(np.float16).astype(np.float64)
+    return total.astype(jnp.dtype(dtype)).astype(np.float64) / nodes
+
+
+if pattern != "direct":
+    tx = jdaso.allreduce_gradients(jdaso.mpi_exchange(topology, pattern=pattern), wire="int8")
+    with pytest.raises(ValueError, match="the wire int8 requires pattern='direct'"):
+        tx.update(jnp.ones(3), tx.init(jnp.ones(3)))
+
+for chunk_bytes in (1 << 10, 1 << 20):
+    exchange = jdaso.mpi_exchange(
+        topology, chunk_bytes=chunk_bytes, pattern=pattern, senders=arguments.senders
+    )
+    own = jnp.asarray(posted[node])
+    if wire == "int8":
+        # Gradients: the first mean of parameters would travel in float32.
+        tx = jdaso.allreduce_gradients(exchange, wire=wire)
+        merged, _ = jax.jit(tx.update)(own, tx.init(own))
+        expected = rounded(sum(map(rounded, posted))) / nodes
+        size = -(-length // 64) * 65
+        assert abs(size / (length * 65 / 64) - 1) < 0.01
+    else:
+        tx = jdaso.daso(exchange, jdaso.constant(1, 0), wire=wire)
+        updates, _ = jax.jit(tx.update)(jnp.zeros(length), tx.init(own), own)
+        merged, expected = own + updates, exact(wire)
+        size = length * jnp.dtype(wire).itemsize
+    # One rounding on the way there is in `expected`, and that of the way back; what is left is
+    # that of the sum in float32, and of the update, which is added to parameters of another size.
+    error = np.abs(np.asarray(merged, np.float64) - expected)
+    bound = 1e-6 + 1e-5 * np.abs(expected)
+    if pattern != "direct" and wire != "float32":
+        # Partial sums are rounded, at most nodes - 1 of them, each to half a unit of its place.
+        eps = float(jnp.finfo(jnp.dtype(wire)).eps)
+        bound = bound + nodes * eps / 2 * np.abs(posted).sum(0) / nodes
+    assert (error <= bound).all(), error.max()
+
+    sent = topology.comm.allgather(exchange.report()["bytes_sent"])
+    assert sum(sent) == 2 * (nodes - 1) * size, (sent, chunk_bytes)
+    per_node = 2 * (nodes - 1) / nodes * size
+    by_node = np.bincount([place.node for place in topology.placements], sent)
+    np.testing.assert_allclose(by_node, per_node, rtol=0.01)
+    if arguments.senders == "all":  # each process as much as the others
+        np.testing.assert_allclose(sent, per_node / topology.processes_per_node, rtol=0.01)

@@ -1,0 +1,134 @@
+"""Starts a child program on several MPI processes; a hanging one is killed, never waited for."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+CHILDREN = Path(__file__).parent / "children"
+BESIDE_PYTHON = str(Path(sys.executable).parent)
+
+
+class Ended(NamedTuple):
+    """Exit status and everything a job printed."""
+
+    returncode: int
+    output: str
+
+
+# mpiexec ends all processes at once when one is killed, before they can say a word; srun without
+# -K does not. Here a shell stands between: it stops when its process was killed,
+# and is killed itself when the others end, which mpiexec may take for the status of the job.
+WHEN_IT_ENDS = "status=$?; echo exit status $status; [ $status = 137 ] && kill -STOP $$"
+UNNOTICED = ["sh", "-c", f'"$@"; {WHEN_IT_ENDS}; exit $status', "-"]
+# As README says: mpiexec lets the others live, but ends them when one prints after a death by a
+# signal. A shell makes a status of that; mpiexec tells the others by SIGUSR1, which would end it.
+OUTLIVED = ["sh", "-c", 'trap "" USR1; "$@"; exit $?', "-"]
+
+
+def mpiexec(
+    processes: int,
+    child: str,
+    *arguments: object,
+    timeout: float = 180,
+    deaths_are_noticed: bool = True,
+    survive: bool = False,
+    **env: str,
+):
+    """Runs tests/support/children/<child> and returns how it ended.
+
+    The job gets a process group of its own, which is killed when the time is over; the test then
+    fails and shows what the job has printed until then. With ``survive`` a process that dies does
+    not end the others.
+    """
+    path = os.pathsep.join([BESIDE_PYTHON, os.environ.get("PATH", "")])
+    launcher = shutil.which("mpiexec", path=path)
+    if launcher is None:
+        pytest.skip("no mpiexec on PATH: pip install mpich")
+    environment = {**os.environ, "PATH": path, "JAX_PLATFORMS": "cpu", **env}
+    options = ["-disable-auto-cleanup"] if survive else []
+    between = OUTLIVED if survive else [] if deaths_are_noticed else UNNOTICED
+    if "Open MPI" in subprocess.run([launcher, "--version"], capture_output=True, text=True).stdout:
+        if survive:
+            pytest.skip("needs MPICH's launcher, which can let the others live")
+        environment["OMPI_ALLOW_RUN_AS_ROOT"] = environment["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+        environment["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
+    program = [*between, sys.executable, str(CHILDREN / child)]
+    command = [launcher, *options, "-n", str(processes), *program]
+    return run([*command, *map(str, arguments)], environment, timeout)
+
+
+def run(command: list[str], environment: dict[str, str], timeout: float) -> Ended:
+    """Runs a command in a process group of its own, for a limited time."""
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"still running after {timeout} s: {' '.join(command)}\n{output}")
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return Ended(process.returncode, output)
+
+
+def passes(ended: Ended) -> None:
+    """Asserts that every process of a job ended well; shows its output if not."""
+    assert ended.returncode == 0, ended.output
+
+
+class Batch:
+    """Child programs that run in one job, when the first of their tests asks for a result.
+
+    Args:
+        processes: of the job.
+        children: name -> (child, arguments...).
+        raises: whether each child must raise on every process, instead of ending well.
+        options: of :func:`mpiexec`.
+    """
+
+    def __init__(self, processes: int, children: dict[str, tuple], raises=False, **options):
+        self.names = list(children)
+        self._processes, self._options = processes, options
+        self._children = [
+            [name, child, list(map(str, arguments)), raises]
+            for name, (child, *arguments) in children.items()
+        ]
+        self._ended: Ended | None = None
+
+    def ended(self) -> Ended:
+        """How the job ended; starts it at the first call."""
+        if self._ended is None:
+            program = json.dumps(self._children)
+            options = {"timeout": 120 + 60 * len(self._children), **self._options}
+            self._ended = mpiexec(self._processes, "batch.py", program, **options)
+        return self._ended
+
+    def passes(self, name: str) -> str:
+        """Asserts that a child ended well on every process; returns what the job printed."""
+        output = self.ended().output
+        assert output.count(f"[{name}] passed") == self._processes, output
+        return output
+
+    def raised(self, name: str) -> str:
+        """Asserts that a child raised on every process; returns the errors."""
+        output = self.ended().output
+        errors = [line for line in output.splitlines() if f"[{name}] raised" in line]
+        assert len(errors) == self._processes, output
+        return "\n".join(errors)
