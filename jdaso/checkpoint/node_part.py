@@ -6,8 +6,11 @@ accepted only if their checksums match. Reading executes no code: orbax stores a
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,13 +65,41 @@ def read_part(reader: Any, path: Path) -> NodePart:
     Raises:
         JdasoError: If something is missing, damaged, or not a part. It names the folder.
     """
+    with _reads_finish():
+        try:
+            return _validated(reader.restore(path))
+        except Exception as error:  # orbax raises errors of many types
+            text = f"{type(error).__name__}: {error}"[:_MAX_ERROR_LENGTH]
+    raise JdasoError(
+        f"{path} cannot be read; it is damaged, or another version of jdaso wrote it. ({text})"
+    )
+
+
+class _FinishingLoop(asyncio.SelectorEventLoop):
+    """An event loop that finishes its tasks before it is closed."""
+
+    def close(self) -> None:
+        if not self.is_closed() and (tasks := asyncio.all_tasks(self)):
+            self.run_until_complete(asyncio.wait(tasks))
+        super().close()
+
+
+@contextlib.contextmanager
+def _reads_finish() -> Iterator[None]:
+    """Keeps orbax from printing errors of its own when an array cannot be read.
+
+    orbax reads all arrays as tasks of one event loop, and closes the loop when one of them fails.
+    The other reads then report to a closed loop, which prints "Event loop is closed". Coroutines
+    that orbax did not start print a warning when they are freed.
+    """
+    original = asyncio.new_event_loop
+    asyncio.new_event_loop = _FinishingLoop
     try:
-        return _validated(reader.restore(path))
-    except Exception as error:  # orbax raises errors of many types
-        text = f"{type(error).__name__}: {error}"[:_MAX_ERROR_LENGTH]
-        raise JdasoError(
-            f"{path} cannot be read; it is damaged, or another version of jdaso wrote it. ({text})"
-        ) from error
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+            yield
+    finally:
+        asyncio.new_event_loop = original
 
 
 def _validated(tree: Any) -> NodePart:

@@ -91,6 +91,9 @@ def damage(path, how, where, byte):
 HOW = ["truncated", "flipped", "flipped", "deleted", "replaced", "longer", "a folder"]
 
 
+# orbax prints no errors of its own beside the message.
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("error:coroutine:RuntimeWarning")
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from([*HOW, "a link to itself"]),
