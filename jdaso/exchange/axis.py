@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jdaso.core.types import Exchange, Leaves
@@ -61,10 +61,9 @@ def axis_exchange(axis_name: str, num_nodes: int, wire: str | None = None) -> Ex
             for total, x in zip(sums, arrays, strict=True)
         ]
         blocks = [i for i, x in enumerate(arrays) if x.dtype == BLOCK_DTYPE]
-        owners = _owners([len(arrays[i]) for i in blocks], num_nodes)
-        node = lax.axis_index(axis_name)
-        for i, owner in zip(blocks, owners, strict=True):
-            back[i] = jnp.where(owner[:, None] == node, sums[i], back[i])
+        own = _own_rows([len(arrays[i]) for i in blocks], num_nodes, lax.axis_index(axis_name))
+        for i, mine in zip(blocks, own, strict=True):
+            back[i] = jnp.where(mine[:, None], sums[i], back[i])
         return back
 
     def broadcast(leaves: Leaves, root: int) -> Leaves:
@@ -94,12 +93,15 @@ def single_exchange(wire: str | None = None) -> Exchange:
     )
 
 
-def _owners(lengths: Sequence[int], num_nodes: int) -> list[np.ndarray]:
-    """The node that sums each row of concatenated arrays in an exchange over MPI.
+def _own_rows(lengths: Sequence[int], num_nodes: int, node: jax.Array) -> list[jax.Array]:
+    """Whether a node sums each row of concatenated arrays in an exchange over MPI.
 
-    >>> _owners([2, 3], 2)
-    [array([0, 0]), array([1, 1, 1])]
+    >>> [rows.tolist() for rows in _own_rows([2, 3], 2, jnp.int32(1))]
+    [[False, False], [True, True, True]]
     """
-    owned = [shard.stop - shard.start for shard in shards(sum(lengths), num_nodes)]
-    owner, ends = np.repeat(np.arange(num_nodes), owned), accumulate(lengths)
-    return [owner[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+    owned = shards(sum(lengths), num_nodes)
+    first = jnp.array([shard.start for shard in owned])[node]
+    end = jnp.array([shard.stop for shard in owned])[node]
+    starts = accumulate(lengths, initial=0)
+    rows = [start + jnp.arange(n) for start, n in zip(starts, lengths, strict=False)]
+    return [(first <= r) & (r < end) for r in rows]

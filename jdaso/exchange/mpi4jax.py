@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -108,8 +109,11 @@ def process_mean(topology: Topology) -> Callable[[PyTree], PyTree] | None:
 
 
 def _library() -> Any:
+    """mpi4jax, without its warning about a newer JAX; README explains under Installation."""
     try:
-        import mpi4jax
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"\nThe latest supported JAX version")
+            import mpi4jax
     except ImportError as error:
         raise ImportError(
             f"mpi4jax cannot be imported ({error}): install it with pip install jdaso[mpi4jax]."
