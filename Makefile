@@ -1,6 +1,6 @@
 # make demo   sets up .venv (MPI runtime included) and trains a ResNet with DASO on two processes
 # make test-fast  runs the tests that need one process; 4 minutes
-# make test   passes lint, types and the tests of a contributor; 20 to 24 minutes
+# make test   passes lint, types and the tests of a contributor; 12 minutes
 # make test-all  adds whole trainings, and compiles with optimizations
 # make bench  prints two of the tables of bench/README.md
 PYTHON ?= python3
