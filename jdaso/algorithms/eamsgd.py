@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jdaso.algorithms.easgd import elastic_averaging
+from jdaso.core.optimizer_step import apply_step, updates_of
 from jdaso.core.state import find_state
 from jdaso.core.transformation import Averaging
 from jdaso.core.tree import is_float
@@ -88,30 +89,44 @@ def check_nesterov(name: str, learning_rate: Any, momentum: Any) -> None:
 
 def nesterov(name: str, inner: Averaging, learning_rate: Any, momentum: Any) -> Averaging:
     """SGD with Nesterov's momentum, where ``inner`` acts on x instead of the look-ahead y."""
-    delta = momentum
-    scale = optax.scale_by_learning_rate(learning_rate)
+    scale, engine = optax.scale_by_learning_rate(learning_rate), inner.engine
+    assert engine is not None
 
     def init(params: PyTree) -> EamsgdState:
         velocity = jax.tree.map(jnp.zeros_like, params)
-        momentum = jnp.asarray(delta, jnp.result_type(float))
-        return EamsgdState(velocity, momentum, scale.init(params), inner.init(params))
+        delta = jnp.asarray(momentum, jnp.result_type(float))
+        return EamsgdState(velocity, delta, scale.init(params), inner.init(params))
 
-    def update(grads, state, params=None, **extra_args):
+    def accelerate(grads, state, params=None, **extra_args):
+        """The local optimizer, whose updates of x are the velocity."""
+        velocity, before, rate = state  # delta may change between steps
+        steps, rate = scale.update(grads, rate)
+        delta = jnp.asarray(momentum, before.dtype)
+        velocity = _map_floats(lambda v, s: delta.astype(v.dtype) * v + s, velocity, steps)
+        return velocity, (velocity, delta, rate)
+
+    local = optax.GradientTransformationExtraArgs(optax.init_empty_state, accelerate)
+
+    def step(grads, state, params, **extra_args):
         if params is None:
             raise ValueError(f"{name} moves parameters: call update(grads, state, params).")
-        steps, learning_rate = scale.update(grads, state.learning_rate)
-        old, before = state.velocity, state.momentum  # delta may change between steps
-        new = _map_floats(lambda v, s: jnp.asarray(delta, v.dtype) * v + s, old, steps)
-        updates = _map_floats(
-            lambda v, w: jnp.asarray(1 + delta, w.dtype) * w - before.astype(v.dtype) * v, old, new
+        x, nested = eamsgd_eval_params(state, params), (tuple(state[:3]), state.averaging)
+        result = apply_step(engine, local, grads, nested, x, **extra_args)
+        velocity, delta, rate = result.optimizer
+        new = EamsgdState(velocity, delta, rate, result.averaging)
+        return result._replace(params=_ahead(result.params, new)), new
+
+    def apply(grads, state, params, **extra_args):
+        result, new = step(grads, state, params, **extra_args)
+        return result.params, new
+
+    def update(grads, state, params=None, **extra_args):
+        result, new = step(grads, state, params, **extra_args)
+        still = jax.tree.map(jnp.zeros_like, params)
+        own = _map_floats(
+            lambda u, w, v: u + (w - v), result.updates, _ahead(still, new), _ahead(still, state)
         )
-        x = _map_floats(lambda y, v: y - before.astype(v.dtype) * v, params, old)
-        updates, averaging = inner.update(updates, state.averaging, x, **extra_args)
-        # A skipped step must not change the velocity.
-        taken = averaging.skipped == state.averaging.skipped
-        velocity = jax.tree.map(lambda v, w: jnp.where(taken, w, v), old, new)
-        momentum = jnp.where(taken, jnp.asarray(delta, before.dtype), before)
-        return updates, EamsgdState(velocity, momentum, learning_rate, averaging)
+        return updates_of(engine, result._replace(updates=own), params), new
 
     def finish(params, state):
         x = eamsgd_eval_params(state, params)
@@ -120,7 +135,7 @@ def nesterov(name: str, inner: Averaging, learning_rate: Any, momentum: Any) -> 
         params = _map_floats(lambda y, x, m: y + (m - x), params, x, moved)
         return params, state._replace(averaging=averaging)
 
-    return Averaging(init, update, finish, state_type=EamsgdState)
+    return Averaging(init, update, finish, EamsgdState, apply)
 
 
 def eamsgd_eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
@@ -146,6 +161,11 @@ def eamsgd_eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
     state = find_state(EamsgdState, opt_state)
     delta = state.momentum
     return _map_floats(lambda y, v: y - delta.astype(v.dtype) * v, params, state.velocity)
+
+
+def _ahead(x: PyTree, state: EamsgdState) -> PyTree:
+    """The look-ahead point ``y = x + delta v``."""
+    return _map_floats(lambda x, v: x + state.momentum.astype(v.dtype) * v, x, state.velocity)
 
 
 def _map_floats(function: Callable[..., jax.Array], tree: PyTree, *rest: PyTree) -> PyTree:

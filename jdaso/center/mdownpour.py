@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+import optax
 
 from jdaso.algorithms.defaults import python_float
 from jdaso.center.rules import check_center, momentum_rule
 from jdaso.center.types import Center
+from jdaso.core.chain import chain
 from jdaso.core.engine import averaging
 from jdaso.core.sync_target import SyncTarget
 from jdaso.core.transformation import Averaging
-from jdaso.core.tree import difference, widened
+from jdaso.core.tree import widened
 from jdaso.core.types import Arrival, Leaves, Merge, PyTree
 from jdaso.core.validation import check_positive, check_share
 from jdaso.schedules import constant
@@ -18,8 +20,7 @@ from jdaso.schedules import constant
 # Gradients are sent, and parameters are received.
 _SERVER_STEPS = SyncTarget(
     lambda params, updates: updates,
-    difference,
-    must_be_finite=lambda params, updates: updates,
+    lambda tree, updates: tree,
     fallback=lambda leaf: jnp.full_like(leaf, jnp.nan),  # a gradient cannot replace the reply
     uses_anchor=False,
 )
@@ -61,7 +62,7 @@ def mdownpour(
     check_positive("momentum", momentum)
     check_share("momentum", momentum, below_one=True)
     rate, delta = python_float("learning_rate", learning_rate), python_float("momentum", momentum)
-    return averaging(
+    steps = averaging(
         "mdownpour",
         center.make_exchange(momentum_rule(rate, delta)),
         constant(period=1, delay=0),
@@ -69,6 +70,7 @@ def mdownpour(
         nonfinite=nonfinite,
         sync_target=_SERVER_STEPS,
     )
+    return chain(optax.identity(), steps)
 
 
 def _no_state(params: PyTree) -> tuple[()]:

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jdaso.core.state import AveragingState
+from jdaso.core.optimizer_step import Moments, apply_step, updates_of
 from jdaso.core.transformation import Averaging
-from jdaso.core.tree import is_float, is_masked, where_tree
+from jdaso.core.tree import is_float, is_masked
 from jdaso.core.types import ParamsWithMoments, PyTree
 from jdaso.core.validation import check_choice
 
@@ -53,24 +53,27 @@ def chain(
     >>> averaging = jdaso.local_sgd(jdaso.single_exchange(), period=8)
     >>> tx = jdaso.chain(optax.sgd(0.1, momentum=0.9), averaging, moments="average")
     """
-    if not isinstance(averaging, Averaging) or averaging.state_type is not AveragingState:
+    engine = averaging.engine if isinstance(averaging, Averaging) else None
+    if engine is None:
         raise ValueError(
             "averaging must be what jdaso.daso(...) or another algorithm returned, not a chain or "
             f"an optimizer, got an object of type {type(averaging).__name__}: pass several "
             "optimizers as one optax.chain, and use eamsgd, which contains its optimizer, alone."
         )
     check_choice("moments", moments, ("local", "average", "reset"))
-    if moments != "local" and not averaging.moves_moments:
+    if moments != "local" and not engine.moves_moments:
         raise ValueError(
             f"moments must be 'local' with this algorithm, got {moments!r}: the algorithm does not "
             "replace a node's parameters by a mean."
         )
     optimizer = optax.with_extra_args_support(optimizer)
+    averaged = Moments(
+        lambda state: _moments(optimizer, state),
+        lambda state, moved: _replaced(optimizer, state, moved),
+    )
 
     def with_moments(params: PyTree, state: PyTree) -> PyTree:
-        if moments != "average":
-            return params
-        return ParamsWithMoments(params, _moments(optimizer, state))
+        return ParamsWithMoments(params, averaged.read(state)) if moments == "average" else params
 
     def init(params: PyTree) -> ChainState:
         state = optimizer.init(params)
@@ -82,30 +85,29 @@ def chain(
             )
         return ChainState(state, inner)
 
-    def update(updates, state, params=None, **extra_args):
-        old, inner = state
-        updates, new = optimizer.update(updates, old, params, **extra_args)
-        if moments == "average":
-            before, after = _moments(optimizer, old), _moments(optimizer, new)
-            change = jax.tree.map(jnp.subtract, after, before)
-            (updates, change), inner = averaging.update(
-                ParamsWithMoments(updates, change),
-                inner,
-                ParamsWithMoments(params, before),
-                **extra_args,
-            )
-            skipped = inner.skipped > state.averaging.skipped
-            new = where_tree(skipped, old, new)
-            # Otherwise the averaging has not changed it, and adding it again would only round.
-            changed = inner.merged | skipped
-            after = lax.cond(changed, lambda: jax.tree.map(jnp.add, before, change), lambda: after)
-            return updates, ChainState(_replaced(optimizer, new, after), inner)
-        updates, inner = averaging.update(updates, inner, params, **extra_args)
-        new = where_tree(inner.skipped > state.averaging.skipped, old, new)
+    def step(grads, state, params, updates_needed, extra_args):
+        result = apply_step(
+            engine,
+            optimizer,
+            grads,
+            state,
+            params,
+            averaged if moments == "average" else None,
+            updates_needed,
+            **extra_args,
+        )
+        new = result.optimizer
         if moments == "reset":
-            now = optax.apply_updates(params, updates)
-            new = _reset_if(inner.merged, optimizer, new, now)
-        return updates, ChainState(new, inner)
+            new = _reset_if(result.averaging.merged, optimizer, new, result.params)
+        return result, ChainState(new, result.averaging)
+
+    def apply(grads, state, params, **extra_args):
+        result, state = step(grads, state, params, False, extra_args)
+        return result.params, state
+
+    def update(grads, state, params=None, **extra_args):
+        result, state = step(grads, state, params, True, extra_args)
+        return updates_of(engine, result, params), state
 
     def finish(params, state):
         old, inner = state
@@ -117,7 +119,7 @@ def chain(
             old = _reset_if(in_flight, optimizer, old, merged)
         return merged, ChainState(old, inner)
 
-    return Averaging(init, update, finish, state_type=ChainState)
+    return Averaging(init, update, finish, ChainState, apply)
 
 
 def _map_moments(

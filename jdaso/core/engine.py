@@ -1,14 +1,14 @@
 """The engine of all algorithms: makes an optax transformation of schedule, exchange and merge.
 
-After the local optimizer's update of a step, the engine does the following for each fragment of
-the parameters:
+After the local optimizer's update of a step, the engine changes the parameters in place. It does
+the following for each fragment of the parameters:
 
 1. It merges the exchange in flight, if its delay has passed, if the next exchange is due, or if
    the schedule requests to complete all exchanges.
 2. It posts an exchange, if one is due.
 3. It merges this exchange immediately, if its delay is 0.
 
-At all other steps the updates pass unchanged.
+At all other steps the parameters pass unchanged.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from jdaso.core.fragment_step import (
     FragmentResult,
     StepContext,
     merge_fragment,
+    skip_fragment,
     step_fragment,
     stop_unless_finite,
 )
 from jdaso.core.fragments import cut, float_positions, num_parameters, part
+from jdaso.core.optimizer_step import link
 from jdaso.core.state import AveragingState, FragmentState
 from jdaso.core.sync_target import AFTER_UPDATE, SyncTarget
-from jdaso.core.transformation import Averaging
-from jdaso.core.tree import all_finite, float_leaves, where_tree
+from jdaso.core.transformation import Averaging, Engine
+from jdaso.core.tree import all_finite, conditional, float_leaves, where_tree
 from jdaso.core.types import (
     Exchange,
-    Leaves,
     Merge,
     ParamsWithMoments,
     Plan,
@@ -45,7 +46,7 @@ from jdaso.core.types import (
     Schedule,
     keep_leaves,
 )
-from jdaso.core.validation import check_schedule
+from jdaso.core.validation import check_choice, check_schedule
 
 
 def averaging(
@@ -69,25 +70,27 @@ def averaging(
         wire: dtype name on the wire, or None for the dtype of each leaf. With int8 the state holds
             error feedback: two float32 copies of the parameters, or one of the gradients.
         blocking_wire: the wire of steps whose plan is ``blocking``.
-        nonfinite: what to do if updates or updated parameters are not finite. ``skip`` skips the
-            step and leaves the node out of the next sum. The node then takes the mean of the
-            others. The state counts both. ``raise`` raises an error. With ``skip``, a sum that is
-            not finite, because large numbers overflow, is ignored by all nodes and counted.
+        nonfinite: what to do if gradients are not finite. ``skip`` skips the step and leaves the
+            node out of the next sum. The node then takes the mean of the others. The state counts
+            both. ``raise`` raises an error. ``off`` does not read the gradients. Parameters that
+            are not finite are found when they are posted. The node is then left out as well,
+            unless ``nonfinite`` is ``raise``. A sum that is not finite, because large numbers
+            overflow, is ignored by all nodes and counted.
         fragments: number of parts of about equal bytes that the parameters are cut into. Each
             part is exchanged once in a period, at different steps, so that the load of the network
             is even.
         sync_target: what is exchanged.
 
     Returns:
-        An :class:`optax.GradientTransformationExtraArgs`. It must come last in a chain, and its
-        ``update`` requires ``params``, unless ``sync_target`` is ``GRADIENTS``.
+        An :class:`Averaging`, for :func:`jdaso.chain`. It is an optax transformation as well. It
+        must then come last in a chain, and its ``update`` requires ``params``, unless
+        ``sync_target`` is ``GRADIENTS``.
 
     Raises:
         ValueError: for another ``nonfinite``, or for more fragments than steps in a period. In
             ``init``, for more fragments than floating-point leaves.
     """
-    if nonfinite not in ("skip", "raise"):
-        raise ValueError(f"nonfinite must be 'skip' or 'raise', got {nonfinite!r}.")
+    check_choice("nonfinite", nonfinite, ("skip", "raise", "off"))
     check_schedule(name, schedule)
     whole = isinstance(fragments, numbers.Integral) and not isinstance(fragments, bool)
     if not whole or not 1 <= fragments <= schedule.longest:
@@ -98,11 +101,15 @@ def averaging(
     config = EngineConfig(
         name, exchange, schedule, merge, wire, blocking_wire, nonfinite, fragments, sync_target
     )
-    return Averaging(
-        functools.partial(_init, config),
-        functools.partial(_update, config),
-        jax.jit(functools.partial(_finish, config)),
+    engine = Engine(
+        name,
+        sync_target,
+        functools.partial(_guard, config),
+        functools.partial(_move, config),
         moves_moments=merge.own_weight is not None,
+    )
+    return link(
+        engine, functools.partial(_init, config), jax.jit(functools.partial(_finish, config))
     )
 
 
@@ -149,22 +156,34 @@ def _init_fragment(config: EngineConfig, tree: PyTree) -> FragmentState:
     )
 
 
-def _update(
-    config: EngineConfig,
-    updates: PyTree,
-    state: AveragingState,
-    params: PyTree = None,
-    *,
-    value: Any = None,
-    **extra_args: Any,
-) -> tuple[PyTree, AveragingState]:
-    target = config.sync_target
-    if params is None and target.needs_params:
-        raise ValueError(f"{config.name} moves parameters: call update(updates, state, params).")
-    tree = updates if params is None else params
-    xs, treedef = jax.tree.flatten(tree)
-    us = jax.tree.leaves(jax.tree.map(_or_zeros, tree, updates, is_leaf=lambda x: x is None))
+def _guard(config: EngineConfig, grads: PyTree, state: AveragingState) -> jax.Array:
+    """Whether all gradients are finite, in one pass over them."""
+    if config.nonfinite == "off":
+        return jnp.bool_(True)
+    return stop_unless_finite(config, all_finite(float_leaves(grads)), state.step)
 
+
+def _move(
+    config: EngineConfig,
+    tree: PyTree,
+    state: AveragingState,
+    finite: jax.Array,
+    value: Any = None,
+    replicated: PyTree = (),
+) -> tuple[PyTree, AveragingState, jax.Array]:
+    """Merges and posts what is due, in one conditional that leaves the tree in place.
+
+    Args:
+        tree: what is exchanged, such as the parameters after the optimizer's update.
+        finite: bool scalar, whether the gradients of this step were finite.
+        value: the loss, or None.
+        replicated: arrays that must be the same on all nodes.
+
+    Returns:
+        The tree, the new state, and whether the tree has changed.
+    """
+    target = config.sync_target
+    leaves, treedef = jax.tree.flatten(tree)
     started = state.step >= target.schedule_lag
     plan, scheduled = config.schedule.plan(state.schedule, state.step - target.schedule_lag)
     plan = _stable(plan)
@@ -172,44 +191,48 @@ def _update(
     # If the schedule lags, this step's loss belongs to the schedule's next step.
     loss = _loss(value)
     losses = state.losses if target.schedule_lag else state.losses + loss
-    finite = all_finite(float_leaves(target.must_be_finite(xs, us)))
-    finite = stop_unless_finite(config, finite, state.step)
 
-    # Separate conds avoid copies: a branch does not copy what it returns unchanged. Steps without
-    # an exchange do not touch the updates, and steps that only post do not write them.
-    us = _cond(config.name, finite, lambda us: us, lambda us: [jnp.zeros_like(u) for u in us], us)
-
-    result = FragmentResult(state.exchanges, state.left_out, jnp.zeros((2,), jnp.float32))
-    new_fragments, merged = [], jnp.zeros((), bool)
-    for index, positions in enumerate(float_positions(tree, config.fragments)):
-        fragment = state.fragments[index]
+    fragments, contexts = [], []
+    for index, fragment in enumerate(state.fragments):
         fragment = fragment._replace(
             age=fragment.age + fragment.posted, sound=fragment.sound & finite
         )
         post = started & plan.posts(index, config.fragments)
         due = fragment.posted & ((fragment.age >= fragment.delay) | post | plan.flush)
-        part_xs = [xs[i] for i in positions]
-        replicated = () if target.needs_params or params is None else part_xs
-        context = StepContext(state.step, plan, state.schedule, replicated, losses, due, post)
-        num_params = sum(i < num_parameters(tree) for i in positions)
-        part_us, fragment, part_result = _cond(
-            config.name,
-            due | post,
-            functools.partial(_exchange_fragment, config, context, num_params, part_xs),
-            _skip_fragment,
-            [us[i] for i in positions],
-            fragment,
-            result.number,
+        fragments.append(fragment)
+        contexts.append(
+            StepContext(state.step, plan, state.schedule, replicated, losses, due, post)
         )
-        for i, u in zip(positions, part_us, strict=True):
-            us[i] = u
-        new_fragments.append(fragment)
-        merged |= due | (post & (plan.delay == 0))
-        result = FragmentResult(
-            part_result.number,
-            result.left_out + part_result.left_out,
-            part_result.losses if index == 0 else result.losses,
-        )
+    positions_of = float_positions(tree, config.fragments)
+    counts = [sum(i < num_parameters(tree) for i in positions) for positions in positions_of]
+
+    def exchange(parts, fragments, number):
+        left_out, observed = jnp.zeros((), jnp.int32), jnp.zeros((2,), jnp.float32)
+        for i, context in enumerate(contexts):
+            parts[i], fragments[i], result = lax.cond(
+                context.due | context.post,
+                functools.partial(step_fragment, config, context, counts[i]),
+                skip_fragment,
+                parts[i],
+                fragments[i],
+                number,
+            )
+            number, left_out = result.number, left_out + result.left_out
+            observed = result.losses if i == 0 else observed
+        return parts, fragments, FragmentResult(number, left_out, observed)
+
+    active = jnp.stack([context.due | context.post for context in contexts]).any()
+    parts = [[leaves[i] for i in positions] for positions in positions_of]
+    parts, fragments, result = conditional(
+        config.name, active, exchange, skip_fragment, parts, fragments, state.exchanges
+    )
+    for positions, part_leaves in zip(positions_of, parts, strict=True):
+        for i, x in zip(positions, part_leaves, strict=True):
+            leaves[i] = x
+
+    posts = jnp.stack([context.post for context in contexts]).any()
+    merged = jnp.stack([context.due for context in contexts]).any() | (posts & (plan.delay == 0))
+    changed = merged | (posts & (config.merge.on_post is not keep_leaves))
     # Sum and number of the epoch's losses over all nodes have the same bits on every node.
     observes = plan.epoch_end & ~plan.blocking & (result.losses[1] > 0)
     observed = config.schedule.observe(
@@ -219,39 +242,14 @@ def _update(
         step=state.step + 1,
         exchanges=result.number,
         skipped=state.skipped + ~finite,
-        left_out=result.left_out,
+        left_out=state.left_out + result.left_out,
         merged=merged,
         plan=plan,
         losses=jnp.where(plan.epoch_end, 0.0, losses) + (loss if target.schedule_lag else 0.0),
         schedule=where_tree(observes, observed, scheduled),
-        fragments=tuple(new_fragments),
+        fragments=tuple(fragments),
     )
-    return jax.tree.unflatten(treedef, us), state
-
-
-def _exchange_fragment(
-    config: EngineConfig,
-    context: StepContext,
-    num_params: int,
-    xs: Leaves,
-    us: Leaves,
-    fragment: FragmentState,
-    number: jax.Array,
-) -> tuple[Leaves, FragmentState, FragmentResult]:
-    """Merges or posts a fragment, given its parameters ``xs`` and its updates ``us``."""
-    target = config.sync_target
-    leaves = target.to_leaves(xs, us)
-    leaves, fragment, result = step_fragment(config, context, num_params, leaves, fragment, number)
-    changed = context.due | (context.plan.delay == 0) | (config.merge.on_post is not keep_leaves)
-    us = lax.cond(changed, lambda us: target.to_updates(xs, us, leaves), lambda us: us, us)
-    return us, fragment, result
-
-
-def _skip_fragment(
-    us: Leaves, fragment: FragmentState, number: jax.Array
-) -> tuple[Leaves, FragmentState, FragmentResult]:
-    left_out, losses = jnp.zeros((), jnp.int32), jnp.zeros((2,), jnp.float32)
-    return us, fragment, FragmentResult(number, left_out, losses)
+    return jax.tree.unflatten(treedef, leaves), state, changed
 
 
 def _finish(
@@ -277,11 +275,6 @@ def _finish(
     return jax.tree.unflatten(treedef, xs), state
 
 
-def _or_zeros(x, update):
-    """The update, or zeros if there is none for this parameter."""
-    return jnp.zeros_like(x) if update is None and x is not None else update
-
-
 def _loss(value: Any) -> jax.Array:
     """A loss and its number, 1. Zeros if the loss is missing or not finite."""
     if value is None:
@@ -294,16 +287,3 @@ def _stable(plan: Plan) -> Plan:
     """Casts the fields of a plan to their dtypes."""
     ints = [jnp.asarray(x, jnp.int32) for x in plan[:4]]
     return Plan(*ints, *(jnp.asarray(x, bool) for x in plan[4:]))
-
-
-def _cond(name: str, *args):
-    """``lax.cond`` with a helpful error inside shard_map."""
-    try:
-        return lax.cond(*args)
-    except TypeError as error:
-        if "manual axis types" not in str(error):
-            raise
-        raise ValueError(
-            f"{name}: inside shard_map, update requires shard_map(..., check_vma=False), because "
-            "JAX cannot know that exchanged values are equal on all nodes."
-        ) from error

@@ -112,6 +112,17 @@ def step_fragment(
     return leaves, fragment, FragmentResult(number, left_out, losses)
 
 
+def skip_fragment(
+    leaves: PyTree, fragment: PyTree, number: jax.Array
+) -> tuple[PyTree, PyTree, FragmentResult]:
+    """Changes nothing."""
+    return (
+        leaves,
+        fragment,
+        FragmentResult(number, jnp.zeros((), jnp.int32), jnp.zeros((2,), jnp.float32)),
+    )
+
+
 def post_fragment(
     config: EngineConfig,
     context: StepContext,

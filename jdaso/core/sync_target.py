@@ -8,56 +8,42 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdaso.core.tree import difference, is_float
-from jdaso.core.types import Leaves
-
-
-def _updated(params: Leaves, updates: Leaves) -> Leaves:
-    return [
-        (p + u).astype(p.dtype) if is_float(p) else u for p, u in zip(params, updates, strict=True)
-    ]
+from jdaso.core.tree import add_updates
+from jdaso.core.types import PyTree
 
 
 class SyncTarget(NamedTuple):
-    """How to compute the exchanged leaves, and how to apply the merged ones.
+    """How to compute the exchanged tree, and what to make of the merged one.
 
     Attributes:
-        to_leaves: ``(params, updates) -> leaves``, the leaves to exchange.
-        to_updates: ``(params, updates, leaves) -> updates``, which apply the merged leaves.
-        must_be_finite: ``(params, updates) -> leaves``. If one of them is not finite, the step is
-            skipped. By default these are the updated parameters and the updates of integers.
+        to_tree: ``(params, updates) -> tree`` to exchange, with updates of the local optimizer.
+        to_params: ``(tree, updates) -> params`` after the step, from the merged tree.
+        of_gradients: whether the tree are the gradients, before the local optimizer sees them.
+            Then ``to_tree`` and ``to_params`` are not used.
         fallback: ``(leaf) -> leaf``, used in place of a merged leaf if no node has contributed.
         schedule_lag: steps by which the schedule's clock is behind. It is 1 if parameters are
             exchanged before the update, because they are the result of the previous step.
-        needs_params: whether ``update`` requires ``params``.
         uses_anchor: whether the wire int8 sends differences to the last mean. The leaves must be
             close to their last mean.
     """
 
-    to_leaves: Callable[[Leaves, Leaves], Leaves]
-    to_updates: Callable[[Leaves, Leaves, Leaves], Leaves]
-    must_be_finite: Callable[[Leaves, Leaves], Leaves] = _updated
+    to_tree: Callable[[PyTree, PyTree], PyTree]
+    to_params: Callable[[PyTree, PyTree], PyTree]
+    of_gradients: bool = False
     fallback: Callable[[jax.Array], jax.Array] = lambda leaf: leaf
     schedule_lag: int = 0
-    needs_params: bool = True
     uses_anchor: bool = True
 
 
-def _add_difference(params: Leaves, updates: Leaves, leaves: Leaves) -> Leaves:
-    differences = difference(params, updates, leaves)
-    return [jnp.add(u, d) for u, d in zip(updates, differences, strict=True)]
-
-
 #: Parameters after the local optimizer's update, for DASO, DaSGD, Local SGD and DiLoCo.
-AFTER_UPDATE = SyncTarget(_updated, difference)
+AFTER_UPDATE = SyncTarget(add_updates, lambda tree, updates: tree)
 #: Parameters before the update, at which the gradient was computed, for EASGD.
-BEFORE_UPDATE = SyncTarget(lambda params, updates: params, _add_difference, schedule_lag=1)
+BEFORE_UPDATE = SyncTarget(lambda params, updates: params, add_updates, schedule_lag=1)
 #: Gradients, for synchronous data parallelism.
 GRADIENTS = SyncTarget(
-    lambda params, updates: updates,
-    lambda params, updates, leaves: leaves,
-    must_be_finite=lambda params, updates: updates,
+    add_updates,
+    add_updates,
+    of_gradients=True,
     fallback=jnp.zeros_like,  # with their own gradients, the nodes would diverge
-    needs_params=False,
     uses_anchor=False,
 )

@@ -3,30 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import optax
 
 from jdaso.core.state import AveragingState
+from jdaso.core.sync_target import SyncTarget
 from jdaso.core.types import PyTree
 
 
+class Engine(NamedTuple):
+    """The parts of a step in which an averaging takes part.
+
+    Attributes:
+        name: of the algorithm, for error messages.
+        guard: ``(grads, state) -> bool``, whether the gradients are finite.
+        move: ``(tree, state, finite, value, replicated) -> (tree, state, changed)``, merges and
+            posts what is due.
+        moves_moments: whether :func:`jdaso.chain` may average the optimizer's moments as well.
+    """
+
+    name: str
+    sync_target: SyncTarget
+    guard: Callable[[PyTree, AveragingState], jax.Array]
+    move: Callable[..., tuple[PyTree, AveragingState, jax.Array]]
+    moves_moments: bool
+
+
 class Averaging(optax.GradientTransformationExtraArgs):
-    """An optax transformation that averages between nodes, and that :func:`jdaso.drain` accepts.
+    """An optax transformation that averages between nodes.
 
     Attributes:
         finish: ``(params, state) -> (params, state)``, merges the exchanges in flight.
         state_type: type of the state that ``finish`` takes.
-        moves_moments: whether :func:`jdaso.chain` may average the optimizer's moments as well.
+        apply: ``(grads, state, params, **extra_args) -> (params, state)`` of a whole optimizer,
+            which changes the parameters in place. None if an optimizer is missing.
+        engine: for :func:`jdaso.chain`. None if there is nothing to chain.
     """
 
     finish: Callable[[PyTree, Any], tuple[PyTree, Any]]
     state_type: type
-    moves_moments: bool
+    apply: Callable[..., tuple[PyTree, Any]] | None
+    engine: Engine | None
 
-    def __new__(cls, init, update, finish, state_type=AveragingState, moves_moments=False):
+    def __new__(cls, init, update, finish, state_type, apply=None, engine=None):
         self = super().__new__(cls, init, update)
         self.finish = finish
         self.state_type = state_type
-        self.moves_moments = moves_moments
+        self.apply = apply
+        self.engine = engine
         return self

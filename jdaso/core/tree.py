@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from jdaso.core.types import Leaves, PyTree
 from jdaso.core.wire import sum_dtype
@@ -65,6 +66,19 @@ def where_tree(condition: jax.Array, x: PyTree, y: PyTree) -> PyTree:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), x, y)
 
 
+def conditional(name: str, predicate: jax.Array, *branches_and_operands: Any) -> Any:
+    """``lax.cond`` with a helpful error inside shard_map, which names an algorithm."""
+    try:
+        return lax.cond(predicate, *branches_and_operands)
+    except TypeError as error:
+        if "manual axis types" not in str(error):
+            raise
+        raise ValueError(
+            f"{name}: inside shard_map, update requires shard_map(..., check_vma=False), because "
+            "JAX cannot know that exchanged values are equal on all nodes."
+        ) from error
+
+
 def place_like(value: Any, like: Any) -> Any:
     """Moves an array to the devices of ``like``, so that a compiled step accepts it.
 
@@ -76,22 +90,30 @@ def place_like(value: Any, like: Any) -> Any:
     return jax.device_put(value, like.sharding)
 
 
-def difference(params: Leaves, updates: Leaves, moved: Leaves) -> Leaves:
+def add_updates(params: PyTree, updates: PyTree) -> PyTree:
+    """``params + updates`` in the dtypes of the parameters. An update may be None for no change."""
+
+    def add(x, update):
+        return x if x is None or update is None else (x + update).astype(jnp.result_type(x))
+
+    return jax.tree.map(add, params, updates, is_leaf=lambda x: x is None)
+
+
+def difference(params: PyTree, updates: PyTree, moved: PyTree) -> PyTree:
     """The updates that lead from ``params`` to ``moved``, in the dtypes of ``updates``.
 
-    Parameters that are not finite count as 0, as in :func:`jdaso.apply_gradients`.
+    Parameters that are not finite count as 0. Leaves that are not exchanged keep their update.
     """
-    return [
-        (m.astype(sum_dtype(p.dtype)) - finite_or_zero(p).astype(sum_dtype(p.dtype))).astype(
-            u.dtype
-        )
-        for p, u, m in zip(params, updates, moved, strict=True)
-    ]
 
+    def subtract(x, update, m):
+        if x is None or not is_float(x):
+            return update
+        wide = sum_dtype(x.dtype)
+        own = jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
+        change = m.astype(wide) - own.astype(wide)
+        return change.astype(change.dtype if update is None else update.dtype)
 
-def finite_or_zero(leaf: jax.Array) -> jax.Array:
-    """The leaf with 0 in place of NaN and infinity, which no update could change to a number."""
-    return jnp.where(jnp.isfinite(leaf), leaf, jnp.zeros_like(leaf))
+    return jax.tree.map(subtract, params, updates, moved, is_leaf=lambda x: x is None)
 
 
 def widened(tree: PyTree) -> PyTree:

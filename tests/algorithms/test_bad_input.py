@@ -110,7 +110,7 @@ TABLE = [
         for f in [*PERIODIC, allreduce_gradients]
     ),
     *(
-        (f, {"nonfinite": "ignore"}, "nonfinite must be 'skip' or 'raise', got 'ignore'")
+        (f, {"nonfinite": "ignore"}, "nonfinite must be one of skip, raise, off, got 'ignore'")
         for f in [*PERIODIC, allreduce_gradients]
     ),
 ]

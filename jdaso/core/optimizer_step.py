@@ -1,0 +1,152 @@
+"""One step of an optimizer with an averaging: the local update, and the move of the parameters.
+
+:func:`apply_step` changes the parameters in place. :func:`link` makes an optax transformation of
+it, which returns updates. Updates must exist in memory, so a link costs a copy of the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jdaso.core.state import AveragingState
+from jdaso.core.sync_target import AFTER_UPDATE
+from jdaso.core.transformation import Averaging, Engine
+from jdaso.core.tree import add_updates, conditional, difference, where_tree
+from jdaso.core.types import ParamsWithMoments, PyTree
+
+
+class Step(NamedTuple):
+    """The result of :func:`apply_step`.
+
+    Attributes:
+        params: after the step.
+        optimizer: state of the local optimizer.
+        averaging: state of the averaging.
+        updates: of the local optimizer, or None if they were not asked for.
+        changed: bool, whether the averaging has changed the parameters.
+    """
+
+    params: PyTree
+    optimizer: PyTree
+    averaging: AveragingState
+    updates: PyTree
+    changed: jax.Array
+
+
+def apply_step(
+    engine: Engine,
+    optimizer: optax.GradientTransformationExtraArgs,
+    grads: PyTree,
+    state: tuple[PyTree, AveragingState],
+    params: PyTree,
+    moments: Moments | None = None,
+    updates_needed: bool = False,
+    value: Any = None,
+    **extra_args: Any,
+) -> Step:
+    """Updates the parameters with a local optimizer, and merges and posts what is due.
+
+    If the gradients are not finite, the optimizer's state stays unchanged.
+
+    Args:
+        state: of the optimizer and of the averaging.
+        moments: how to read and replace the optimizer's moments, if they are averaged as well.
+        updates_needed: whether the result must have updates, which cost memory.
+    """
+    old, averaging = state
+    target = engine.sync_target
+    finite = engine.guard(grads, averaging)
+
+    def local(params, old, grads):
+        updates, new = optimizer.update(grads, old, params, value=value, **extra_args)
+        return (add_updates(params, updates) if params is not None else None), new, updates
+
+    if target.of_gradients:
+        grads, averaging, changed = engine.move(grads, averaging, finite, value, params)
+        params, new, updates = local(params, old, grads)
+        return Step(params, new, averaging, updates, jnp.zeros_like(changed))
+    if params is None:
+        raise ValueError(f"{engine.name} moves parameters: call update(updates, state, params).")
+    if updates_needed or target is not AFTER_UPDATE:
+        _, new, updates = local(params, old, grads)
+        updates = _where_finite(finite, updates, params)
+        new = where_tree(finite, new, old)
+        tree = target.to_tree(params, updates)
+    else:
+        tree, new = _if(finite, lambda *operands: local(*operands)[:2], params, old, grads)
+        updates = None
+    if moments is None:
+        tree, averaging, changed = engine.move(tree, averaging, finite, value)
+    else:
+        tree = ParamsWithMoments(tree, moments.read(new))
+        (tree, moved), averaging, changed = engine.move(tree, averaging, finite, value)
+        new = moments.replace(new, moved)
+    return Step(target.to_params(tree, updates), new, averaging, updates, changed)
+
+
+def _if(condition: jax.Array, local: Callable, params: PyTree, state: PyTree, grads: PyTree):
+    """``local(params, state, grads)``, or parameters and state unchanged.
+
+    A conditional leaves both in place. A selection would read the old ones once more, and XLA
+    would keep a copy of them. XLA also keeps one if the branch that changes them is the second.
+    """
+    like = jax.eval_shape(local, params, state, grads)
+
+    def keep(params, state, grads):
+        # An optimizer may widen its state at the first step.
+        return jax.tree.map(lambda x, y: x.astype(y.dtype), (params, state), like)
+
+    return conditional("jdaso.chain", condition, local, keep, params, state, grads)
+
+
+class Moments(NamedTuple):
+    """How to read an optimizer's moments from its state, and how to replace them."""
+
+    read: Callable[[PyTree], list[PyTree]]
+    replace: Callable[[PyTree, list[PyTree]], PyTree]
+
+
+def _where_finite(finite: jax.Array, updates: PyTree, params: PyTree) -> PyTree:
+    """The updates, or zeros where there are none or the gradients are not finite."""
+
+    def choose(x, update):
+        if x is None:
+            return update
+        return jnp.zeros_like(x) if update is None else jnp.where(finite, update, 0)
+
+    return jax.tree.map(choose, params, updates, is_leaf=lambda x: x is None)
+
+
+def updates_of(engine: Engine, step: Step, params: PyTree) -> PyTree:
+    """The updates that make the step: the local optimizer's, unless the averaging changed more."""
+    if engine.sync_target.of_gradients:
+        return step.updates
+    return lax.cond(
+        step.changed,
+        lambda: difference(params, step.updates, step.params),
+        lambda: step.updates,
+    )
+
+
+def link(
+    engine: Engine,
+    init: Callable[[PyTree], AveragingState],
+    finish: Callable[[PyTree, AveragingState], tuple[PyTree, AveragingState]],
+) -> Averaging:
+    """An averaging as the last link of an optax chain, or the first if it averages gradients."""
+    nothing = optax.with_extra_args_support(optax.identity())
+
+    def update(updates, state, params=None, **extra_args):
+        nested = (optax.EmptyState(), state)
+        step = apply_step(
+            engine, nothing, updates, nested, params, updates_needed=True, **extra_args
+        )
+        return updates_of(engine, step, params), step.averaging
+
+    return Averaging(init, update, finish, AveragingState, engine=engine)
