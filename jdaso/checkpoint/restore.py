@@ -52,7 +52,7 @@ def read_checkpoint(
         check_leaves(sent, part.in_flight, source)
         for position, exchange in enumerate(exchanges):
             own = {n: posted for (at, n), posted in part.in_flight.items() if at == position}
-            exchange.post_again(own)
+            exchange.post_again(own, {n: leaves for (at, n), leaves in sent if at == position})
         return state
 
     def read_mean() -> dict[str, np.ndarray]:

@@ -8,7 +8,15 @@ import optax
 
 from jdaso.core.consistency import agreement_numbers
 from jdaso.core.state import AveragingState, find_states
-from jdaso.core.tree import all_finite, divide, float_leaves, place_like, split, widened
+from jdaso.core.tree import (
+    all_finite,
+    divide,
+    float_leaves,
+    named_floats,
+    place_like,
+    split,
+    widened,
+)
 from jdaso.core.types import AGREEMENT_NAMES, HEADER_SIZE, UNCOUNTED, Exchange, PyTree
 
 
@@ -39,18 +47,19 @@ def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyT
     [1.0, 1.0]
     """
     floats, replace = split(tree)
-    leaves = [_on_one_device(jnp.asarray(x)) for x in floats]
-    if not leaves:
+    if not floats:
         return tree
+    leaves = [jnp.asarray(x) for x in floats]
+    if exchange.bind is None:
+        leaves = [_on_one_device(x) for x in leaves]
+    exchange = exchange.bound([name for name, _ in named_floats(tree)], leaves)
     header = jnp.zeros((HEADER_SIZE,), jnp.float32)
     header = header.at[0].set(all_finite(leaves).astype(jnp.float32))
     step: jax.Array | int = UNCOUNTED
     states = find_states(AveragingState, opt_state)
     if exchange.compares and states:
-        plan, schedules = jax.tree.map(
-            _on_one_device, (states[0].plan, [(s.step, s.exchanges, s.schedule) for s in states])
-        )
-        step = _on_one_device(states[0].step)
+        step, plan = states[0].step, states[0].plan
+        schedules = [(s.step, s.exchanges, s.schedule) for s in states]
         header = header.at[-len(AGREEMENT_NAMES) :].set(agreement_numbers(plan, schedules, ()))
     state, _ = exchange.start(exchange.init(tree), UNCOUNTED, step, leaves, header, None)
     total, header, _ = exchange.finish(state, UNCOUNTED, leaves)
@@ -114,8 +123,8 @@ def drift(exchange: Exchange, params: PyTree) -> jax.Array:
     >>> float(jdaso.drift(jdaso.single_exchange(), {"w": jnp.ones(3)}))
     0.0
     """
-    own = widened(float_leaves(params))
-    return _distance(own, consensus(exchange, own))
+    own = widened(params)
+    return _distance(float_leaves(own), float_leaves(consensus(exchange, own)))
 
 
 def _on_one_device(x: jax.Array) -> jax.Array:

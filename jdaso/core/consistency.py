@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jdaso.core.types import Plan, PyTree
@@ -45,10 +46,21 @@ def fingerprint(tree: PyTree) -> jax.Array:
     """
     total = jnp.uint32(0)
     for leaf in jax.tree.leaves(tree):
-        words = _words(jnp.asarray(leaf)).reshape(-1)
-        weights = 2 * lax.iota(jnp.uint32, words.size) + 1
+        words = _words(jnp.asarray(leaf))
+        weights = 2 * _positions(words.shape) + 1
         total = 31 * total + jnp.sum(words * weights, dtype=jnp.uint32)
     return ((total ^ (total >> 24)) & 0xFFFFFF).astype(jnp.int32)
+
+
+def _positions(shape: tuple[int, ...]) -> jax.Array:
+    """The position of each element in the flat array, uint32.
+
+    A flat array itself would have to be gathered if the leaf is sharded.
+    """
+    total = jnp.zeros(shape, jnp.uint32)
+    for axis, stride in enumerate(np.cumprod((1, *shape[:0:-1]))[::-1] if shape else ()):
+        total += jnp.uint32(stride % 2**32) * lax.broadcasted_iota(jnp.uint32, shape, axis)
+    return total
 
 
 def _words(leaf: jax.Array) -> jax.Array:

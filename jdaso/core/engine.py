@@ -160,7 +160,8 @@ def _guard(config: EngineConfig, grads: PyTree, state: AveragingState) -> jax.Ar
     """Whether all gradients are finite, in one pass over them."""
     if config.nonfinite == "off":
         return jnp.bool_(True)
-    return stop_unless_finite(config, all_finite(float_leaves(grads)), state.step)
+    finite = config.exchange.all_devices(all_finite(float_leaves(grads)))
+    return stop_unless_finite(config, finite, state.step)
 
 
 def _move(
@@ -205,13 +206,14 @@ def _move(
         )
     positions_of = float_positions(tree, config.fragments)
     counts = [sum(i < num_parameters(tree) for i in positions) for positions in positions_of]
+    configs = [_bound(config, tree, positions) for positions in positions_of]
 
     def exchange(parts, fragments, number):
         left_out, observed = jnp.zeros((), jnp.int32), jnp.zeros((2,), jnp.float32)
         for i, context in enumerate(contexts):
             parts[i], fragments[i], result = lax.cond(
                 context.due | context.post,
-                functools.partial(step_fragment, config, context, counts[i]),
+                functools.partial(step_fragment, configs[i], context, counts[i]),
                 skip_fragment,
                 parts[i],
                 fragments[i],
@@ -260,9 +262,10 @@ def _finish(
     positions_of = float_positions(params, config.fragments)
     for positions, fragment in zip(positions_of, state.fragments, strict=True):
         num_params = sum(i < num_parameters(params) for i in positions)
+        own = _bound(config, params, positions)
         merged, fragment, lost = lax.cond(
             fragment.posted,
-            lambda x, f, n=num_params: merge_fragment(config, state.step, n, x, f)[:3],
+            lambda x, f, n=num_params, c=own: merge_fragment(c, state.step, n, x, f)[:3],
             lambda x, f: (x, f, jnp.zeros((), bool)),
             [xs[i] for i in positions],
             fragment,
@@ -273,6 +276,14 @@ def _finish(
         new_fragments.append(fragment)
     state = state._replace(fragments=tuple(new_fragments), left_out=left_out)
     return jax.tree.unflatten(treedef, xs), state
+
+
+def _bound(config: EngineConfig, tree: PyTree, positions: list[int]) -> EngineConfig:
+    """The configuration with the exchange of some leaves of a tree."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    names = [jax.tree_util.keystr(leaves[i][0]) for i in positions]
+    exchange = config.exchange.bound(names, [leaves[i][1] for i in positions])
+    return config._replace(exchange=exchange)
 
 
 def _loss(value: Any) -> jax.Array:

@@ -65,7 +65,7 @@ class Feedback(NamedTuple):
 
 def init_feedback(tree: PyTree, uses_anchor: bool) -> Feedback:
     """The state at the start of training."""
-    zeros = [jnp.zeros(x.shape, sum_dtype(x.dtype)) for x in float_leaves(tree)]
+    zeros = [jnp.zeros_like(x, sum_dtype(x.dtype)) for x in float_leaves(tree)]  # sharded as x
     no, ready = jnp.zeros((), bool), jnp.full((), not uses_anchor)
     return Feedback(zeros, list(zeros) if uses_anchor else [], no, ready)
 

@@ -140,13 +140,15 @@ def post_fragment(
 
     def post(wire: str | None, state: PyTree, feedback: PyTree):
         if feedback:
-            compressed, residual = compress(message, wire, feedback)
+            shrink = config.exchange.per_shard(functools.partial(_compress, wire))
+            compressed, residual = shrink(message, feedback)
             finite = all_finite(residual)
         else:
             compressed = message
             finite = all_finite([x.astype(wire_dtype(x.dtype, wire)) for x in message])
         wires = [wire_dtype(x.dtype, wire) for x in message]
         narrow = describe_narrow_wires(wires)
+        finite = config.exchange.all_devices(finite)
         sound = fragment.sound & stop_unless_finite(config, finite, context.step, narrow)
         if feedback:
             feedback = store_residual(feedback, residual, sound, wire)
@@ -195,11 +197,13 @@ def merge_fragment(
     )
     members, feedback = header[0], fragment.feedback
     if feedback:
-        total, mean, feedback = decompress(total, members, feedback)
+        expand = config.exchange.per_shard(decompress)
+        total, mean, feedback = expand(total, members, feedback)
     else:
         mean = [divide(t, jnp.maximum(members, 1).astype(t.dtype)) for t in total]
     # Large finite numbers may add up to infinity. The sums are the same on all nodes.
-    lost = ~stop_unless_finite(config, all_finite(total), step)
+    finite = config.exchange.all_devices(all_finite(total))
+    lost = ~stop_unless_finite(config, finite, step)
     no_result = lost | (members == 0)
     wide = [x.astype(t.dtype) for x, t in zip(leaves, total, strict=True)]
     # A node whose parameters are not finite continues from the mean of the others.
@@ -224,6 +228,10 @@ def merge_fragment(
         feedback=where_tree(lost, fragment.feedback, feedback),
     )
     return leaves, fragment, lost, header[1:3]
+
+
+def _compress(wire: str | None, message: Leaves, feedback: Feedback) -> tuple[Leaves, Leaves]:
+    return compress(message, wire, feedback)
 
 
 def stop_unless_finite(

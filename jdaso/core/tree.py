@@ -50,6 +50,15 @@ def float_leaves(tree: PyTree) -> Leaves:
     return [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if is_float(leaf)]
 
 
+def named_floats(tree: PyTree) -> list[tuple[str, Any]]:
+    """Path and value of each floating-point leaf of a tree."""
+    return [
+        (jax.tree_util.keystr(path), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if is_float(leaf)
+    ]
+
+
 def split(tree: PyTree) -> tuple[Leaves, Callable[[Leaves], PyTree]]:
     """The floating-point leaves of a tree, and a function that replaces them in the tree."""
     leaves, treedef = jax.tree.flatten(tree)

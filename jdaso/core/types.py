@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -139,7 +139,8 @@ def empty_report() -> dict[str, float]:
     return {"exchanges": 0, "bytes_sent": 0, "seconds_blocked": 0.0, "seconds_in_flight": 0.0}
 
 
-def _refuse_posted(posted: dict[int, PostedExchange]) -> None:
+def _refuse_posted(posted: dict[int, PostedExchange], sent: dict[int, list[SentLeaf]]) -> None:
+    del sent
     if posted:
         raise ValueError(
             f"posted must be empty for an exchange that keeps everything in its state, got "
@@ -175,8 +176,9 @@ class Exchange(NamedTuple):
         posted: ``() -> dict`` from number to :class:`PostedExchange`, for what the host keeps
             outside the state. A checkpoint needs both. The dictionary is complete once the
             program that posts has ended.
-        post_again: the inverse of ``posted``, called by all nodes together. It posts the given
-            exchanges again and forgets those that were still in flight.
+        post_again: ``(posted, sent)``, the inverse of ``posted``, called by all nodes together. It
+            posts the given exchanges again and forgets those that were still in flight. ``sent``
+            has the list of :class:`SentLeaf` of each.
         restart: ``() -> None``, called when an optimizer state is made. Its exchanges may have the
             numbers of those of an earlier state, which are then forgotten.
         sent_leaves: ``(state) -> list`` of :class:`SentLeaf`, given a :class:`HostState`. None if
@@ -190,6 +192,11 @@ class Exchange(NamedTuple):
         topology: ``() -> Topology`` of the processes that are left, the same on all nodes, or None
             where processes cannot leave. All nodes call it, on the host. ``num_nodes`` and the root
             of a broadcast keep counting the nodes that the exchange started with.
+        bind: ``(names, leaves) -> Exchange`` whose ``start``, ``finish`` and ``per_shard`` are for
+            these leaves. It differs from this exchange where leaves may be sharded over devices.
+        per_shard: ``(function) -> function``, which is applied to the shards of each device. Lists
+            with one array per leaf are sharded like the leaves, all other arrays are replicated.
+        all_devices: ``(flag) -> flag``, whether a flag holds on all devices of the node.
         close: ``() -> None``, completes what is in flight and gives back threads, memory and
             communicators. All nodes call it, on the host. Afterwards the exchange cannot be used.
             ``with jdaso.mpi_exchange(topology) as exchange:`` calls it at the end.
@@ -204,14 +211,23 @@ class Exchange(NamedTuple):
     report: Callable[[], dict[str, float]] = empty_report
     history: Callable[[], list[ExchangeRecord]] = lambda: []
     posted: Callable[[], dict[int, PostedExchange]] = lambda: {}
-    post_again: Callable[[dict[int, PostedExchange]], None] = _refuse_posted
+    post_again: Callable[[dict[int, PostedExchange], dict[int, list[SentLeaf]]], None] = (
+        _refuse_posted
+    )
     restart: Callable[[], None] = lambda: None
     sent_leaves: Callable[[HostState], list[SentLeaf] | None] = lambda state: None
     anyone: Callable[[bool], bool] = lambda flag: flag
     compares: bool = False
     same_bits: bool = True
     topology: Callable[[], Any] = lambda: None
+    bind: Callable[[Sequence[str], Leaves], Exchange] | None = None
+    per_shard: Callable[[Callable], Callable] = lambda function: function
+    all_devices: Callable[[jax.Array], jax.Array] = lambda flag: flag
     close: Callable[[], None] = lambda: None
+
+    def bound(self, names: Sequence[str], leaves: Leaves) -> Exchange:
+        """The exchange for leaves of these names, as ``jax.tree_util.keystr`` returns them."""
+        return self if self.bind is None else self.bind(names, leaves)
 
     def __enter__(self) -> Exchange:
         return self

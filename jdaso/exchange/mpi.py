@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +14,15 @@ from jax.experimental import io_callback
 
 from jdaso.cluster.topology import Topology
 from jdaso.core.tree import outline
-from jdaso.core.types import Exchange, HostState, Leaves, PyTree
+from jdaso.core.types import Exchange, HostState, Leaves, PostedExchange, PyTree, SentLeaf
 from jdaso.core.validation import check_choice, check_number, check_whole
 from jdaso.core.wire import check_wire
 from jdaso.exchange.axis import single_exchange
 from jdaso.exchange.host.ffi_bridge import use_native
 from jdaso.exchange.host.jit_interface import JitInterface
 from jdaso.exchange.host.keys import Keys
+from jdaso.exchange.host.node_mesh import Specs
+from jdaso.exchange.host.shardings import Shardings
 from jdaso.exchange.transport.all_reduce import PATTERNS
 from jdaso.exchange.transport.collectives import AllReduceOptions
 from jdaso.exchange.transport.host_collectives import HostCollectives
@@ -52,6 +55,7 @@ def mpi_exchange(
     senders: str = "one",
     on_failure: str = "stop",
     same_bits: bool = True,
+    shardings: Any = None,
 ) -> Exchange:
     """An exchange between MPI processes, advanced by a thread while training computes.
 
@@ -79,11 +83,14 @@ def mpi_exchange(
     - ``"all"``: each local index sends 1/L of every exchange over its own communicator, up to
       eight at the same time. With several processes per node, each process sends its part.
 
-    Under jit on replicated values, the program calls the host once per node. Inside ``shard_map``
-    over the axis ``"local"``, one device posts, and each device collects a copy. Make one exchange
-    for each optimizer state, and step each state once. ``optax.MultiSteps`` steps it at every
-    micro-batch and drops some of the results, which is an error: accumulate gradients in the
-    training step instead.
+    Each device of a node copies its own shards to the host and back. A shard that several devices
+    hold is sent by one of them, in turn: exchange k is sent by copy k mod n of n. No device gathers
+    the leaves of others. This holds under jit, and inside ``shard_map`` over all axes of the mesh,
+    where the parameters are a device's shards.
+
+    Make one exchange for each optimizer state, and step each state once. ``optax.MultiSteps``
+    steps it at every micro-batch and drops some of the results, which is an error: accumulate
+    gradients in the training step instead.
 
     Args:
         topology: The result of :func:`jdaso.discover_topology`.
@@ -96,8 +103,7 @@ def mpi_exchange(
             checkpoint. A warning comes earlier, after 30 seconds or the median plus 20 deviations.
         native: Whether compiled code copies the parameters. None uses it if it was built and the
             devices are CPUs, and warns once otherwise. True also uses it on CUDA devices, where it
-            has not been measured. With several devices per process, it is used inside
-            ``shard_map`` over ``"local"``. Elsewhere, and for float64 leaves, host callbacks copy.
+            has not been measured. For float64 leaves, host callbacks copy.
         pattern: ``direct``, ``ring`` or ``halving``; see above.
         senders: ``one`` or ``all``; see above.
         on_failure: What happens when a process dies. ``stop`` ends the job. ``shrink`` continues
@@ -109,6 +115,11 @@ def mpi_exchange(
             training differ between nodes in any bit. Pass False if the nodes' hardware rounds
             differently. Schedules and steps are compared in any case. The wire ``int8`` requires
             True: its means are sums of differences and would drift apart.
+        shardings: How the parameters are sharded over the node's devices: a tree like the
+            parameters with a ``PartitionSpec`` or a ``NamedSharding`` for each, one of these for
+            all parameters, or a function of path and leaf that returns one. None if they are
+            replicated. A ``PartitionSpec`` refers to ``topology.mesh`` with the axis ``"local"``.
+            A ``NamedSharding`` has its own mesh, of all devices of the node and with any axes.
 
     Returns:
         A :class:`jdaso.Exchange`, whose state is a :class:`jdaso.core.types.HostState`. The host
@@ -120,8 +131,10 @@ def mpi_exchange(
         ValueError: For an unknown name, a number out of range, a combination of arguments that is
             excluded above, or ``int8`` with a pattern other than ``direct``, also where an
             algorithm chooses this wire; if ``native=True`` or ``shrink`` is not available; if the
-            arguments, except for ``timeout`` and ``native``, differ between processes.
-        JdasoError: In ``init``, if the nodes' parameters differ in structure, shape or dtype. In
+            arguments, except for ``timeout`` and ``native``, differ between processes; for a mesh
+            of other devices. In ``init``, for shardings that do not fit the parameters.
+        JdasoError: In ``init``, if the nodes' parameters differ in structure, shape, dtype or
+            sharding. In
             ``update``, if nodes are at different steps, if a period, delay, schedule state, centre
             or anchor differs, or if a node is missing at the deadline.
 
@@ -134,6 +147,7 @@ def mpi_exchange(
     settings = _Settings(wire, chunk_bytes, pattern, senders, on_failure, same_bits)
     check_number("timeout", timeout, above=True)
     _check_settings(settings, topology.num_nodes)
+    sharded = Shardings(shardings, topology.mesh)
     if topology.num_nodes == 1:
         return _single_node(topology, wire)
     _check_same_settings(topology, settings)
@@ -146,25 +160,27 @@ def mpi_exchange(
     recovery = membership if shrinks else None
     progress = Progress(topology, timeout, membership.exit_barrier, topology.abort, recovery)
     transport = MpiTransport(membership, progress)
-    program = JitInterface(transport, native, topology.devices)
+    program = JitInterface(transport, native, sharded)
     collectives = HostCollectives(membership, progress)
 
     keys = Keys()
 
+    def compare(tree: PyTree, more: Sequence[str] = ()) -> HostState:
+        if jax.tree.leaves(tree):  # optax.tree_map_params calls init on a tree without leaves
+            collectives.compare([*outline(tree), *more])
+        return HostState(jnp.asarray(keys.key(tree), jnp.int32))
+
     def init(params: PyTree) -> HostState:
-        if jax.tree.leaves(params):  # optax.tree_map_params calls init on a tree without leaves
-            collectives.compare(outline(params))
-        return HostState(jnp.asarray(keys.key(params), jnp.int32))
+        sharded.register(params)
+        return compare(params, sharded.describe(params))
 
-    def start(state: HostState, number, step, leaves: Leaves, header, wire):
-        if wire == "int8":
-            _check_int8(pattern, same_bits)
-        token, number = program.start(state.key, number, step, leaves, header, wire)
-        return HostState(token), number
+    def bind(names: Sequence[str], leaves: Leaves) -> Exchange:
+        functions = _leaf_functions(program, settings, program.specs(names, leaves))
+        return exchange._replace(bind=None, init=compare, **functions)
 
-    def finish(state: HostState, number, like: Leaves):
-        sums, header, token = program.finish(state.key, number, like)
-        return sums, header, HostState(token)
+    def post_again(posted: dict[int, PostedExchange], sent: dict[int, list[SentLeaf]]) -> None:
+        layouts = {n: program.posted_layout(sent[n], each.leaves) for n, each in posted.items()}
+        transport.post_again({n: (layouts[n], each) for n, each in posted.items()})
 
     @functools.cache  # a second call does nothing
     def close() -> None:
@@ -173,25 +189,48 @@ def mpi_exchange(
         membership.free()
         transport.forget()
 
-    return Exchange(
+    exchange = Exchange(
         topology.num_nodes,
         wire,
         init,
-        start,
-        finish,
-        lambda leaves, root: _broadcast(transport, collectives, leaves, root),
+        broadcast=lambda leaves, root: _broadcast(transport, collectives, leaves, root),
         report=transport.statistics.report,
         history=transport.statistics.last,
         posted=transport.posted,
-        post_again=transport.post_again,
+        post_again=post_again,
         restart=transport.restart,
         sent_leaves=keys.sent_leaves,
         anyone=collectives.anyone,
         compares=True,
         same_bits=same_bits,
         topology=collectives.topology,
+        bind=bind,
+        all_devices=program.all_devices,
         close=close,
+        **_leaf_functions(program, settings),
     )
+    return exchange
+
+
+def _leaf_functions(
+    program: JitInterface, settings: _Settings, specs: Specs | None = None
+) -> dict[str, Any]:
+    """The functions of an exchange that depend on the sharding of the leaves."""
+
+    def start(state: HostState, number, step, leaves: Leaves, header, wire):
+        if wire == "int8":
+            _check_int8(settings.pattern, settings.same_bits)
+        token, number = program.start(state.key, number, step, leaves, header, wire, specs)
+        return HostState(token), number
+
+    def finish(state: HostState, number, like: Leaves):
+        sums, header, token = program.finish(state.key, number, like, specs)
+        return sums, header, HostState(token)
+
+    def per_shard(function):
+        return function if specs is None else program.per_shard(function, specs)
+
+    return {"start": start, "finish": finish, "per_shard": per_shard}
 
 
 def _single_node(topology: Topology, wire: str | None) -> Exchange:

@@ -14,7 +14,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,7 +69,13 @@ def faulty(
         return exchange
     if link is None and pending.kinds() & LINK:
         raise ValueError("SLOW_LINK and LINK_DOWN require link=, a function that cuts the link.")
-    callbacks = _ExchangeCallbacks(pending, link)
+    return _with_faults(exchange, pending, _ExchangeCallbacks(pending, link))
+
+
+def _with_faults(
+    exchange: Exchange, pending: PendingFaults, callbacks: _ExchangeCallbacks
+) -> Exchange:
+    """The exchange with host callbacks around its start and finish."""
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
 
     # The results of the callbacks are used, because that orders them and the exchange.
@@ -95,7 +101,10 @@ def faulty(
             number = io_callback(callbacks.before_finish, scalar, number)
         return exchange.finish(state, number, like)
 
-    return exchange._replace(start=start, finish=finish)
+    def bind(names: Sequence[str], leaves: Leaves) -> Exchange:
+        return _with_faults(exchange.bound(names, leaves), pending, callbacks)
+
+    return exchange._replace(start=start, finish=finish, bind=bind if exchange.bind else None)
 
 
 class _ExchangeCallbacks:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jdaso.center.types import CenterState
-from jdaso.exchange.host.buffers import LeafSpec
+from jdaso.exchange.host.layout import LeafSpec
 
 # Kinds of frames. Workers send the first six, and the server replies with the last two.
 EXCHANGE, JOIN, READ, WRITE, ALIVE, END, REPLY, REFUSAL = range(8)

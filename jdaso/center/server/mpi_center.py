@@ -31,6 +31,7 @@ from jdaso.core.types import Exchange, PyTree
 from jdaso.core.validation import check_number
 from jdaso.exchange.host.ffi_bridge import use_native
 from jdaso.exchange.host.jit_interface import JitInterface
+from jdaso.exchange.host.shardings import Shardings
 from jdaso.exchange.transport.operation import Operation
 from jdaso.exchange.transport.progress import Progress
 
@@ -146,7 +147,7 @@ class _MpiCenter:
     ):
         self._num_workers = topology.num_nodes
         self._transport = transport
-        self._program = JitInterface(transport, native, topology.devices)
+        self._program = JitInterface(transport, native, Shardings(None, topology.mesh))
         self._hosted = hosted
         self._rule: ServerRule | None = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -13,8 +13,9 @@ from jdaso.center.server.connection import Connection
 from jdaso.center.types import REPLY_HEADER
 from jdaso.cluster.topology import Topology
 from jdaso.core.types import JdasoError, empty_report
-from jdaso.exchange.host.buffers import BufferPool, LeafSpec, StagingBuffers
+from jdaso.exchange.host.buffers import BufferPool, StagingBuffers
 from jdaso.exchange.host.exchange_table import ExchangeTable
+from jdaso.exchange.host.layout import Layout
 from jdaso.exchange.host.transport_protocol import abort_on_error
 from jdaso.exchange.transport.request import Request
 
@@ -64,7 +65,7 @@ class WorkerTransport:
             self._connection.submit(kind, description, frames.encode(content))
         )
 
-    def reserve(self, number: int, specs: Sequence[LeafSpec]) -> StagingBuffers:
+    def reserve(self, number: int, layout: Layout) -> StagingBuffers:
         """Returns the staging buffers of a message that is about to be posted."""
         table = self._table
         with table.lock:
@@ -78,14 +79,17 @@ class WorkerTransport:
             # number may still be collected by another device of this node.
             table.abandon(lambda posted: posted >= number)
             table.highest = number
-            staging = self._pool.acquire(specs)
+            staging = self._pool.acquire(layout.specs)
+            staging.layout = layout
             self.pending.add(number, staging)
             return staging
 
     def post(self, number: int, step: int, header: np.ndarray) -> None:
         """Posts the message in the reserved buffers, and returns without waiting."""
         with self._table.lock:
-            staging = self.pending.pop(number)
+            staging = self.pending.filled(number)
+            if staging is None:
+                return
             request = self._connection.submit(
                 frames.EXCHANGE,
                 f"exchange {number} with the centre, posted by {self._name} after step {step},",

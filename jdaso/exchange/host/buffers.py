@@ -14,14 +14,7 @@ import numpy as np
 
 from jdaso.core.int8 import num_blocks
 from jdaso.core.wire import sum_dtype, sum_padding, sum_shape, wire_shape
-
-
-class LeafSpec(NamedTuple):
-    """Shape and dtype of one leaf on the wire."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
+from jdaso.exchange.host.layout import LeafSpec, unsharded
 
 # Written by Python or compiled code: the number of devices that have read the sums, and the start
 # and end of the copies of leaves and sums, in seconds of the monotonic clock.
@@ -50,7 +43,11 @@ class StagingBuffers:
     """Host buffers of one exchange: one vector per wire dtype for the leaves, and one for the sums.
 
     Args:
-        specs: Shapes and dtypes of the leaves on the wire, in order.
+        specs: Shapes and dtypes of the leaves on the wire, in order. A sharded leaf has one for
+            each of its shards.
+
+    Attributes:
+        layout: Which devices fill and read which leaves. One device, unless it is replaced.
 
     >>> staging = StagingBuffers(
     ...     [LeafSpec((2,), np.dtype("float32")), LeafSpec((), np.dtype("float32"))])
@@ -61,6 +58,7 @@ class StagingBuffers:
 
     def __init__(self, specs: Sequence[LeafSpec]):
         self.specs = tuple(specs)
+        self.layout = unsharded(self.specs)
         lengths: dict[np.dtype, int] = {}
         places = []
         for shape, dtype in self.specs:
@@ -87,20 +85,33 @@ class StagingBuffers:
             for (shape, dtype), place in zip(self.specs, places, strict=True)
         ]
         self.record = np.zeros((), RECORD)
+        self._lent: dict[tuple[str, int], np.ndarray] = {}  # places in use by compiled code
         #: Whether devices copy to and from the buffers asynchronously.
         self.used_by_devices = False
 
     def fill(self, leaves: Sequence[np.ndarray]) -> None:
-        """Copies the leaves to the buffers."""
-        self.record["copy_to_host"][0] = time.monotonic()
+        """Copies all leaves to the buffers."""
         for place, leaf in zip(self.leaves, leaves, strict=True):
             np.copyto(place, leaf)
+
+    def fill_from(self, device: int, number: int, leaves: Sequence[np.ndarray]) -> None:
+        """Copies the leaves that a device sends in an exchange to the buffers."""
+        self.record["copy_to_host"][0] = time.monotonic()
+        shards, sends = self.layout.shards_of(device), self.layout.sent_by(device, number)
+        for shard, sent, leaf in zip(shards, sends, leaves, strict=True):
+            if sent:
+                np.copyto(self.leaves[shard], leaf)
         self.record["copy_to_host"][1] = time.monotonic()
 
-    def read(self, copy: bool) -> list[np.ndarray]:
-        """The sums, for one device."""
+    def copy_leaves(self) -> list[np.ndarray]:
+        """Copies of the leaves, joined from their shards."""
+        return [leaf.copy() for leaf in self.layout.join(self.leaves)]
+
+    def read(self, device: int, copy: bool) -> list[np.ndarray]:
+        """The sums of a device's shards."""
         self.record["copy_to_device"][0] = time.monotonic()
-        sums = [total.copy() if copy else total for total in self.sums]
+        own = [self.sums[shard] for shard in self.layout.shards_of(device)]
+        sums = [total.copy() if copy else total for total in own]
         self.record["copy_to_device"][1] = time.monotonic()
         self.record["reads"] += 1
         return sums
@@ -124,6 +135,19 @@ class StagingBuffers:
     def fingerprint(self) -> int:
         """A checksum of shapes and wire dtypes."""
         return zlib.crc32(repr(self.specs).encode())
+
+    def places_to_fill(self, device: int, number: int) -> np.ndarray:
+        """PLACE[leaves + 1] of a device, with the address 0 for leaves that another one sends."""
+        places = self.places.of_leaves[[*self.layout.shards_of(device), -1]]
+        places["address"][:-1][~np.array(self.layout.sent_by(device, number), bool)] = 0
+        self._lent["leaves", device] = places  # compiled code reads it while the buffers live
+        return places
+
+    def places_to_read(self, device: int) -> np.ndarray:
+        """PLACE[leaves + 1] of the sums of a device's shards."""
+        places = self.places.of_sums[[*self.layout.shards_of(device), -1]]
+        self._lent["sums", device] = places
+        return places
 
     @functools.cached_property
     def places(self) -> Places:

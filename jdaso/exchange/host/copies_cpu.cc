@@ -17,17 +17,19 @@ uint16_t ToBFloat16(uint32_t bits) {
 
 // Copies the leaves to the staging buffers and posts the exchange. Leaves with `narrow` are float32
 // and are rounded to bfloat16. A node that does not contribute sends zeros.
-ffi::Error Post(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> number,
-                ffi::Buffer<ffi::S32> step, ffi::Buffer<ffi::F32> header,
-                ffi::RemainingArgs leaves, ffi::Result<ffi::Buffer<ffi::S32>> done, int32_t queue,
-                int32_t specs, ffi::Span<const int32_t> narrow) {
+ffi::Error Post(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> device,
+                ffi::Buffer<ffi::S32> number, ffi::Buffer<ffi::S32> step,
+                ffi::Buffer<ffi::F32> header, ffi::RemainingArgs leaves,
+                ffi::Result<ffi::Buffer<ffi::S32>> done, int32_t queue, int32_t layout,
+                ffi::Span<const int32_t> narrow) {
   std::vector<size_t> sizes;
   for (size_t i = 0; i < leaves.size(); ++i) {
     auto leaf = leaves.get<ffi::AnyBuffer>(i);
     if (leaf.has_error()) return leaf.error();
     sizes.push_back(narrow[i] ? leaf->size_bytes() / 2 : leaf->size_bytes());
   }
-  Call call{{kReserve, number.typed_data()[0], step.typed_data()[0], specs, 0}};
+  const int32_t k = number.typed_data()[0];
+  Call call{{kReserve, k, step.typed_data()[0], device.typed_data()[0], layout}};
   if (auto error = SubmitAndWait(queue, &call); error.failure()) return error;
   Record* record = CheckedRecord(&call, sizes);
   if (record == nullptr) return ReportFailure(queue, call.in.number, call.error);
@@ -36,18 +38,19 @@ ffi::Error Post(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> number,
   for (size_t i = 0; i < leaves.size(); ++i) {
     const void* leaf = leaves.get<ffi::AnyBuffer>(i)->untyped_data();
     char* place = call.places[i].address;
+    if (place == nullptr) continue;
     if (!contributes) {
       std::memset(place, 0, sizes[i]);
     } else if (narrow[i]) {
       const auto* from = static_cast<const uint32_t*>(leaf);
       auto* to = reinterpret_cast<uint16_t*>(place);
-      for (size_t k = 0; k < sizes[i] / 2; ++k) to[k] = ToBFloat16(from[k]);
+      for (size_t n = 0; n < sizes[i] / 2; ++n) to[n] = ToBFloat16(from[n]);
     } else {
       std::memcpy(place, leaf, sizes[i]);
     }
   }
   record->copy_to_host[1] = Now();
-  Call post{{kPost, number.typed_data()[0], step.typed_data()[0], specs, 0}};
+  Call post{{kPost, k, step.typed_data()[0]}};
   std::memcpy(post.in.header, header.typed_data(), sizeof(post.in.header));
   if (auto error = SubmitAndWait(queue, &post); error.failure()) return error;
   done->typed_data()[0] = token.typed_data()[0];
@@ -55,8 +58,8 @@ ffi::Error Post(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> number,
 }
 
 // Waits until an exchange is complete, and copies its sums and header to the program.
-ffi::Error Collect(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> number,
-                   ffi::Result<ffi::Buffer<ffi::S32>> done,
+ffi::Error Collect(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> device,
+                   ffi::Buffer<ffi::S32> number, ffi::Result<ffi::Buffer<ffi::S32>> done,
                    ffi::Result<ffi::Buffer<ffi::F32>> header, ffi::RemainingRets sums,
                    int32_t queue, int32_t readers) {
   std::vector<size_t> sizes;
@@ -65,7 +68,7 @@ ffi::Error Collect(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> number,
     if (sum.has_error()) return sum.error();
     sizes.push_back((*sum)->size_bytes());
   }
-  Call call{{kCollect, number.typed_data()[0], 0, readers, 0}};
+  Call call{{kCollect, number.typed_data()[0], 0, device.typed_data()[0], readers}};
   if (auto error = SubmitAndWait(queue, &call); error.failure()) return error;
   Record* record = CheckedRecord(&call, sizes);
   if (record == nullptr) return ReportFailure(queue, call.in.number, call.error);

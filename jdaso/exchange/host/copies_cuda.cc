@@ -89,7 +89,7 @@ void Order(CUstream earlier, CUevent event, CUstream later) {
 
 // Scalar arguments that the program computes. The host waits for them.
 struct Scalars {
-  int32_t number = 0, step = 0;
+  int32_t device = 0, number = 0, step = 0;
   float header[kHeader] = {};
 };
 
@@ -126,6 +126,7 @@ void CopyToHost(const Device& device, CUstream stream, ffi::RemainingArgs leaves
          "XLA_PYTHON_CLIENT_MEM_FRACTION)").c_str());
   CUdeviceptr at = snapshot;
   for (size_t i = 0; i < leaves.size(); at += sizes[i++]) {
+    if (sizes[i] == 0) continue;
     CUDA(cuMemcpyDtoDAsync_v2, at, Pointer(leaves.get<ffi::AnyBuffer>(i)->untyped_data()), sizes[i],
          stream);
   }
@@ -137,6 +138,7 @@ void CopyToHost(const Device& device, CUstream stream, ffi::RemainingArgs leaves
     for (next = i + 1; next < leaves.size() && places[next].address == start + size; ++next) {
       size += sizes[next];
     }
+    if (size == 0) continue;
     CUDA(cuMemcpyDtoHAsync_v2, start, at, size, device.to_host);
     at += size;
   }
@@ -158,14 +160,16 @@ void PostFromDriver(void* argument) {
 
 // Copies the leaves to the host and posts the exchange when they are there. A node that does not
 // contribute sends zeros.
-ffi::Error Post(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> number,
-                ffi::Buffer<ffi::S32> step, ffi::Buffer<ffi::F32> header,
-                ffi::RemainingArgs leaves, ffi::Result<ffi::Buffer<ffi::S32>> done, int32_t queue,
-                int32_t specs, ffi::Span<const int32_t>) {
+ffi::Error Post(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> index,
+                ffi::Buffer<ffi::S32> number, ffi::Buffer<ffi::S32> step,
+                ffi::Buffer<ffi::F32> header, ffi::RemainingArgs leaves,
+                ffi::Result<ffi::Buffer<ffi::S32>> done, int32_t queue, int32_t layout,
+                ffi::Span<const int32_t>) {
   Scalars scalars;
   try {
     Device& device = DeviceOf(stream);
     InContext in(device.context);
+    ReadAsync(&scalars.device, index, stream);
     ReadAsync(&scalars.number, number, stream);
     ReadAsync(&scalars.step, step, stream);
     ReadAsync(scalars.header, header, stream);
@@ -174,20 +178,23 @@ ffi::Error Post(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S
     for (size_t i = 0; i < leaves.size(); ++i) {
       sizes.push_back(leaves.get<ffi::AnyBuffer>(i)->size_bytes());
     }
-    Call call{{kReserve, scalars.number, scalars.step, specs, 1}};
+    Call call{{kReserve, scalars.number, scalars.step, scalars.device, layout, 1}};
     if (auto error = SubmitAndWait(queue, &call); error.failure()) return error;
     Record* record = CheckedRecord(&call, sizes);
     if (record == nullptr) throw std::runtime_error(call.error);
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      if (call.places[i].address == nullptr) sizes[i] = 0;  // another device sends this leaf
+    }
     record->copy_to_host[0] = Now();
     if (scalars.header[0] > 0) {
       CopyToHost(device, stream, leaves, sizes, call.places);
     } else {
       for (size_t i = 0; i < leaves.size(); ++i) {
-        std::memset(call.places[i].address, 0, sizes[i]);
+        if (sizes[i] > 0) std::memset(call.places[i].address, 0, sizes[i]);
       }
     }
     auto post = std::make_unique<PostArguments>();
-    *post = {queue, Call{{kPost, scalars.number, scalars.step, specs, 0}}, record};
+    *post = {queue, Call{{kPost, scalars.number, scalars.step}}, record};
     std::copy_n(scalars.header, kHeader, post->call.in.header);
     {
       // Exchanges are posted in the order of the program, which is the same on all nodes, also
@@ -220,21 +227,22 @@ void FinishCollect(void* argument) {
 }
 
 // Waits until an exchange is complete, and copies its sums and header to the program.
-ffi::Error Collect(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> number,
-                   ffi::Result<ffi::Buffer<ffi::S32>> done,
+ffi::Error Collect(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> index,
+                   ffi::Buffer<ffi::S32> number, ffi::Result<ffi::Buffer<ffi::S32>> done,
                    ffi::Result<ffi::Buffer<ffi::F32>> header, ffi::RemainingRets sums,
                    int32_t queue, int32_t readers) {
   Scalars scalars;
   try {
     Device& device = DeviceOf(stream);
     InContext in(device.context);
+    ReadAsync(&scalars.device, index, stream);
     ReadAsync(&scalars.number, number, stream);
     CUDA(cuStreamSynchronize, stream);  // afterwards nothing uses the outputs either
     std::vector<size_t> sizes;
     for (size_t i = 0; i < sums.size(); ++i) {
       sizes.push_back((*sums.get<ffi::AnyBuffer>(i))->size_bytes());
     }
-    Call call{{kCollect, scalars.number, 0, readers, 1}};
+    Call call{{kCollect, scalars.number, 0, scalars.device, readers, 1}};
     if (auto error = SubmitAndWait(queue, &call); error.failure()) return error;
     auto collect = std::make_unique<CollectArguments>();
     collect->record = CheckedRecord(&call, sizes);

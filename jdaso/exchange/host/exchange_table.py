@@ -14,6 +14,15 @@ _SECONDS = 30.0
 T = TypeVar("T")
 
 
+class _Reserved:
+    """Buffers that ``senders`` devices reserve and fill."""
+
+    def __init__(self, staging: StagingBuffers, senders: int):
+        self.staging = staging
+        self.missing = senders - 1  # devices that have not reserved the buffers
+        self.filling = senders  # devices that have not filled them
+
+
 class ReservedExchanges:
     """Buffers of reserved exchanges, by number. A program may end before its copies do.
 
@@ -22,39 +31,59 @@ class ReservedExchanges:
 
     def __init__(self, changed: threading.Condition):
         self._changed = changed
-        self._stagings: dict[int, StagingBuffers] = {}
+        self._reserved: dict[int, _Reserved] = {}
 
     def __contains__(self, number: int) -> bool:
-        return number in self._stagings
+        return number in self._reserved
 
-    def add(self, number: int, staging: StagingBuffers) -> None:
+    def add(self, number: int, staging: StagingBuffers, senders: int = 1) -> None:
         """Keeps buffers until their exchange is posted."""
         with self._changed:
-            self._stagings[number] = staging
+            self._reserved[number] = _Reserved(staging, senders)
 
-    def pop(self, number: int) -> StagingBuffers:
-        """Removes and returns the buffers. The caller holds the lock until it has posted them."""
+    def join(self, number: int) -> StagingBuffers | None:
+        """The buffers that another sender has reserved; None if this device is the first."""
         with self._changed:
+            reserved = self._reserved.get(number)
+            if reserved is None or reserved.missing == 0:
+                return None
+            reserved.missing -= 1
+            return reserved.staging
+
+    def filled(self, number: int) -> StagingBuffers | None:
+        """Counts a device that has filled its part; the last one removes the buffers.
+
+        The caller holds the lock until it has posted the buffers.
+        """
+        with self._changed:
+            reserved = self._reserved[number]
+            reserved.filling -= 1
+            if reserved.filling:
+                return None
             self._changed.notify_all()
-            return self._stagings.pop(number)
+            return self._reserved.pop(number).staging
 
     def discard(self, number: int) -> None:
         """Removes an exchange that cannot be posted because copying its leaves failed."""
         with self._changed:
-            self._stagings.pop(number, None)
+            self._reserved.pop(number, None)
             self._changed.notify_all()
 
-    def wait_until_posted(self) -> None:
-        """Waits until no exchange is pending.
+    def wait_until_posted(self, but: int | None = None) -> None:
+        """Waits until no exchange is pending, except for the exchange ``but``.
 
         Raises:
             JdasoError: If an exchange stays pending for 30 seconds.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._stagings, _SECONDS):
+
+            def others() -> set[int]:
+                return self._reserved.keys() - {but}
+
+            if not self._changed.wait_for(lambda: not others(), _SECONDS):
                 raise JdasoError(
-                    f"exchange {min(self._stagings)} was reserved but not posted within "
-                    f"{_SECONDS:g} s: copying the parameters to the host has failed or hangs."
+                    f"exchange {min(others())} was reserved but not posted within {_SECONDS:g} s: "
+                    "copying the parameters to the host has failed or hangs."
                 )
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from jdaso.cluster.abort import at_exit
 from jdaso.core.types import HEADER_SIZE, UNCOUNTED, Leaves, Number
 from jdaso.core.wire import pack
-from jdaso.exchange.host.buffers import LeafSpec
+from jdaso.exchange.host.layout import Layout
 from jdaso.exchange.host.pinned_memory import PinnedMemory
 from jdaso.exchange.host.transport_protocol import Transport
 
@@ -46,6 +46,7 @@ class _Arguments(ctypes.Structure):
         ("kind", ctypes.c_int32),
         ("number", ctypes.c_int32),
         ("step", ctypes.c_int32),
+        ("device", ctypes.c_int32),
         ("argument", ctypes.c_int32),
         ("pin", ctypes.c_int32),
         ("header", ctypes.c_float * HEADER_SIZE),
@@ -156,7 +157,7 @@ class FfiBridge:
         self._transport, self._library = transport, library
         self._queue = library.jdaso_open()
         self._narrows = platform == "cpu"
-        self._specs: list[tuple[LeafSpec, ...]] = []
+        self._layouts: list[Layout] = []
         self._pinned = PinnedMemory(library.jdaso_pin, library.jdaso_unpin)
         self._collects: queue.SimpleQueue[tuple[int, _Arguments] | None] = queue.SimpleQueue()
         # A collect may wait for an exchange that another device posts through this queue. Each
@@ -171,46 +172,54 @@ class FfiBridge:
 
     def post(
         self,
-        specs: Sequence[LeafSpec],
+        layout: Layout,
+        device: Number,
         leaves: Leaves,
         token: jax.Array,
         number: Number,
         step: Number,
         header: jax.Array,
     ) -> jax.Array:
-        """Posts the leaves, or zeros if ``header[0]`` is 0. Returns the token."""
-        specs = tuple(specs)
-        if specs not in self._specs:
-            self._specs.append(specs)
+        """Posts a device's leaves, or zeros if ``header[0]`` is 0. Returns the token."""
+        if layout not in self._layouts:
+            self._layouts.append(layout)
+        dtypes = [layout.specs[shard].dtype for shard in layout.shards_of(0)]
         # On a CPU, the copy rounds float32 to bfloat16. XLA does all other casts.
         narrow = [
-            self._narrows and x.dtype == jnp.float32 and spec.dtype == jnp.bfloat16
-            for x, spec in zip(leaves, specs, strict=True)
+            self._narrows and x.dtype == jnp.float32 and dtype == jnp.bfloat16
+            for x, dtype in zip(leaves, dtypes, strict=True)
         ]
         cast = [
-            x if narrowed else pack(x, spec.dtype)
-            for x, narrowed, spec in zip(leaves, narrow, specs, strict=True)
+            x if narrowed else pack(x, dtype)
+            for x, narrowed, dtype in zip(leaves, narrow, dtypes, strict=True)
         ]
         # XLA is told of no side effects. The token orders the calls.
         return jax.ffi.ffi_call(_POST_TARGET, jax.ShapeDtypeStruct((), jnp.int32))(
             token,
+            jnp.asarray(device, jnp.int32),
             jnp.asarray(number, jnp.int32),
             jnp.asarray(step, jnp.int32),
             header,
             *cast,
             queue=np.int32(self._queue),
-            specs=np.int32(self._specs.index(specs)),
+            layout=np.int32(self._layouts.index(layout)),
             narrow=np.array(narrow, np.int32),
         )
 
     def collect(
-        self, readers: int, shapes: Sequence[jax.ShapeDtypeStruct], token: jax.Array, number: Number
+        self,
+        readers: int,
+        device: Number,
+        shapes: Sequence[jax.ShapeDtypeStruct],
+        token: jax.Array,
+        number: Number,
     ) -> tuple[Leaves, jax.Array, jax.Array]:
-        """Waits for an exchange. Returns the sums, the header and the token."""
+        """Waits for an exchange. Returns the sums for a device, the header and the token."""
         of_token = jax.ShapeDtypeStruct((), jnp.int32)
         of_header = jax.ShapeDtypeStruct((HEADER_SIZE,), jnp.float32)
         token, header, *sums = jax.ffi.ffi_call(_COLLECT_TARGET, [of_token, of_header, *shapes])(
             token,
+            jnp.asarray(device, jnp.int32),
             jnp.asarray(number, jnp.int32),
             queue=np.int32(self._queue),
             readers=np.int32(readers),
@@ -237,13 +246,13 @@ class FfiBridge:
         try:
             with self._transport.abort_on_error():
                 if call.kind == _RESERVE:
-                    staging = self._transport.reserve(call.number, self._specs[call.argument])
-                    places = staging.places.of_leaves
+                    staging = self._transport.reserve(call.number, self._layouts[call.argument])
+                    places = staging.places_to_fill(call.device, call.number)
                 elif call.kind == _POST:
                     self._transport.post(call.number, call.step, np.array(call.header, np.float32))
                 elif call.kind == _COLLECT:
                     staging, header = self._transport.collect(call.number, call.argument)
-                    places = staging.places.of_sums
+                    places = staging.places_to_read(call.device)
                 else:
                     self._transport.pending.discard(call.number)
                     raise RuntimeError(call.message.decode())

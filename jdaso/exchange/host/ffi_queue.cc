@@ -147,6 +147,7 @@ Record* CheckedRecord(Call* call, const std::vector<size_t>& sizes) {
   }
   for (size_t i = 0; i < leaves; ++i) {
     const Place& place = call->places[i];
+    if (place.address == nullptr) continue;
     if (sizes[i] < place.least_bytes || sizes[i] > place.most_bytes) {
       call->error = "leaf " + std::to_string(i) + " of " + exchange + " has " +
                     std::to_string(place.most_bytes) + " bytes, the program copies " +
@@ -158,7 +159,7 @@ Record* CheckedRecord(Call* call, const std::vector<size_t>& sizes) {
 }
 
 ffi::Error ReportFailure(int32_t queue, int32_t number, const std::string& message) {
-  Call call{{kFail, number, 0, 0, 0}};
+  Call call{{kFail, number}};
   std::strncpy(call.in.message, message.c_str(), sizeof(call.in.message) - 1);
   auto error = SubmitAndWait(queue, &call);
   return error.failure() ? error : ffi::Error::Internal(message);

@@ -27,7 +27,8 @@ struct Record {
 };
 static_assert(sizeof(Record) == 40);
 
-// PLACE of buffers.py: a leaf or a sum in the staging buffers, and the bytes that may be copied.
+// PLACE of buffers.py: a leaf or a sum in the staging buffers, and the bytes that may be copied. The
+// address is nullptr if another device sends the leaf.
 struct Place {
   char* address;
   uint64_t least_bytes, most_bytes;
@@ -37,7 +38,8 @@ static_assert(sizeof(Place) == 24);
 // `_Arguments` of ffi_bridge.py.
 struct Arguments {
   int32_t kind, number, step;
-  int32_t argument;  // kReserve: index of the specs; kCollect: number of readers
+  int32_t device;    // index of the device in the mesh
+  int32_t argument;  // kReserve: index of the layout; kCollect: number of readers
   int32_t pin;       // whether devices copy to and from the buffers, which are then pinned
   float header[kHeader] = {};  // kCollect: of the result
   char message[256] = {};      // kFail: the error message
@@ -69,18 +71,19 @@ ffi::Error ReportFailure(int32_t queue, int32_t number, const std::string& messa
 void SubmitDetached(int32_t queue, const Call& call);
 
 // The signature of the functions that post, after a context if there is one. Attributes: the index
-// of the queue, the index of the leaves' specs, and for each leaf whether to round it to bfloat16.
+// of the queue, the index of the leaves' layout, and for each leaf whether to round it to bfloat16.
 template <typename Binding>
 auto BindPost(Binding&& binding) {
   return std::forward<Binding>(binding)
       .template Arg<ffi::Buffer<ffi::S32>>()  // token
+      .template Arg<ffi::Buffer<ffi::S32>>()  // device
       .template Arg<ffi::Buffer<ffi::S32>>()  // number
       .template Arg<ffi::Buffer<ffi::S32>>()  // step
       .template Arg<ffi::Buffer<ffi::F32>>()  // header
       .RemainingArgs()                        // leaves
       .template Ret<ffi::Buffer<ffi::S32>>()  // token
       .template Attr<int32_t>("queue")
-      .template Attr<int32_t>("specs")
+      .template Attr<int32_t>("layout")
       .template Attr<ffi::Span<const int32_t>>("narrow");
 }
 
@@ -89,6 +92,7 @@ template <typename Binding>
 auto BindCollect(Binding&& binding) {
   return std::forward<Binding>(binding)
       .template Arg<ffi::Buffer<ffi::S32>>()  // token
+      .template Arg<ffi::Buffer<ffi::S32>>()  // device
       .template Arg<ffi::Buffer<ffi::S32>>()  // number
       .template Ret<ffi::Buffer<ffi::S32>>()  // token
       .template Ret<ffi::Buffer<ffi::F32>>()  // header

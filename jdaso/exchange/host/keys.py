@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-import jax
 import jax.numpy as jnp
 
-from jdaso.core.tree import is_float
+from jdaso.core.tree import named_floats
 from jdaso.core.types import HostState, PyTree, SentLeaf
 
 # Unique in this process. A checkpoint stores the position of the exchange instead.
@@ -28,9 +27,8 @@ class Keys:
     def key(self, params: PyTree) -> int:
         """The key of the floating-point leaves of a tree."""
         sent = tuple(
-            SentLeaf(jax.tree_util.keystr(path), jnp.shape(leaf), jnp.result_type(leaf))
-            for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-            if is_float(leaf)
+            SentLeaf(name, jnp.shape(leaf), jnp.result_type(leaf))
+            for name, leaf in named_floats(params)
         )
         if sent not in self._of_leaves:
             self._of_leaves[sent] = next(_numbers)

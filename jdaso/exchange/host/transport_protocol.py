@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
 
 from jdaso.cluster.topology import Topology
-from jdaso.exchange.host.buffers import LeafSpec, StagingBuffers
+from jdaso.exchange.host.buffers import StagingBuffers
 from jdaso.exchange.host.exchange_table import ReservedExchanges
+from jdaso.exchange.host.layout import Layout
 
 
 class Transport(Protocol):
@@ -23,11 +24,11 @@ class Transport(Protocol):
 
     pending: ReservedExchanges
 
-    def reserve(self, number: int, specs: Sequence[LeafSpec]) -> StagingBuffers:
-        """The buffers to which the leaves of exchange ``number`` are copied."""
+    def reserve(self, number: int, layout: Layout) -> StagingBuffers:
+        """The buffers to which one device copies its leaves; the same for all its senders."""
 
     def post(self, number: int, step: int, header: np.ndarray) -> None:
-        """Posts the exchange of the reserved buffers and returns without waiting."""
+        """Posts the exchange once all senders have called it, and returns without waiting."""
 
     def collect(self, number: int, readers: int) -> tuple[StagingBuffers, np.ndarray]:
         """Waits for an exchange, which ``readers`` devices collect. Returns buffers and header."""

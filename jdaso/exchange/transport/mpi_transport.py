@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -13,8 +12,9 @@ import numpy as np
 from jdaso.core.log import logger
 from jdaso.core.types import UNCOUNTED, ExchangeRecord, JdasoError, PostedExchange
 from jdaso.core.wire import describe_narrow_wires
-from jdaso.exchange.host.buffers import BufferPool, LeafSpec, StagingBuffers
+from jdaso.exchange.host.buffers import BufferPool, StagingBuffers
 from jdaso.exchange.host.exchange_table import ExchangeTable
+from jdaso.exchange.host.layout import Layout
 from jdaso.exchange.host.transport_protocol import abort_on_error
 from jdaso.exchange.transport.handshake import exchange_name
 from jdaso.exchange.transport.membership import Membership
@@ -60,10 +60,12 @@ class MpiTransport:
         """Allows the numbers of exchanges to start again, once."""
         self._restarted = True
 
-    def reserve(self, number: int, specs: Sequence[LeafSpec]) -> StagingBuffers:
+    def reserve(self, number: int, layout: Layout) -> StagingBuffers:
         """Returns the staging buffer of an exchange that is about to be posted."""
         table = self._table
         with table.lock:
+            if (staging := self.pending.join(number)) is not None:
+                return staging
             repeated = number in table or UNCOUNTED < number <= table.highest
             if repeated and not self._restarted:
                 raise JdasoError(
@@ -78,14 +80,18 @@ class MpiTransport:
                 # Exchanges with these numbers belong to a state from before a restart.
                 table.abandon(lambda posted: posted >= number)
                 table.highest, self._restarted = number, False
+            specs = layout.specs
             staging = StagingBuffers(specs) if number == UNCOUNTED else self._pool.acquire(specs)
-            self.pending.add(number, staging)
+            staging.layout = layout
+            self.pending.add(number, staging, layout.senders)
             return staging
 
     def post(self, number: int, step: int, header: np.ndarray) -> None:
-        """Posts the exchange of the reserved buffer, and returns without waiting."""
+        """Posts the exchange once all senders have filled the buffer; does not wait."""
         with self._table.lock:
-            staging, header = self.pending.pop(number), np.array(header)
+            staging, header = self.pending.filled(number), np.array(header)
+            if staging is None:
+                return
             if header[0] == 0:
                 self._warn_left_out(number, staging)
             queue = self._membership.exchanges.queue(number)
@@ -146,14 +152,12 @@ class MpiTransport:
         with self._table.lock:
             self.pending.wait_until_posted()
             return {
-                number: PostedExchange(
-                    posted.step, posted.header, [leaf.copy() for leaf in posted.staging.leaves]
-                )
+                number: PostedExchange(posted.step, posted.header, posted.staging.copy_leaves())
                 for number, posted in sorted(self._table.posted.items())
                 if number != UNCOUNTED
             }
 
-    def post_again(self, saved: dict[int, PostedExchange]) -> None:
+    def post_again(self, saved: dict[int, tuple[Layout, PostedExchange]]) -> None:
         """Waits for all posted exchanges, forgets them, and posts the saved ones."""
         with self._table.lock:
             self.pending.wait_until_posted()
@@ -161,10 +165,13 @@ class MpiTransport:
         for exchange in posted:
             self._progress.wait(exchange.request)
         self._table.clear()
-        for number, (step, header, leaves) in sorted(saved.items()):
-            specs = [LeafSpec(leaf.shape, leaf.dtype) for leaf in leaves]
-            self.reserve(number, specs).fill(leaves)
-            self.post(number, step, header)
+        for number, (layout, (step, header, leaves)) in sorted(saved.items()):
+            shards = layout.cut(leaves)
+            for _ in range(layout.senders):
+                staging = self.reserve(number, layout)
+            staging.fill(shards)
+            for _ in range(layout.senders):
+                self.post(number, step, header)
 
     def _warn_left_out(self, number: int, staging: StagingBuffers) -> None:
         """Warns at the first, second, fourth, eighth ... time."""

@@ -23,7 +23,7 @@ from jdaso.center.server.frames import (
 )
 from jdaso.center.server.state_machine import CenterServer
 from jdaso.core.tree import outline
-from jdaso.exchange.host.buffers import LeafSpec
+from jdaso.exchange.host.layout import LeafSpec
 
 PARAMS = {"b": np.float32([1, 2, 3]), "w": np.float32(4)}
 LEAVES = [PARAMS["b"], np.asarray(PARAMS["w"])]

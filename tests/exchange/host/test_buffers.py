@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from jdaso.core.wire import BLOCK_DTYPE, wire_shape
-from jdaso.exchange.host.buffers import BufferPool, LeafSpec, StagingBuffers
+from jdaso.exchange.host.buffers import BufferPool, StagingBuffers
+from jdaso.exchange.host.layout import LeafSpec
 
 SPECS = [
     LeafSpec((2, 3), np.dtype("float32")),
@@ -19,7 +20,7 @@ def test_leaves_of_a_dtype_are_contiguous_and_sums_have_their_shapes():
     assert [vector.tolist() for vector, _ in staging.pairs] == [[1] * 6 + [3] * 4, [2]]
     for _, sums in staging.pairs:
         sums[:] = np.arange(len(sums))
-    assert [np.asarray(total).tolist() for total in staging.read(copy=True)] == [
+    assert [np.asarray(total).tolist() for total in staging.read(0, copy=True)] == [
         [[0, 1, 2], [3, 4, 5]],
         0,
         [6, 7, 8, 9],
@@ -31,9 +32,9 @@ def test_buffers_are_reused_once_every_device_has_read_the_sums():
     pool = BufferPool()
     staging = pool.acquire(SPECS)
     pool.release(staging, readers=2, reuse=True)
-    staging.read(copy=True)
+    staging.read(0, copy=True)
     assert pool.acquire(SPECS) is not staging
-    staging.read(copy=True)
+    staging.read(0, copy=True)
     assert pool.acquire(SPECS) is staging
     assert staging.record["reads"] == 0
     assert pool.acquire(SPECS) is not staging
@@ -65,7 +66,7 @@ def test_the_pool_keeps_buffers_until_they_are_read_also_those_it_does_not_reuse
     pool.release(passing, readers=1, reuse=False)
     pool.acquire(other)
     assert {id(entry[0]) for entry in pool._in_use} == {id(kept), id(passing)}
-    kept.read(copy=True), passing.read(copy=True)
+    kept.read(0, copy=True), passing.read(0, copy=True)
     pool.acquire(other)
     assert not pool._in_use
     assert pool.acquire(SPECS) is not passing

@@ -8,8 +8,9 @@ import pytest
 
 import jdaso
 from jdaso.exchange.host import exchange_table
-from jdaso.exchange.host.buffers import LeafSpec, StagingBuffers
+from jdaso.exchange.host.buffers import StagingBuffers
 from jdaso.exchange.host.exchange_table import ExchangeTable
+from jdaso.exchange.host.layout import LeafSpec
 
 BUFFERS = StagingBuffers([LeafSpec((3,), np.dtype("float32"))])
 
@@ -38,7 +39,7 @@ def test_find_waits_for_copies_and_for_the_device_that_posts(table, monkeypatch)
     def post():
         time.sleep(0.05)
         with table.lock:
-            assert table.pending.pop(7) is BUFFERS
+            assert table.pending.filled(7) is BUFFERS
             table.post(7, "seven")
         time.sleep(0.05)
         with table.lock:

@@ -10,9 +10,10 @@ import pytest
 
 from jdaso.core.types import HEADER_SIZE
 from jdaso.exchange.host import ffi_bridge
-from jdaso.exchange.host.buffers import LeafSpec, StagingBuffers
+from jdaso.exchange.host.buffers import StagingBuffers
 from jdaso.exchange.host.exchange_table import ExchangeTable
 from jdaso.exchange.host.ffi_bridge import FfiBridge
+from jdaso.exchange.host.layout import LeafSpec, unsharded
 
 pytestmark = pytest.mark.skipif(
     ffi_bridge.unavailable_reason() is not None, reason="no compiled code"
@@ -30,12 +31,13 @@ class Transport:
     def abort_on_error(self):
         return contextlib.nullcontext()
 
-    def reserve(self, number, specs):
-        self.pending.add(number, StagingBuffers(specs))
-        return self.pending._stagings[number]
+    def reserve(self, number, layout):
+        staging = StagingBuffers(layout.specs)
+        self.pending.add(number, staging)
+        return staging
 
     def post(self, number, step, header):
-        staging = self.posted[number] = self.pending.pop(number)
+        staging = self.posted[number] = self.pending.filled(number)
         for total, leaf in zip(staging.sums, staging.leaves, strict=True):
             np.copyto(total, leaf)
 
@@ -60,7 +62,7 @@ def post(bridge, *leaves, number=0):
 
     @jax.jit
     def program(leaves):
-        return bridge.post(specs, leaves, jnp.int32(0), number, 0, HEADER)
+        return bridge.post(unsharded(specs), 0, leaves, jnp.int32(0), number, 0, HEADER)
 
     return jax.block_until_ready(program(list(leaves)))
 
@@ -70,7 +72,7 @@ def collect(bridge, *shapes, number=0):
 
     @jax.jit
     def program(token):
-        return bridge.collect(1, outputs, token, number)[0]
+        return bridge.collect(1, 0, outputs, token, number)[0]
 
     return jax.block_until_ready(program(jnp.int32(0)))
 
@@ -99,7 +101,7 @@ def test_sums_of_other_leaves_are_an_error(bridge, shapes, message):
 
 
 def test_buffers_of_other_leaves_are_an_error(bridge, transport):
-    transport.reserve = lambda number, specs: StagingBuffers([*specs, specs[0]])
+    transport.reserve = lambda number, layout: StagingBuffers([*layout.specs] * 2)
     with pytest.raises(jax.errors.JaxRuntimeError, match="exchange 0 has 2 leaves, the program"):
         post(bridge, jnp.ones(3))
 

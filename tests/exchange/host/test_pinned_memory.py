@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jdaso.exchange.host import pinned_memory
-from jdaso.exchange.host.buffers import LeafSpec, StagingBuffers
+from jdaso.exchange.host.buffers import StagingBuffers
+from jdaso.exchange.host.layout import LeafSpec
 from jdaso.exchange.host.pinned_memory import PinnedMemory
 
 

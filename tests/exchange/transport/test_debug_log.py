@@ -12,7 +12,7 @@ PROGRAM = """
 import numpy as np
 import jdaso
 from jdaso.core.types import HEADER_SIZE
-from jdaso.exchange.host.buffers import LeafSpec
+from jdaso.exchange.host.layout import LeafSpec, unsharded
 from jdaso.exchange.transport.collectives import AllReduceOptions
 from jdaso.exchange.transport.membership import Membership
 from jdaso.exchange.transport.mpi_transport import MpiTransport
@@ -22,7 +22,7 @@ topology = jdaso.discover_topology()
 membership = Membership(topology, AllReduceOptions(), timeout=60.0)
 progress = Progress(topology, 60.0, membership.exit_barrier, topology.abort)
 transport = MpiTransport(membership, progress)
-transport.reserve(4, [LeafSpec((3,), np.dtype("float32"))]).fill([np.arange(3.0)])
+transport.reserve(4, unsharded([LeafSpec((3,), np.dtype("float32"))])).fill([np.arange(3.0)])
 transport.post(4, 9, np.ones(HEADER_SIZE, np.float32))
 staging, _ = transport.collect(4, readers=1)
 assert staging.sums[0].tolist() == [0, 1, 2]

@@ -6,7 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from jdaso.exchange.host.buffers import LeafSpec, StagingBuffers
+from jdaso.exchange.host.buffers import StagingBuffers
+from jdaso.exchange.host.layout import LeafSpec
 from jdaso.exchange.transport import shrink
 from jdaso.exchange.transport.operation import Repaired, WaitState
 from jdaso.exchange.transport.progress import Progress

@@ -1,0 +1,172 @@
+"""How the leaves of an exchange are sharded over the devices of a node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdaso.core.tree import is_float
+from jdaso.core.types import ParamsWithMoments, PyTree
+
+_ADVICE = "pass shardings with one PartitionSpec or NamedSharding for each parameter"
+
+
+class Shardings:
+    """The shardings of leaves by name, on one mesh of a node's devices.
+
+    Args:
+        given: the argument ``shardings`` of :func:`jdaso.mpi_exchange`.
+        mesh: the devices of the node, for shardings without a mesh.
+
+    Attributes:
+        mesh: of all shardings.
+
+    Raises:
+        ValueError: if a mesh has other devices, or if there are several meshes.
+    """
+
+    def __init__(self, given: Any, mesh: Mesh):
+        self.mesh = self._devices_mesh = mesh
+        self._has_mesh = False
+        self._known: dict[tuple[str, tuple[int, ...]], PartitionSpec] = {}
+        self._given: Callable[[Any, Any], Any] | None = given if callable(given) else None
+        self._one: PartitionSpec | None = None
+        self._by_name: dict[str, PartitionSpec] = {}
+        if given is None:
+            self._one = PartitionSpec()
+        elif _is_sharding(given):
+            self._one = self._spec("shardings", given)
+        elif self._given is None:
+            leaves = jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_sharding)
+            self._by_name = {
+                name: self._spec(name, leaf)
+                for name, leaf in ((jax.tree_util.keystr(path), leaf) for path, leaf in leaves)
+            }
+
+    def register(self, tree: PyTree) -> None:
+        """Finds and checks the shardings of a tree, which :meth:`specs` then returns.
+
+        Raises:
+            ValueError: if a leaf has no sharding, or one that does not fit its shape.
+        """
+        if not isinstance(tree, ParamsWithMoments):
+            return self._register(tree, "")
+        self._register(tree.params, ".params")
+        for i, moments in enumerate(tree.moments):
+            self._register(moments, f".moments[{i}]")
+
+    def _register(self, tree: PyTree, prefix: str) -> None:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            if not is_float(leaf):
+                continue
+            name, shape = jax.tree_util.keystr(path), np.shape(leaf)
+            spec = self._find(path, leaf)
+            try:
+                NamedSharding(self.mesh, spec).shard_shape(shape)
+            except ValueError as error:
+                if not prefix.startswith(".moments"):
+                    raise ValueError(
+                        f"the sharding {spec} of {name or 'params'} does not fit its shape "
+                        f"{shape} on a mesh of shape {dict(self.mesh.shape)}: {error} Each axis "
+                        "that is sharded must be a multiple of its number of shards."
+                    ) from error
+                # Some optimizers keep moments of another shape than the parameter.
+                spec = PartitionSpec()
+            self._known[prefix + name, shape] = spec
+
+    def _find(self, path: Any, leaf: Any) -> PartitionSpec:
+        name = jax.tree_util.keystr(path)
+        if self._given is not None:
+            return self._spec(name, self._given(path, leaf))
+        if self._one is not None:
+            return self._one
+        if name not in self._by_name:
+            known = ", ".join(sorted(self._by_name)[:5])
+            raise ValueError(
+                f"shardings has no sharding for {name or 'params'}, a parameter of shape "
+                f"{np.shape(leaf)}; it has {known or 'none'}: {_ADVICE}."
+            )
+        return self._by_name[name]
+
+    def specs(
+        self, names: Sequence[str], leaves: Sequence[Any], inside: bool = False
+    ) -> list[PartitionSpec]:
+        """The specs of leaves. Leaves that were never registered are laid out as they are.
+
+        Args:
+            names: as ``jax.tree_util.keystr`` returns them.
+            leaves: the leaves.
+            inside: whether these are shards, inside ``shard_map``.
+        """
+        if inside:
+            sharded = {name: spec for (name, _), spec in self._known.items()}
+            return [sharded.get(name, PartitionSpec()) for name in names]
+        return [
+            self._known.get((name, np.shape(leaf)), self._spec_of(leaf))
+            for name, leaf in zip(names, leaves, strict=True)
+        ]
+
+    def describe(self, tree: PyTree) -> list[str]:
+        """A text for each leaf that is sharded, to compare with those of other nodes."""
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        named = [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
+        specs = [self._known.get((name, np.shape(leaf)), PartitionSpec()) for name, leaf in named]
+        shape = dict(self.mesh.shape)
+        return [
+            f"{name or 'params'}: sharding {spec} on a mesh of shape {shape}"
+            for (name, _), spec in zip(named, specs, strict=True)
+            if any(axis is not None for axis in spec)
+        ]
+
+    def _spec(self, name: str, sharding: Any) -> PartitionSpec:
+        """The spec of what a user has given for one leaf."""
+        if isinstance(sharding, PartitionSpec):
+            spec = sharding
+        elif isinstance(sharding, NamedSharding):
+            spec = sharding.spec
+            self._use(name, sharding.mesh)
+        else:
+            raise ValueError(
+                f"the sharding of {name or 'params'} must be a PartitionSpec or a NamedSharding, "
+                f"got {sharding!r}: {_ADVICE}."
+            )
+        axes = jax.tree.leaves(tuple(spec))
+        if unknown := [axis for axis in axes if axis not in self.mesh.axis_names]:
+            raise ValueError(
+                f"the sharding {spec} of {name or 'params'} has the axis {unknown[0]!r}, and the "
+                f"mesh has the axes {self.mesh.axis_names}: pass NamedShardings with your mesh."
+            )
+        return spec
+
+    def _use(self, name: str, mesh: Any) -> None:
+        devices, own = set(mesh.devices.flat), set(self._devices_mesh.devices.flat)
+        if devices != own:
+            raise ValueError(
+                f"the mesh of {name or 'params'} has the devices {_ids(devices)}, and the node has "
+                f"{_ids(own)}: make the mesh of all topology.devices of the node."
+            )
+        if self._has_mesh and mesh != self.mesh:
+            raise ValueError(
+                f"the mesh of {name or 'params'} is {mesh}, and that of another leaf is "
+                f"{self.mesh}: use one mesh for all parameters."
+            )
+        self.mesh, self._has_mesh = mesh, True
+
+    def _spec_of(self, leaf: Any) -> PartitionSpec:
+        """The spec of an array that exists; unsharded while tracing."""
+        sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and sharding.mesh == self.mesh:
+            return sharding.spec
+        return PartitionSpec()
+
+
+def _is_sharding(value: Any) -> bool:
+    return isinstance(value, PartitionSpec | NamedSharding)
+
+
+def _ids(devices: set[jax.Device]) -> list[int]:
+    return sorted(device.id for device in devices)

@@ -1,0 +1,169 @@
+"""Parameters that are sharded over the devices of a node.
+
+sharded.py DEVICES [FOLDER]
+"""
+
+import argparse
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import (
+    ALGORITHMS,
+    SGD,
+    assert_close,
+    computed_once,
+    daso,
+    gradients,
+    loss,
+    make_step,
+    run_on_axis,
+)
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jdaso
+
+# Shards along the first axis end where blocks of the wire int8 end.
+SHAPES = {"bias": (7,), "kernel": (8, 64), "scale": (), "tensor": (4, 6, 8), "wide": (3, 8)}
+BUILD = {
+    **ALGORITHMS,
+    "daso": lambda exchange: daso(exchange, jdaso.constant(period=3, delay=2)),
+    "daso at once": lambda exchange: daso(exchange, jdaso.constant(period=3, delay=0)),
+    "chain": lambda exchange: jdaso.chain(SGD, jdaso.dasgd(exchange, 4, 3)),
+}
+STEPS = 14
+
+parser = argparse.ArgumentParser()
+parser.add_argument("devices", type=int)
+arguments = parser.parse_args()
+jdaso.cluster.use_virtual_devices(arguments.devices)
+topology = jdaso.discover_topology()
+rng = np.random.default_rng(0)
+first = {name: jnp.asarray(rng.normal(size=s), jnp.float32) for name, s in SHAPES.items()}
+if arguments.devices == 2:
+    mesh = topology.mesh
+    specs = {
+        "bias": P(),
+        "kernel": P("local"),
+        "scale": P(),
+        "tensor": P(None, "local"),
+        "wide": P(),
+    }
+    given = specs
+else:
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    specs = {
+        "bias": P(),
+        "kernel": P("data"),
+        "scale": P(),
+        "tensor": P("tensor", "data"),
+        "wide": P(None, ("data", "tensor")),
+    }
+    given = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+places = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+
+
+def by_path(path, leaf):
+    del leaf
+    return given[path[-1].key]
+
+
+def place(tree):
+    return {name: jax.device_put(np.array(x), places[name]) for name, x in tree.items()}
+
+
+def train(tx, step, params, state, steps):
+    for t in steps:
+        grads = place(gradients(params, topology.node, t))
+        params, state = step(params, state, grads, loss(topology.node, t))
+    return params, state
+
+
+def gathers_and_callbacks(compiled):
+    text = compiled.as_text()
+    return re.findall(r"all-gather|all-to-all|callback", text)
+
+
+def compare(name, params):
+    """Compares with a virtual cluster, whose leaves are not sharded."""
+    run = functools.partial(run_on_axis, topology.num_nodes, STEPS, BUILD[name], first)
+    expected, _ = computed_once(topology, run)
+    expected = jax.tree.map(lambda x: x[topology.node], expected)
+    # With int8, the numbers of a shard that is not contiguous form other blocks.
+    other = {"tensor", "wide"} if "int8" in name else set()
+    for leaves, rtol in ((params.keys() - other, 1e-6), (other, 1e-2)):
+        assert_close(*({leaf: tree[leaf] for leaf in leaves} for tree in (params, expected)), rtol)
+
+
+for number, (name, build) in enumerate(BUILD.items()):
+    exchange = jdaso.mpi_exchange(topology, shardings=by_path if number % 2 else given)
+    tx = build(exchange)
+    step = jax.jit(make_step(tx), donate_argnums=(0, 1))
+    params = place(first)
+    state = tx.init(params)
+    args = (params, state, place(gradients(params, topology.node, 0)), loss(topology.node, 0))
+    compiled = step.lower(*args).compile()
+    assert not gathers_and_callbacks(compiled), (name, gathers_and_callbacks(compiled))
+    params, state = train(tx, step, params, state, range(STEPS))
+    for leaf, x in params.items():
+        assert x.sharding.is_equivalent_to(places[leaf], x.ndim), (name, leaf, x.sharding)
+    compare(name, params)
+    exchange.close()
+
+# The same inside the user's own shard_map, where the parameters are a device's shards.
+for name in ("daso", "dasgd fragments", "easgd", "dasgd int8"):
+    exchange = jdaso.mpi_exchange(topology, shardings=given)
+    tx = BUILD[name](exchange)
+    params = place(first)
+    state = tx.init(params)
+    like = jax.tree.map(
+        lambda x: x.sharding.spec if isinstance(x.sharding, NamedSharding) else P(), state
+    )
+    inside = jax.shard_map(
+        make_step(tx),
+        mesh=mesh,
+        in_specs=(specs, like, specs, P()),
+        out_specs=(specs, like),
+        check_vma=False,
+    )
+    step = jax.jit(inside, donate_argnums=(0, 1))
+    params, state = train(tx, step, params, state, range(STEPS))
+    compare(name, params)
+    exchange.close()
+
+exchange = jdaso.mpi_exchange(topology, shardings=given)
+own = place(jax.tree.map(lambda x: x + topology.node, first))
+middle = (topology.num_nodes - 1) / 2
+mean = jdaso.consensus(exchange, own)
+assert_close(mean, jax.tree.map(lambda x: x + middle, first))
+assert all(x.sharding.is_equivalent_to(places[name], x.ndim) for name, x in mean.items())
+sent = jdaso.broadcast(exchange, own, root=1)
+jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y + np.float32(1)), sent, first)
+assert all(x.sharding.is_equivalent_to(places[name], x.ndim) for name, x in sent.items())
+count = sum(x.size for x in first.values())
+distance = float(jdaso.drift(exchange, own))
+assert abs(distance - abs(topology.node - middle) * count**0.5) < 1e-4
+exchange.close()
+
+
+# Bad input.
+def fails(message, shardings, params=first):
+    with pytest.raises(ValueError, match=message):
+        jdaso.dasgd(jdaso.mpi_exchange(topology, shardings=shardings), 4, 3).init(params)
+
+
+fails(r"no sharding for \['wide'\]", {name: s for name, s in given.items() if name != "wide"})
+axis = mesh.axis_names[0]
+fails(r"of \['bias'\] does not fit its shape \(7,\)", {**given, "bias": P(axis)})
+fails(r"has the axis 'other', and the mesh has", {**given, "bias": P("other")})
+fails(r"must be a PartitionSpec or a NamedSharding", {**given, "bias": "data"})
+fewer = jax.sharding.Mesh(np.array(topology.devices[:1]), ("x",))
+fails(r"the node has", {**given, "bias": NamedSharding(fewer, P())})
+other = {**given, "kernel": P() if topology.rank else given["kernel"]}
+with pytest.raises(jdaso.JdasoError, match=r"kernel.*sharding"):
+    jdaso.dasgd(jdaso.mpi_exchange(topology, shardings=other), 4, 3).init(first)
+print(f"rank {topology.rank} passed")
