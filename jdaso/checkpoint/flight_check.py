@@ -22,7 +22,7 @@ from jdaso.core.types import (
     PyTree,
     SentLeaf,
 )
-from jdaso.core.wire import wire_dtype, wire_shape
+from jdaso.core.wire import wire_dtype
 
 
 def exchanges_in_flight(tree: PyTree, exchanges: Sequence[Exchange]) -> InFlight:
@@ -140,9 +140,9 @@ def _difference(saved: Sequence[np.ndarray], sent: Sequence[SentLeaf]) -> str | 
 
 def _fits(array: np.ndarray, leaf: SentLeaf) -> bool:
     """Whether an array can be a leaf on some wire. The wire may differ between steps."""
-    wires = {wire_dtype(np.float32, wire) for wire in (None, "bfloat16", "float16", "int8")}
+    wires = {wire_dtype(np.float32, wire) for wire in (None, "bfloat16", "float16")}
     same_dtype = array.dtype in wires | {np.dtype(leaf.dtype)}
-    return same_dtype and array.shape == wire_shape(leaf.shape, array.dtype)
+    return same_dtype and array.shape == leaf.shape
 
 
 def _name(key: Key) -> str:

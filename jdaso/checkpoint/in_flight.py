@@ -30,14 +30,15 @@ def posted_to_arrays(posted: InFlight) -> dict[str, Any]:
     """Exchanges in flight as named arrays.
 
     >>> sorted(posted_to_arrays({(0, 7): PostedExchange(3, np.zeros(3, "f4"), [np.ones(2)])}))
-    ['0.7.header', '0.7.leaf.0', '0.7.step']
+    ['0.7.header', '0.7.int8', '0.7.leaf.0', '0.7.step']
     """
     arrays: dict[str, Any] = {}
-    for (position, number), (step, header, leaves) in posted.items():
+    for (position, number), exchange in posted.items():
         name = f"{position}.{number}"
-        arrays[f"{name}.step"] = np.int64(step)
-        arrays[f"{name}.header"] = header
-        arrays |= {f"{name}.leaf.{i}": leaf for i, leaf in enumerate(leaves)}
+        arrays[f"{name}.step"] = np.int64(exchange.step)
+        arrays[f"{name}.header"] = exchange.header
+        arrays[f"{name}.int8"] = np.bool_(exchange.int8)
+        arrays |= {f"{name}.leaf.{i}": leaf for i, leaf in enumerate(exchange.leaves)}
     return arrays
 
 
@@ -52,13 +53,13 @@ def arrays_to_posted(arrays: dict[str, np.ndarray]) -> InFlight:
     for name in sorted({".".join(name.split(".")[:2]) for name in arrays}):
         position, number = map(int, name.split("."))
         count = sum(other.startswith(f"{name}.leaf.") for other in arrays)
-        fields = ["step", "header", *(f"leaf.{i}" for i in range(count))]
+        fields = ["step", "header", "int8", *(f"leaf.{i}" for i in range(count))]
         if missing := [field for field in fields if f"{name}.{field}" not in left]:
             raise ValueError(f"exchange {name} has no {missing[0]}")
-        step, header, *leaves = (left.pop(f"{name}.{field}") for field in fields)
-        if step.shape != () or header.shape != (HEADER_SIZE,):
+        step, header, int8, *leaves = (left.pop(f"{name}.{field}") for field in fields)
+        if step.shape != () or int8.shape != () or header.shape != (HEADER_SIZE,):
             raise ValueError(f"exchange {name} has a header of shape {header.shape}")
-        posted[position, number] = PostedExchange(int(step), header, leaves)
+        posted[position, number] = PostedExchange(int(step), header, leaves, bool(int8))
     if left:
         raise ValueError(f"{min(left)} belongs to no exchange")
     return posted
@@ -77,7 +78,8 @@ def _describe(posted: PostedExchange) -> str:
     agreed = [int(x) for x in posted.header[-len(AGREEMENT_NAMES) :]]
     shapes = "; ".join(f"{leaf.dtype.name}{leaf.shape}" for leaf in posted.leaves)
     leaves = "1 leaf" if len(posted.leaves) == 1 else f"{len(posted.leaves)} leaves"
-    return f"step {posted.step}, {agreed}, {leaves} ({zlib.crc32(shapes.encode()):08x})"
+    wire = " in int8" if posted.int8 else ""
+    return f"step {posted.step}, {agreed}, {leaves}{wire} ({zlib.crc32(shapes.encode()):08x})"
 
 
 def remove_exchange_states(tree: PyTree) -> PyTree:

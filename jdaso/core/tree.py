@@ -91,12 +91,13 @@ def conditional(name: str, predicate: jax.Array, *branches_and_operands: Any) ->
 def place_like(value: Any, like: Any) -> Any:
     """Moves an array to the devices of ``like``, so that a compiled step accepts it.
 
-    Returns the value unchanged while tracing, and if ``like`` is not a JAX array.
+    Returns the value unchanged while tracing, and if ``like`` is not a JAX array. If ``like`` is
+    not committed to its device, JAX may still move the result to others.
     """
     traced = isinstance(value, jax.core.Tracer) or isinstance(like, jax.core.Tracer)
     if traced or not isinstance(like, jax.Array):
         return value
-    return jax.device_put(value, like.sharding)
+    return jax.device_put(value, like.sharding) if like.committed else jnp.asarray(value)
 
 
 def add_updates(params: PyTree, updates: PyTree) -> PyTree:

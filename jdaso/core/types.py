@@ -83,12 +83,14 @@ class PostedExchange(NamedTuple):
     Attributes:
         step: optimizer step after which the exchange was posted.
         header: float32[HEADER_SIZE].
-        leaves: arrays in their wire dtypes. The wire int8 uses rows of bytes.
+        leaves: arrays in their wire dtypes, float32 for the wire int8.
+        int8: whether the wire is int8. Its blocks depend on the sharding of the leaves.
     """
 
     step: int
     header: np.ndarray
     leaves: list[np.ndarray]
+    int8: bool = False
 
 
 class HostState(NamedTuple):

@@ -179,7 +179,7 @@ def mpi_exchange(
         return exchange._replace(bind=None, init=compare, **functions)
 
     def post_again(posted: dict[int, PostedExchange], sent: dict[int, list[SentLeaf]]) -> None:
-        layouts = {n: program.posted_layout(sent[n], each.leaves) for n, each in posted.items()}
+        layouts = {n: program.posted_layout(sent[n], each) for n, each in posted.items()}
         transport.post_again({n: (layouts[n], each) for n, each in posted.items()})
 
     @functools.cache  # a second call does nothing

@@ -79,10 +79,7 @@ class WorkerTransport:
             # number may still be collected by another device of this node.
             table.abandon(lambda posted: posted >= number)
             table.highest = number
-            staging = self._pool.acquire(layout.specs)
-            staging.layout = layout
-            self.pending.add(number, staging)
-            return staging
+            return self.pending.add(number, self._pool.acquire(layout.specs), layout)
 
     def post(self, number: int, step: int, header: np.ndarray) -> None:
         """Posts the message in the reserved buffers, and returns without waiting."""

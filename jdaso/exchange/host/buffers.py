@@ -103,10 +103,6 @@ class StagingBuffers:
                 np.copyto(self.leaves[shard], leaf)
         self.record["copy_to_host"][1] = time.monotonic()
 
-    def copy_leaves(self) -> list[np.ndarray]:
-        """Copies of the leaves, joined from their shards."""
-        return [leaf.copy() for leaf in self.layout.join(self.leaves)]
-
     def read(self, device: int, copy: bool) -> list[np.ndarray]:
         """The sums of a device's shards."""
         self.record["copy_to_device"][0] = time.monotonic()

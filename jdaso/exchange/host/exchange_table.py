@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 from jdaso.core.types import UNCOUNTED, JdasoError
 from jdaso.exchange.host.buffers import StagingBuffers
+from jdaso.exchange.host.layout import Layout
 
 # The longest wait for another device of this node, or for copies.
 _SECONDS = 30.0
@@ -36,10 +37,12 @@ class ReservedExchanges:
     def __contains__(self, number: int) -> bool:
         return number in self._reserved
 
-    def add(self, number: int, staging: StagingBuffers, senders: int = 1) -> None:
-        """Keeps buffers until their exchange is posted."""
+    def add(self, number: int, staging: StagingBuffers, layout: Layout) -> StagingBuffers:
+        """Keeps buffers, which it returns, until their exchange is posted."""
+        staging.layout = layout
         with self._changed:
-            self._reserved[number] = _Reserved(staging, senders)
+            self._reserved[number] = _Reserved(staging, layout.senders)
+        return staging
 
     def join(self, number: int) -> StagingBuffers | None:
         """The buffers that another sender has reserved; None if this device is the first."""

@@ -21,9 +21,10 @@ from jdaso.core.types import (
     UNCOUNTED,
     Leaves,
     Number,
+    PostedExchange,
     SentLeaf,
 )
-from jdaso.core.wire import pack, sum_dtype, unpadded, wire_dtype
+from jdaso.core.wire import BLOCK_DTYPE, pack, sum_dtype, unpadded, wire_dtype
 from jdaso.exchange.host.ffi_bridge import FfiBridge
 from jdaso.exchange.host.layout import Layout, make_layout
 from jdaso.exchange.host.node_mesh import REPLICATED, NodeMesh, Specs
@@ -56,11 +57,11 @@ class JitInterface:
         inside = self._mesh.size > 1 and self._mesh.device_index() is not None
         return tuple(self._shardings.specs(names, leaves, inside))
 
-    def posted_layout(self, sent: Sequence[SentLeaf], leaves: Sequence[np.ndarray]) -> Layout:
-        """The layout of leaves that a checkpoint has saved in their wire dtypes."""
+    def posted_layout(self, sent: Sequence[SentLeaf], posted: PostedExchange) -> Layout:
+        """The layout of leaves that a checkpoint has saved."""
         whole = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in sent]
         specs = self._shardings.specs([leaf.name for leaf in sent], whole)
-        dtypes = tuple(leaf.dtype for leaf in leaves)
+        dtypes = tuple(BLOCK_DTYPE if posted.int8 else leaf.dtype for leaf in posted.leaves)
         shapes = tuple(leaf.shape for leaf in sent)
         return make_layout(shapes, dtypes, tuple(specs), self._shardings.mesh)
 

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdaso.core.types import JdasoError
-from jdaso.core.wire import BLOCK_DTYPE, wire_shape
+from jdaso.core.wire import BLOCK_DTYPE, pack, unpack, unpadded, wire_shape
 
 
 class LeafSpec(NamedTuple):
@@ -38,18 +37,22 @@ class Placement(NamedTuple):
     copies: int
 
 
+# Start and end along each axis.
+Bounds = tuple[tuple[int, int], ...]
+
+
 class Layout(NamedTuple):
     """The layout of a list of leaves.
 
     Attributes:
         specs: of all shards of all leaves, in order.
         placements: for each device the placement of its shard of each leaf.
-        bounds: for each shard its leaf, and start and end along each axis.
+        bounds: for each shard its leaf, and where it is in the leaf.
     """
 
     specs: tuple[LeafSpec, ...]
     placements: tuple[tuple[Placement, ...], ...]
-    bounds: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+    bounds: tuple[tuple[int, Bounds], ...]
 
     @property
     def replicated(self) -> bool:
@@ -71,51 +74,33 @@ class Layout(NamedTuple):
         """The shards that a device holds, one of each leaf."""
         return [placement.shard for placement in self.placements[device]]
 
+    @property
+    def int8(self) -> bool:
+        """Whether the leaves are sent in blocks of int8."""
+        return any(spec.dtype == BLOCK_DTYPE for spec in self.specs)
+
     def join(self, shards: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The leaves on the wire, from all shards. Blocks of int8 are concatenated."""
-        leaves: dict[int, list[tuple[tuple[tuple[int, int], ...], np.ndarray]]] = {}
+        """Copies of the leaves, from all shards in their wire dtypes. Blocks become float32."""
+        leaves: list[np.ndarray] = []
+        ends = {leaf: [end for _, end in bounds] for leaf, bounds in self.bounds}
         for (leaf, bounds), shard in zip(self.bounds, shards, strict=True):
-            leaves.setdefault(leaf, []).append((bounds, shard))
-        return [_joined(parts) for _, parts in sorted(leaves.items())]
+            if shard.dtype == BLOCK_DTYPE:
+                shard = unpadded(unpack(shard), tuple(end - start for start, end in bounds))
+            if leaf == len(leaves):  # the last shard of a leaf ends where the leaf ends
+                leaves.append(np.empty(ends[leaf], shard.dtype))
+            leaves[leaf][_slices(bounds)] = shard
+        return leaves
 
     def cut(self, leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The inverse of :meth:`join`.
-
-        Raises:
-            JdasoError: if blocks of int8 were saved with other shards.
-        """
-        if leaves and leaves[0].dtype == BLOCK_DTYPE:
-            return self._cut_blocks(leaves)
+        """The inverse of :meth:`join`."""
         return [
-            leaves[leaf][tuple(slice(*pair) for pair in bounds)] for leaf, bounds in self.bounds
+            pack(leaves[leaf][_slices(bounds)], spec.dtype)
+            for (leaf, bounds), spec in zip(self.bounds, self.specs, strict=True)
         ]
 
-    def _cut_blocks(self, leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
-        used = [0] * len(leaves)
-        shards = []
-        for (leaf, _), (shape, _) in zip(self.bounds, self.specs, strict=True):
-            shards.append(leaves[leaf][used[leaf] : used[leaf] + shape[0]])
-            used[leaf] += shape[0]
-        if used != [len(leaf) for leaf in leaves]:
-            raise JdasoError(
-                "an exchange in flight with the wire int8 was saved with other shards of the "
-                "parameters: restore on as many devices as saved it, or call jdaso.drain before "
-                "saving."
-            )
-        return shards
 
-
-def _joined(parts: list[tuple[tuple[tuple[int, int], ...], np.ndarray]]) -> np.ndarray:
-    if len(parts) == 1:
-        return parts[0][1]
-    if parts[0][1].dtype == BLOCK_DTYPE:
-        return np.concatenate([shard for _, shard in parts])
-    last = parts[-1][0]  # shards are in order, so the last one ends where the leaf ends
-    shape = [stop for _, stop in last]
-    whole = np.empty(shape, parts[0][1].dtype)
-    for bounds, shard in parts:
-        whole[tuple(slice(*pair) for pair in bounds)] = shard
-    return whole
+def _slices(bounds: Bounds) -> tuple[slice, ...]:
+    return tuple(slice(*pair) for pair in bounds)
 
 
 def unsharded(specs: Sequence[LeafSpec]) -> Layout:
@@ -146,7 +131,7 @@ def make_layout(
     """
     devices = list(mesh.devices.flat)
     leaf_specs: list[LeafSpec] = []
-    all_bounds: list[tuple[int, tuple[tuple[int, int], ...]]] = []
+    all_bounds: list[tuple[int, Bounds]] = []
     placements: list[list[Placement]] = [[] for _ in devices]
     for leaf, (shape, dtype, spec) in enumerate(zip(shapes, dtypes, specs, strict=True)):
         index = NamedSharding(mesh, spec).devices_indices_map(shape)

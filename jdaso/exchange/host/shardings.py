@@ -42,10 +42,11 @@ class Shardings:
             self._one = self._spec("shardings", given)
         elif self._given is None:
             leaves = jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_sharding)
-            self._by_name = {
-                name: self._spec(name, leaf)
-                for name, leaf in ((jax.tree_util.keystr(path), leaf) for path, leaf in leaves)
-            }
+            named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+            for name, leaf in named.items():
+                if isinstance(leaf, NamedSharding):
+                    self._use(name, leaf.mesh)  # the specs without a mesh are of this mesh
+            self._by_name = {name: self._spec(name, leaf) for name, leaf in named.items()}
 
     def register(self, tree: PyTree) -> None:
         """Finds and checks the shardings of a tree, which :meth:`specs` then returns.

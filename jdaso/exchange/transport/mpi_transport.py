@@ -73,18 +73,15 @@ class MpiTransport:
                     "state was stepped twice (as optax.MultiSteps does: accumulate gradients in "
                     "the training step), two states share this exchange, or tx.update ran once "
                     "per device. Step each state once, make an mpi_exchange for each, and call "
-                    "tx.update outside shard_map, or inside one over the axis 'local'. To return "
+                    "tx.update outside shard_map, or inside one over all devices. To return "
                     "to an earlier state, call tx.init first."
                 )
             if number != UNCOUNTED:
                 # Exchanges with these numbers belong to a state from before a restart.
                 table.abandon(lambda posted: posted >= number)
                 table.highest, self._restarted = number, False
-            specs = layout.specs
-            staging = StagingBuffers(specs) if number == UNCOUNTED else self._pool.acquire(specs)
-            staging.layout = layout
-            self.pending.add(number, staging, layout.senders)
-            return staging
+            make = StagingBuffers if number == UNCOUNTED else self._pool.acquire
+            return self.pending.add(number, make(layout.specs), layout)
 
     def post(self, number: int, step: int, header: np.ndarray) -> None:
         """Posts the exchange once all senders have filled the buffer; does not wait."""
@@ -152,7 +149,7 @@ class MpiTransport:
         with self._table.lock:
             self.pending.wait_until_posted()
             return {
-                number: PostedExchange(posted.step, posted.header, posted.staging.copy_leaves())
+                number: _saved(posted)
                 for number, posted in sorted(self._table.posted.items())
                 if number != UNCOUNTED
             }
@@ -161,17 +158,15 @@ class MpiTransport:
         """Waits for all posted exchanges, forgets them, and posts the saved ones."""
         with self._table.lock:
             self.pending.wait_until_posted()
-            posted = list(self._table.posted.values())
-        for exchange in posted:
-            self._progress.wait(exchange.request)
+            requests = [posted.request for posted in self._table.posted.values()]
+        for request in requests:
+            self._progress.wait(request)
         self._table.clear()
-        for number, (layout, (step, header, leaves)) in sorted(saved.items()):
-            shards = layout.cut(leaves)
-            for _ in range(layout.senders):
-                staging = self.reserve(number, layout)
-            staging.fill(shards)
-            for _ in range(layout.senders):
-                self.post(number, step, header)
+        for number, (layout, exchange) in sorted(saved.items()):
+            stagings = [self.reserve(number, layout) for _ in range(layout.senders)]
+            stagings[0].fill(layout.cut(exchange.leaves))
+            for _ in stagings:
+                self.post(number, exchange.step, exchange.header)
 
     def _warn_left_out(self, number: int, staging: StagingBuffers) -> None:
         """Warns at the first, second, fourth, eighth ... time."""
@@ -186,6 +181,12 @@ class MpiTransport:
                 describe_narrow_wires([dtype for _, dtype in staging.specs]),
                 self._left_out - 1,
             )
+
+
+def _saved(posted: _Posted) -> PostedExchange:
+    layout = posted.staging.layout
+    leaves = layout.join(posted.staging.leaves)
+    return PostedExchange(posted.step, posted.header, leaves, layout.int8)
 
 
 def _record(number: int, posted: _Posted, sent: int, wait: tuple[float, float]) -> ExchangeRecord:

@@ -19,7 +19,7 @@ BUFFERS = StagingBuffers([LeafSpec((3,), np.dtype("float32"))])
 def table(monkeypatch):
     monkeypatch.setattr(exchange_table, "_SECONDS", 0.05)
     table = ExchangeTable()
-    table.pending.add(7, BUFFERS)
+    table.pending.add(7, BUFFERS, BUFFERS.layout)
     return table
 
 

@@ -32,9 +32,7 @@ class Transport:
         return contextlib.nullcontext()
 
     def reserve(self, number, layout):
-        staging = StagingBuffers(layout.specs)
-        self.pending.add(number, staging)
-        return staging
+        return self.pending.add(number, StagingBuffers(layout.specs), layout)
 
     def post(self, number, step, header):
         staging = self.posted[number] = self.pending.filled(number)
