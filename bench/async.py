@@ -13,6 +13,7 @@ the largest ratio of a loss to an earlier one.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import shutil
 import subprocess
@@ -40,13 +41,13 @@ RATES = {
     "downpour": (0.001, 0.003, 0.01, 0.03, 0.1, 0.3),
 }
 OPTIMIZERS = {
-    "easgd": lambda center, period, rate: optax.chain(
+    "easgd": lambda center, period, rate: jdaso.chain(
         optax.sgd(rate), jdaso.center.async_easgd(center, period)
     ),
     "eamsgd": lambda center, period, rate: jdaso.center.async_eamsgd(
         center, period, rate, MOMENTUM
     ),
-    "downpour": lambda center, period, rate: optax.chain(
+    "downpour": lambda center, period, rate: jdaso.chain(
         optax.sgd(rate), jdaso.center.downpour(center, period)
     ),
 }
@@ -64,11 +65,10 @@ def work(method: str, period: int, rate: float, seconds: float) -> None:
         logits = model.apply(params, images)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-    @jax.jit
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, images, labels):
         grads = jax.grad(loss_fn)(params, images, labels)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        return jdaso.apply_gradients(tx, grads, state, params)
 
     # Each worker draws from all images, as in the paper.
     rng = np.random.default_rng(topology.rank)

@@ -42,8 +42,8 @@ def train(tx, params, matmuls: int, steps: int):
         product = jax.lax.fori_loop(0, matmuls, lambda _, m: m @ matrix, matrix)
         # The gradient depends on the matmuls, so the update cannot run before they have ended.
         grads = jax.tree.map(lambda g: g * (1.0 + 0.0 * product[0, 0]), grads)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, jdaso.metrics(state)
+        params, state = jdaso.apply_gradients(tx, grads, state, params)
+        return params, state, jdaso.metrics(state)
 
     grads = jax.tree.map(lambda x: 1e-6 * x, params)
     state, posted, found = tx.init(params), 0, []
@@ -102,13 +102,13 @@ def main() -> None:
     params = [jnp.full((size,), float(i + topology.rank)) for i in range(options.leaves)]
     matmuls = max(comm.allgather(matmuls_for(options.seconds)))
     averaging = jdaso.daso(exchange, jdaso.constant(options.period, options.delay))
-    tx = optax.chain(optax.sgd(1.0, momentum=0.9), averaging)
+    tx = jdaso.chain(optax.sgd(1.0, momentum=0.9), averaging)
     copy = max(comm.allgather(memcpy_seconds(options.megabytes)))
     comm.Barrier()
     zero = time.monotonic()  # the clocks of hosts differ
     steps, state, params = train(tx, params, matmuls, (options.exchanges + 2) * options.period)
     steps = steps[2 * options.period :]  # without compilation and first use of memory
-    jax.block_until_ready(jdaso.drain(averaging, state, params))
+    jax.block_until_ready(jdaso.drain(tx, state, params))
     history = exchange.history()[2:]
 
     def seconds(spans) -> float:

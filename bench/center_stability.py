@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from step import apply_gradients
 
 import jdaso
 from jdaso.center import SimulatedCluster, init_cluster, round_robin, take_turns
@@ -28,8 +29,7 @@ def one_round(tx, cluster: SimulatedCluster, workers: int) -> SimulatedCluster:
     """Each worker takes one step on x^2/2, whose gradient is x."""
 
     def step(params, opt_state, _):
-        updates, opt_state = tx.update(params, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, None
+        return *apply_gradients(tx, params, opt_state, params), None
 
     return take_turns(step, cluster, round_robin(workers, workers), None)[0]
 
@@ -48,14 +48,14 @@ def admm(eta, rho, workers: int):
 
 def easgd(eta, alpha, workers: int):
     """The matrix of a round for the workers' x and c."""
-    tx = optax.chain(
+    tx = jdaso.chain(
         optax.sgd(eta), jdaso.center.async_easgd(jdaso.center.simulated_center(workers), 1, alpha)
     )
     unit = jnp.eye(workers + 1)
     first = init_cluster(tx, unit[0], workers)
     # Workers do not exchange with the centre before their first step, so begin after it.
-    sgd, elastic = first.opt_state
-    state = sgd, elastic._replace(step=jnp.ones_like(elastic.step))
+    elastic = first.opt_state.averaging
+    state = first.opt_state._replace(averaging=elastic._replace(step=jnp.ones_like(elastic.step)))
     center = first.center._replace(center=[unit[-1]])
     last = one_round(tx, SimulatedCluster(unit[:-1], state, center), workers)
     return jnp.concatenate([last.params, last.center.center[0][None]])

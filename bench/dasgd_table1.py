@@ -47,7 +47,7 @@ def algorithms(steps: int):
     )
     local = optax.chain(optax.add_decayed_weights(WEIGHT_DECAY), optax.sgd(learning_rate, MOMENTUM))
     makers = (
-        lambda exchange: optax.chain(jdaso.allreduce_gradients(exchange, wire="float32"), local),
+        lambda exchange: jdaso.chain(local, jdaso.allreduce_gradients(exchange, wire="float32")),
         lambda exchange: jdaso.chain(local, jdaso.local_sgd(exchange, period=4)),
         lambda exchange: jdaso.chain(local, jdaso.dasgd(exchange, period=4, delay=1, xi=0.25)),
     )

@@ -48,15 +48,15 @@ def main() -> None:
     size = int(options.megabytes * 250_000 / LEAVES)
     params = [jnp.full((size,), float(i + topology.rank)) for i in range(LEAVES)]
     matrix = jnp.full((384, 384), 1 / 384)
+    sgd = optax.sgd(1.0)
     say = print if topology.rank == 0 else lambda *_, **__: None
 
     def longest(values: list[float]) -> float:
         """The median of the times of the slowest node."""
         return statistics.median(max(found) for found in zip(*comm.allgather(values), strict=True))
 
-    def train(matmuls: int, steps: int, *averaging) -> list[float]:
+    def train(matmuls: int, steps: int, tx) -> list[float]:
         """Takes steps and returns the seconds of each."""
-        tx = optax.chain(optax.sgd(1.0), *averaging)
         step, times = make_step(tx, matmuls), []
         state = [jax.tree.map(jnp.copy, params), tx.init(params)]
         comm.Barrier()
@@ -70,7 +70,8 @@ def main() -> None:
     def with_exchanges(matmuls: int, delay: int) -> tuple[float, float]:
         """Measures the transfer and the wait of an exchange, in seconds."""
         schedule = jdaso.constant(delay + 1, delay)
-        train(matmuls, (options.exchanges + 3) * (delay + 1), jdaso.daso(exchange, schedule))
+        tx = jdaso.chain(sgd, jdaso.daso(exchange, schedule))
+        train(matmuls, (options.exchanges + 3) * (delay + 1), tx)
         # The first exchanges include compilation and the first use of memory.
         records = exchange.history()[-options.exchanges :]
         transfers = [end - start for start, end in (record.transfer for record in records)]
@@ -83,7 +84,7 @@ def main() -> None:
     say("|---|---|---|---|---|---|", flush=True)
     for seconds in options.seconds:
         matmuls = max(comm.allgather(matmuls_for(seconds)))
-        alone = longest(train(matmuls, 10)[2:])
+        alone = longest(train(matmuls, 10, sgd)[2:])
         blocking, _ = with_exchanges(matmuls, 0)
         transfer, _ = with_exchanges(matmuls, int(blocking / alone) + 2)
         recommended = jdaso.perf.recommend(alone, transfer).delay

@@ -35,18 +35,19 @@ def main() -> int:
         make_exchange=lambda rule: faulty(center.make_exchange(rule), faults, rank)
     )
     averaging = jdaso.center.async_easgd(faulty_center, PERIOD)
-    tx = optax.chain(faulty_gradients(faults, rank), optax.sgd(0.1), averaging)
+    gradients = faulty_gradients(faults, rank)
+    tx = jdaso.chain(optax.sgd(0.1), averaging)
     images, labels = digits()
     params = center.join(classifier())
-    state = (params, tx.init(params))
+    state = (params, tx.init(params), gradients.init(params))
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state, step):
-        params, opt_state = state
+        params, opt_state, fault_state = state
         key = jax.random.fold_in(jax.random.key(1 + rank), step)
         value, grads = jax.value_and_grad(loss)(params, key, images, labels)
-        updates, opt_state = tx.update(grads, opt_state, params, value=value)
-        return optax.apply_updates(params, updates), opt_state
+        grads, fault_state = gradients.update(grads, fault_state)
+        return *jdaso.apply_gradients(tx, grads, opt_state, params, value=value), fault_state
 
     for step in range(STEPS):
         begin = time.monotonic()

@@ -113,19 +113,19 @@ def main() -> int:
     )
     rate = optax.cosine_decay_schedule(0.1, options.steps)
     gradients = faults.faulty_gradients(options.fault, rank)
-    tx = optax.chain(gradients, jdaso.chain(optax.sgd(rate, momentum=0.9), averaging))
+    tx = jdaso.chain(optax.sgd(rate, momentum=0.9), averaging)
 
     images, labels = digits()
     params = classifier()
-    state = (params, tx.init(params))
+    state = (params, tx.init(params), gradients.init(params))
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state, step):
-        params, opt_state = state
+        params, opt_state, fault_state = state
         key = jax.random.fold_in(jax.random.key(1 + topology.node), step)
         value, grads = jax.value_and_grad(loss)(params, key, images, labels)
-        updates, opt_state = tx.update(grads, opt_state, params, value=value)
-        return optax.apply_updates(params, updates), opt_state
+        grads, fault_state = gradients.update(grads, fault_state)
+        return *jdaso.apply_gradients(tx, grads, opt_state, params, value=value), fault_state
 
     checkpoints = faults.FaultyCheckpoints(
         jdaso.checkpoint.Checkpoints(options.folder, topology, exchange), options.fault, rank

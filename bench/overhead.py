@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from machine import keep_memory, machine
+from step import apply_gradients
 
 import jdaso
 
@@ -43,8 +44,7 @@ def prepare(tx, width, rows):
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, opt_state, batch):
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
-        return optax.apply_updates(params, updates), opt_state
+        return apply_gradients(tx, grads, opt_state, params, value=loss)
 
     def run(steps):
         start = time.perf_counter()
@@ -70,8 +70,8 @@ def main():
     sgd = optax.sgd(1e-3, momentum=0.9)
     # No run reaches the end of this period.
     averaging = jdaso.daso(jdaso.single_exchange(), jdaso.constant(period=10**6, delay=1))
-    without = prepare(optax.chain(sgd), width, arguments.rows)
-    within = prepare(optax.chain(sgd, averaging), width, arguments.rows)
+    without = prepare(sgd, width, arguments.rows)
+    within = prepare(jdaso.chain(sgd, averaging), width, arguments.rows)
     pairs = []
     for i in range(arguments.pairs):
         if i % 2:

@@ -50,8 +50,7 @@ def main():
     matrix = jnp.full((384, 384), 1 / 384)
     matmuls = max(comm.allgather(matmuls_for(arguments.seconds)))
 
-    def prepare(*averaging):
-        tx = optax.chain(optax.sgd(1.0), *averaging)
+    def prepare(tx):
         step = make_step(tx, matmuls)
         state = [jax.tree.map(jnp.copy, params), tx.init(params)]
 
@@ -66,7 +65,8 @@ def main():
             run(arguments.steps)
         return run
 
-    alone = prepare()
+    sgd = optax.sgd(1.0)
+    alone = prepare(sgd)
 
     def pair(run, exchange, totals):
         """Measures the seconds of a step alone and with exchanges."""
@@ -98,7 +98,7 @@ def main():
     say(f"{'exchange':28} {'alone':>8} {'with':>8} {'ratio':>7}  range        blocked/exchange")
     for name, variant in variants.items():
         exchange = jdaso.mpi_exchange(topology)
-        run = prepare(variant(exchange))
+        run = prepare(jdaso.chain(sgd, variant(exchange)))
         totals = ReportTotals(exchange)
         pairs = [pair(run, exchange, totals) for _ in range(arguments.pairs)]
         ratios = [with_exchange / base for base, with_exchange in pairs]

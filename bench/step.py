@@ -8,6 +8,17 @@ import time
 import jax
 import optax
 
+import jdaso
+from jdaso.core.transformation import Averaging
+
+
+def apply_gradients(tx, grads, opt_state, params, **extra_args):
+    """:func:`jdaso.apply_gradients`. The baselines are optimizers of optax without an averaging."""
+    if isinstance(tx, Averaging):
+        return jdaso.apply_gradients(tx, grads, opt_state, params, **extra_args)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
 
 def make_step(tx, matmuls):
     """Compiles a training step: ``matmuls`` matrix products in place of a gradient, then ``tx``."""
@@ -18,8 +29,7 @@ def make_step(tx, matmuls):
         # The gradient depends on the matmuls, so the update cannot run before they have ended.
         slope = 1e-6 + 0.0 * matrix[0, 0]
         grads = jax.tree.map(lambda p: slope * p, params)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, slope
+        return *apply_gradients(tx, grads, opt_state, params), slope
 
     return step
 

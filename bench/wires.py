@@ -12,6 +12,7 @@ acknowledgements.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import time
@@ -22,6 +23,7 @@ os.environ.setdefault("NPROC", "16")
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from machine import keep_memory, machine
 
 import jdaso
@@ -48,16 +50,21 @@ def main() -> None:
     def measure(wire: str, pattern: str, senders: str) -> tuple[float, float, float]:
         """Returns the busiest node's counted bytes and bytes on eth0, and seconds, per exchange."""
         exchange = jdaso.mpi_exchange(topology, pattern=pattern, senders=senders)
-        tx = jdaso.allreduce_gradients(exchange, wire=wire)
-        state, update = tx.init(leaf), jax.jit(tx.update)
-        _, state = jax.block_until_ready(update(leaf, state))
+        tx = jdaso.chain(optax.sgd(1.0), jdaso.allreduce_gradients(exchange, wire=wire))
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def step(params, state, grads):
+            return jdaso.apply_gradients(tx, grads, state, params)
+
+        params = jnp.ones(count)
+        params, state = jax.block_until_ready(step(params, tx.init(params), leaf))
         before, times = exchange.report()["bytes_sent"], []
         comm.Barrier()
         link = int(ETH0.read_text()) if in_lab else 0
         for _ in range(options.exchanges):
             comm.Barrier()
             start = time.perf_counter()
-            _, state = jax.block_until_ready(update(leaf, state))
+            params, state = jax.block_until_ready(step(params, state, leaf))
             times.append(time.perf_counter() - start)
         comm.Barrier()
         link = (int(ETH0.read_text()) if in_lab else 0) - link

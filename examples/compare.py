@@ -76,8 +76,8 @@ def candidates(args: argparse.Namespace, epoch_steps: int) -> dict[str, Candidat
         return easgd_center(opt_state)
 
     return {
-        "sync, float32": Candidate(lambda x: optax.chain(allreduce_gradients(x, "float32"), sgd)),
-        "sync, bfloat16": Candidate(lambda x: optax.chain(allreduce_gradients(x, "bfloat16"), sgd)),
+        "sync, float32": Candidate(lambda x: chain(sgd, allreduce_gradients(x, "float32"))),
+        "sync, bfloat16": Candidate(lambda x: chain(sgd, allreduce_gradients(x, "bfloat16"))),
         f"local_sgd, period {period}": Candidate(lambda x: chain(sgd, local_sgd(x, period))),
         f"dasgd, {both}": Candidate(lambda x: chain(sgd, dasgd(x, period, delay))),
         f"easgd, period {period}": Candidate(lambda x: chain(sgd, easgd(x, period)), center),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,21 +14,35 @@ import jdaso
 
 
 class Optimizer(NamedTuple):
-    """An optax transformation, and what a training needs besides.
+    """An optimizer, and what a training needs besides.
 
     Attributes:
-        transformation: The whole optimizer. Its learning rate is 0 until
-            :func:`with_learning_rate` sets it.
+        transformation: ``learning rate -> transformation``. The state of the transformation does
+            not contain the learning rate, which may be another one at each step.
         exchange: The exchange that averages the nodes' parameters before an evaluation.
         evaluated: ``(params, opt_state) -> params``, the parameters of this node that enter the
             evaluated mean.
         averaging: The argument of ``jdaso.drain``, or None if no exchange is ever in flight.
+        before: A transformation of the gradients without a state.
     """
 
-    transformation: optax.GradientTransformation
+    transformation: Callable[[Any], optax.GradientTransformation]
     exchange: jdaso.Exchange
     evaluated: Callable[[Any, Any], Any]
     averaging: optax.GradientTransformationExtraArgs | None
+    before: optax.GradientTransformation = optax.identity()
+
+    def init(self, params: Any) -> Any:
+        """The initial state."""
+        return self.transformation(0.0).init(params)
+
+    def apply_gradients(
+        self, grads: Any, opt_state: Any, params: Any, rate: jax.Array, loss: jax.Array
+    ) -> tuple[Any, Any]:
+        """Takes a step with the learning rate ``rate``. Returns parameters and state."""
+        grads, _ = self.before.update(grads, self.before.init(params), params)
+        tx = self.transformation(rate)
+        return jdaso.apply_gradients(tx, grads, opt_state, params, value=loss)
 
 
 def create(config: Config, world: jdaso.Exchange, epoch_steps: int) -> Optimizer:
@@ -42,31 +55,36 @@ def create(config: Config, world: jdaso.Exchange, epoch_steps: int) -> Optimizer
     """
     decay = optax.add_decayed_weights(config.weight_decay, mask=kernels)
     if config.sync in SHARED:  # shared_model.py has the optimizer
-        return Optimizer(optax.identity(), world, _own_params, None)
-    if config.sync == "eamsgd":  # a whole optimizer, which contains SGD
-        # Draining does not use the learning rate, so any value will do.
-        transformation = optax.chain(decay, _injected(functools.partial(_eamsgd, config, world)))
-        return Optimizer(transformation, world, _center, _eamsgd(config, world, 0.0))
+        return Optimizer(lambda rate: optax.identity(), world, _own_params, None)
 
-    local = optax.chain(decay, _injected(functools.partial(_sgd, config)))
-    if config.sync == "allreduce_gradients":
-        first = jdaso.allreduce_gradients(world, wire=config.wire)
-        return Optimizer(optax.chain(first, local), world, _own_params, None)
+    def eamsgd(rate: Any) -> optax.GradientTransformation:
+        return jdaso.eamsgd(world, config.period, rate, config.momentum, wire=config.wire)
+
+    # Draining does not use the learning rate, so any value will do.
+    if config.sync == "eamsgd":  # a whole optimizer, which contains SGD
+        return Optimizer(eamsgd, world, _center, eamsgd(0.0), before=decay)
     if config.sync == "none":
         world = jdaso.single_exchange()
-    averaging = jdaso.chain(
-        local, _averaging(config, world, epoch_steps), config.moments or "local"
-    )
+    averaging = _averaging(config, world, epoch_steps)
+
+    def chained(rate: Any) -> optax.GradientTransformation:
+        local = optax.chain(decay, optax.sgd(rate, config.momentum or None, config.nesterov))
+        return jdaso.chain(local, averaging, config.moments or "local")
+
+    if config.sync == "allreduce_gradients":
+        return Optimizer(chained, world, _own_params, None)
     evaluated = _center if config.sync == "easgd" else _own_params
-    return Optimizer(averaging, world, evaluated, averaging)
+    return Optimizer(chained, world, evaluated, chained(0.0))
 
 
 def _averaging(
     config: Config, world: jdaso.Exchange, epoch_steps: int
 ) -> optax.GradientTransformationExtraArgs:
-    """The algorithm of jdaso that comes after the local optimizer."""
+    """The algorithm of jdaso that is chained with the local optimizer."""
     total, warmup = config.epochs * epoch_steps, config.warmup_epochs * epoch_steps
     period, wire, fragments = config.period, config.wire, config.fragments
+    if config.sync == "allreduce_gradients":
+        return jdaso.allreduce_gradients(world, wire=wire)
     if config.sync == "daso":
         schedule = jdaso.cycling(
             period=period,
@@ -93,14 +111,6 @@ def _averaging(
     return jdaso.local_sgd(world, total)  # sync is "none", and the exchange has one node
 
 
-def _sgd(config: Config, learning_rate: Any) -> optax.GradientTransformation:
-    return optax.sgd(learning_rate, config.momentum or None, config.nesterov)
-
-
-def _eamsgd(config: Config, world: jdaso.Exchange, learning_rate: Any):
-    return jdaso.eamsgd(world, config.period, learning_rate, config.momentum, wire=config.wire)
-
-
 def _own_params(params: Any, opt_state: Any) -> Any:
     return params
 
@@ -111,28 +121,9 @@ def _center(params: Any, opt_state: Any) -> Any:
     return jax.tree.map(lambda x, c: c.astype(x.dtype), params, centers)
 
 
-def with_learning_rate(opt_state: Any, rate: jax.Array) -> Any:
-    """Returns the optimizer's state with the learning rate of the next step.
-
-    Args:
-        opt_state: State of an :class:`Optimizer`'s transformation.
-        rate: A float32 scalar, traced inside the compiled step.
-    """
-
-    def is_number(path, value) -> bool:  # eamsgd's state has another field of that name
-        return isinstance(value, jax.Array)
-
-    return optax.tree.set(opt_state, is_number, learning_rate=rate)
-
-
 def kernels(params: Any) -> Any:
     """Marks the parameters that decay: those with more than one dimension.
 
     Scales of norms and biases do not decay (Goyal et al. 2017, Sec. 5.1).
     """
     return jax.tree.map(lambda x: jnp.ndim(x) > 1, params)
-
-
-def _injected(build: Callable) -> optax.GradientTransformation:
-    """Builds a transformation whose state holds its learning rate."""
-    return optax.inject_hyperparams(build, hyperparam_dtype=jnp.float32)(learning_rate=0.0)

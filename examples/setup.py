@@ -92,7 +92,7 @@ def set_up(config: Config, topology: jdaso.Topology, task: Task) -> tuple[Setup,
     replicated = NamedSharding(topology.mesh, P())
     _, params, stats = nnx.split(task.model, nnx.Param, nnx.BatchStat)
     params, stats = jdaso.broadcast(world, jax.device_put((params, stats), replicated))
-    opt_state = jax.jit(optimizer.transformation.init, out_shardings=replicated)(params)
+    opt_state = jax.jit(optimizer.init, out_shardings=replicated)(params)
     state = TrainState(params, stats, opt_state, no_losses(setup))
     if shared is not None:
         state = state._replace(opt_state=shared.init(state))

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import optimizers
 from data import Dataset
 from flax import nnx
@@ -74,10 +73,8 @@ def make_steps(
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, rate, images, labels):
         params, stats, opt_state, losses = state
-        opt_state = optimizers.with_learning_rate(opt_state, rate)
         (loss, stats), grads = value_and_grad(params, stats, images, labels)
-        updates, opt_state = optimizer.transformation.update(grads, opt_state, params, value=loss)
-        params = optax.apply_updates(params, updates)
+        params, opt_state = optimizer.apply_gradients(grads, opt_state, params, rate, loss)
         losses += jnp.stack([loss, jnp.ones_like(loss)])
         return TrainState(params, stats, opt_state, losses), loss, jdaso.metrics(opt_state)
 

@@ -29,6 +29,7 @@ from image_folders import folder as folder
 from jax import lax
 from small_cnn import SmallCNN as SmallCNN
 
+from jdaso.core.apply_gradients import apply_gradients
 from jdaso.core.consensus import consensus
 from jdaso.core.drain import drain
 from jdaso.core.state import averaging_state
@@ -61,7 +62,7 @@ class Result(NamedTuple):
 
 def train(
     data: Images,
-    make_optimizer: Callable[[Exchange], optax.GradientTransformation],
+    make_optimizer: Callable[[Exchange], Averaging],
     nodes: int,
     batch_size: int,
     epochs: int,
@@ -73,9 +74,8 @@ def train(
 
     Args:
         data: The images. All nodes share them, see :func:`batches`.
-        make_optimizer: ``exchange -> transformation``, a whole optimizer that contains one
-            algorithm of jdaso. If :func:`jdaso.chain` made it, exchanges that are still in flight
-            after the last step are merged.
+        make_optimizer: ``exchange -> transformation``, a result of :func:`jdaso.chain` or
+            :func:`jdaso.eamsgd`. Exchanges that are still in flight after the last step are merged.
         nodes: Number of nodes.
         batch_size: Images per node and step.
         epochs: Number of passes over the images.
@@ -97,7 +97,7 @@ def train(
     """
     order = batches(len(data.labels), nodes, batch_size, epochs, seed)
     exchange = counting(axis_exchange(AXIS, nodes))
-    transformation = optax.with_extra_args_support(make_optimizer(exchange))
+    transformation = make_optimizer(exchange)
     model = model or SmallCNN(num_classes=int(data.labels.max()) + 1)
     first = model.init(jax.random.key(seed), jnp.asarray(data.images[:1]))
 
@@ -108,10 +108,10 @@ def train(
     def step(carry, batch):
         params, opt_state = carry
         loss, grads = jax.value_and_grad(loss_fn)(params, *batch)
-        updates, opt_state = transformation.update(grads, opt_state, params, value=loss)
+        params, opt_state = apply_gradients(transformation, grads, opt_state, params, value=loss)
         state = averaging_state(opt_state)
         counts = loss, _bytes_sent(opt_state), state.exchanges, state.plan.delay == 0
-        return (optax.apply_updates(params, updates), opt_state), counts
+        return (params, opt_state), counts
 
     def node(images, labels, order):
         (params, opt_state), counts = lax.scan(
@@ -119,8 +119,7 @@ def train(
             (first, transformation.init(first)),
             order,
         )
-        if isinstance(transformation, Averaging):
-            params, opt_state = drain(transformation, opt_state, params)
+        params, opt_state = drain(transformation, opt_state, params)
         if evaluated is None:
             return consensus(exchange, params), counts
         return evaluated(opt_state, params), counts

@@ -77,17 +77,16 @@ def train(period, delay, params, images, labels, order, learning_rate):
     exchange = jdaso.axis_exchange("node", NODES)
     averaging = jdaso.daso(exchange, fixed(period, delay))
     decay = optax.cosine_decay_schedule(learning_rate, decay_steps=len(order))
-    tx = optax.chain(optax.sgd(decay, MOMENTUM), averaging)
+    tx = jdaso.chain(optax.sgd(decay, MOMENTUM), averaging)
 
     def step(carry, indices):  # the training step of one node
         params, opt_state = carry
         loss, grads = jax.value_and_grad(loss_fn)(params, images[indices], labels[indices])
-        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
-        return (optax.apply_updates(params, updates), opt_state), loss
+        return jdaso.apply_gradients(tx, grads, opt_state, params, value=loss), loss
 
     def node(order):
         (last, opt_state), losses = lax.scan(step, (params, tx.init(params)), order)
-        last, _ = jdaso.drain(averaging, opt_state, last)
+        last, _ = jdaso.drain(tx, opt_state, last)
         return jdaso.consensus(exchange, last), losses
 
     params, losses = jax.vmap(node, in_axes=1, axis_name="node")(order)

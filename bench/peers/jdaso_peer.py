@@ -46,7 +46,7 @@ import jdaso
 
 sys.path.append(str(Path(__file__).parents[1]))
 from machine import keep_memory
-from step import ReportTotals, settle
+from step import ReportTotals, apply_gradients, settle
 
 VARIANTS = ("none", "synchronous", "synchronous-bf16", "daso", "daso-bf16", "daso-int8")
 WIRES = {"bf16": "bfloat16", "int8": "int8"}
@@ -88,8 +88,7 @@ class Training:
         @functools.partial(jax.jit, donate_argnums=(0, 1))
         def step(parameters, state, images, labels):
             loss, grads = jax.value_and_grad(loss_fn)(parameters, layers, images, labels)
-            updates, state = tx.update(grads, state, parameters)
-            return optax.apply_updates(parameters, updates), state, loss
+            return *apply_gradients(tx, grads, state, parameters), loss
 
         self._step = step
         self._first = workload.first_parameters(options.network, options.seed)
@@ -116,13 +115,13 @@ def transformation(variant, options, exchange) -> optax.GradientTransformation:
     if variant == "none":
         return sgd
     if variant.startswith("synchronous"):
-        return optax.chain(jdaso.allreduce_gradients(exchange, wire=wire), sgd)
+        return jdaso.chain(sgd, jdaso.allreduce_gradients(exchange, wire=wire))
     if variant == "local_sgd":
-        return optax.chain(sgd, jdaso.local_sgd(exchange, options.period))
+        return jdaso.chain(sgd, jdaso.local_sgd(exchange, options.period))
     if variant == "dasgd":
-        return optax.chain(sgd, jdaso.dasgd(exchange, options.period, options.delay))
+        return jdaso.chain(sgd, jdaso.dasgd(exchange, options.period, options.delay))
     schedule = jdaso.constant(options.period, options.delay)
-    return optax.chain(sgd, jdaso.daso(exchange, schedule, wire=wire))
+    return jdaso.chain(sgd, jdaso.daso(exchange, schedule, wire=wire))
 
 
 def random_batch(options, topology):

@@ -72,7 +72,7 @@ def test_one_process_trains_as_sgd_does(sync):
     optimizer = optimizers.create(configured(sync="none"), jdaso.single_exchange(), 1)
     train_step, _ = make_steps(task(), optimizer, topology)
     plain = begin()
-    plain = plain._replace(opt_state=optimizer.transformation.init(plain.params))
+    plain = plain._replace(opt_state=optimizer.init(plain.params))
     for step in range(STEPS):
         state, found, metrics = shared.train_step(state, rate(step), *batch(step))
         plain, expected, _ = train_step(plain, rate(step), *batch(step))

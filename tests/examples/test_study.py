@@ -33,8 +33,8 @@ train = functools.partial(study.train, model=MODEL)
 
 def test_synchronous_nodes_are_one_node_with_all_of_their_images(data):
     def make_optimizer(exchange):
-        return optax.chain(
-            jdaso.allreduce_gradients(exchange, wire="float32"), optax.sgd(0.05, 0.9)
+        return jdaso.chain(
+            optax.sgd(0.05, 0.9), jdaso.allreduce_gradients(exchange, wire="float32")
         )
 
     two = train(data, make_optimizer, nodes=2, batch_size=32, epochs=2)
