@@ -28,10 +28,12 @@ def allreduce_gradients(
         wire: Dtype on the network, as in :func:`jdaso.daso`. With ``int8``, rounding errors are
             added to later gradients. None selects the wire of the exchange, or bfloat16.
         nonfinite: ``skip`` leaves a node with non-finite gradients out of the mean. The node
-            applies the mean of the others. ``raise`` stops with an error.
+            applies the mean of the others. ``raise`` raises an error. With ``off``, gradients are
+            read only when they are posted. The mean is the same as with ``skip``.
 
     Returns:
-        An optax transformation of gradients. Put it first in a chain. Nodes that start from equal
+        An averaging for :func:`jdaso.chain`, which applies it before the optimizer. In an
+        ``optax.chain`` it must be the first. Nodes that start from equal
         parameters stay equal. If ``update`` is given ``params``, an MPI exchange raises an error
         when they differ.
 
@@ -39,7 +41,8 @@ def allreduce_gradients(
         ValueError: for an unknown wire.
 
     >>> import jdaso, optax
-    >>> tx = optax.chain(jdaso.allreduce_gradients(jdaso.single_exchange()), optax.sgd(0.1, 0.9))
+    >>> averaging = jdaso.allreduce_gradients(jdaso.single_exchange())
+    >>> tx = jdaso.chain(optax.sgd(0.1, momentum=0.9), averaging)
     """
     wire = resolve_wire("wire", wire, exchange, "bfloat16")
     return averaging(

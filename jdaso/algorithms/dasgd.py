@@ -45,7 +45,7 @@ def dasgd(
             exchange, or float32.
         fragments: Number of parts of the parameters. The parts are exchanged one after the other
             within a period.
-        nonfinite: ``skip`` or ``raise``, as in :func:`jdaso.daso`.
+        nonfinite: ``skip``, ``raise`` or ``off``, as in :func:`jdaso.daso`.
 
     Returns:
         An optax transformation. Put it last in a chain. ``update`` requires ``params``.
@@ -60,7 +60,7 @@ def dasgd(
 
     >>> import jdaso, optax
     >>> exchange = jdaso.single_exchange()
-    >>> tx = optax.chain(optax.sgd(0.1), jdaso.dasgd(exchange, period=4, delay=3))
+    >>> tx = jdaso.chain(optax.sgd(0.1), jdaso.dasgd(exchange, period=4, delay=3))
     """
     check_share("xi", xi)
     schedule = resolve_schedule("dasgd", period, delay, schedule)

@@ -48,16 +48,17 @@ def daso(
             blocking wire then loses only the rounding of the sums.
         fragments: Number of parts of the parameters. In the cycling phase the parts are exchanged
             one after the other within a period, which spreads the load on the network.
-        nonfinite: ``skip`` drops a step with non-finite updates, and leaves its node out of sums
-            and of P until the node has merged the mean of the others. The metrics ``skipped`` and
-            ``left_out`` count both. ``raise`` stops with an error. The state of an optimizer such
-            as momentum needs its own protection:
-            ``chain(apply_if_finite(sgd(0.1, 0.9), 10), daso(...))``.
+        nonfinite: What happens to gradients that are not finite. ``skip`` skips the step: the
+            parameters and, in :func:`jdaso.chain`, the optimizer's whole state stay unchanged.
+            The node is left out of sums and of P until it has merged the mean of the others. The
+            metrics ``skipped`` and ``left_out`` count both. ``raise`` raises an error. ``off``
+            does not read the gradients. Parameters that are not finite are found when they are
+            posted, and the node is then left out of that sum.
 
     Returns:
-        An optax transformation. Put it last in a chain. ``update`` requires ``params`` and takes
-        ``value=loss``. Without a loss, period and delay do not change. Integer leaves are not
-        averaged.
+        An averaging for :func:`jdaso.chain`. It takes ``value=loss``. Without
+        a loss, period and delay do not change. Integer leaves are not averaged. It is also an
+        optax transformation, which must be the last in an ``optax.chain``.
 
     Raises:
         ValueError: for an unknown wire, a wire that contradicts ``exchange.wire``, or an unknown
@@ -69,10 +70,10 @@ def daso(
 
     >>> import jax.numpy as jnp, jdaso, optax
     >>> schedule = jdaso.cycling(period=4, warmup=10, cooldown=10, total=100, epoch=10)
-    >>> tx = optax.chain(optax.sgd(0.1), jdaso.daso(jdaso.single_exchange(), schedule))
-    >>> params = {"w": jnp.ones(3)}
+    >>> tx = jdaso.chain(optax.sgd(0.1), jdaso.daso(jdaso.single_exchange(), schedule))
+    >>> params, grads = {"w": jnp.ones(3)}, {"w": jnp.ones(3)}
     >>> state = tx.init(params)
-    >>> updates, state = tx.update({"w": jnp.ones(3)}, state, params, value=0.5)
+    >>> params, state = jdaso.apply_gradients(tx, grads, state, params, value=0.5)
     """
     return averaging(
         "daso",

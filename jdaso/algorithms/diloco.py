@@ -61,7 +61,7 @@ def diloco(
         schedule: Replaces period and delay.
         wire: Dtype on the network, as in :func:`jdaso.daso`. None selects the wire of the
             exchange, or float32.
-        nonfinite: ``skip`` or ``raise``, as in :func:`jdaso.daso`.
+        nonfinite: ``skip``, ``raise`` or ``off``, as in :func:`jdaso.daso`.
 
     Returns:
         An optax transformation. Put it last in a chain. ``update`` requires ``params``. The
@@ -79,7 +79,7 @@ def diloco(
 
     >>> import jdaso, optax
     >>> averaging = jdaso.diloco(jdaso.single_exchange(), period=50, delay=5, mix=0.5)
-    >>> tx = optax.chain(optax.adamw(1e-3), averaging)
+    >>> tx = jdaso.chain(optax.adamw(1e-3), averaging)
     """
     check_share("mix", mix, below_one=True)
     if not isinstance(outer, optax.GradientTransformation):

@@ -57,7 +57,7 @@ def easgd(
             end of a step, also at the end of an epoch, precedes the update of the next step.
         wire: Dtype on the network, as in :func:`jdaso.daso`. None selects the wire of the
             exchange, or float32.
-        nonfinite: ``skip`` or ``raise``, as in :func:`jdaso.daso`.
+        nonfinite: ``skip``, ``raise`` or ``off``, as in :func:`jdaso.daso`.
 
     Returns:
         An optax transformation. Put it last in a chain. ``update`` requires ``params``. The
@@ -75,7 +75,7 @@ def easgd(
         Zhang, Choromanska, LeCun, Deep learning with elastic averaging SGD, NeurIPS 2015.
 
     >>> import jdaso, optax
-    >>> tx = optax.chain(optax.sgd(0.1), jdaso.easgd(jdaso.single_exchange(), period=4))
+    >>> tx = jdaso.chain(optax.sgd(0.1), jdaso.easgd(jdaso.single_exchange(), period=4))
     """
     return elastic_averaging("easgd", exchange, period, alpha, beta, schedule, wire, nonfinite)
 

@@ -34,7 +34,7 @@ def local_sgd(
             node since the exchange was posted. :func:`jdaso.dasgd` keeps a part of them.
         wire: Dtype on the network, as in :func:`jdaso.daso`. None selects the wire of the
             exchange, or float32.
-        nonfinite: ``skip`` or ``raise``, as in :func:`jdaso.daso`.
+        nonfinite: ``skip``, ``raise`` or ``off``, as in :func:`jdaso.daso`.
 
     Returns:
         An optax transformation. Put it last in a chain. ``update`` requires ``params``.
@@ -44,7 +44,7 @@ def local_sgd(
             wire.
 
     >>> import jdaso, optax
-    >>> tx = optax.chain(optax.sgd(0.1), jdaso.local_sgd(jdaso.single_exchange(), period=8))
+    >>> tx = jdaso.chain(optax.sgd(0.1), jdaso.local_sgd(jdaso.single_exchange(), period=8))
     """
     schedule = resolve_schedule("local_sgd", period, 0, schedule)
     check_progress("local_sgd", "a node's own weight", 0.0, schedule)

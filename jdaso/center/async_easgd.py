@@ -77,7 +77,7 @@ def async_easgd(
 
     >>> import jdaso, optax
     >>> center = jdaso.center.simulated_center(4)
-    >>> tx = optax.chain(optax.sgd(0.1), jdaso.center.async_easgd(center, period=16))
+    >>> tx = jdaso.chain(optax.sgd(0.1), jdaso.center.async_easgd(center, period=16))
     """
     return _elastic("async_easgd", center, period, alpha, beta, delay, nonfinite)
 

@@ -56,7 +56,7 @@ def downpour(center: Center, period: int, *, delay: int = 0, nonfinite: str = "s
 
     >>> import jdaso, optax
     >>> center = jdaso.center.simulated_center(4)
-    >>> tx = optax.chain(optax.sgd(0.1), jdaso.center.downpour(center, period=4))
+    >>> tx = jdaso.chain(optax.sgd(0.1), jdaso.center.downpour(center, period=4))
     """
     return _downpour("downpour", center, period, delay, nonfinite, summing_rule())
 
@@ -82,7 +82,7 @@ def adownpour(center: Center, period: int, *, delay: int = 0, nonfinite: str = "
 
     >>> import jdaso, optax
     >>> center = jdaso.center.simulated_center(4)
-    >>> tx = optax.chain(optax.sgd(0.1), jdaso.center.adownpour(center, period=4))
+    >>> tx = jdaso.chain(optax.sgd(0.1), jdaso.center.adownpour(center, period=4))
     """
     return _downpour("adownpour", center, period, delay, nonfinite, averaging_rule())
 
@@ -113,7 +113,7 @@ def mvadownpour(
 
     >>> import jdaso, optax
     >>> center = jdaso.center.simulated_center(4)
-    >>> tx = optax.chain(optax.sgd(0.1), jdaso.center.mvadownpour(center, period=4))
+    >>> tx = jdaso.chain(optax.sgd(0.1), jdaso.center.mvadownpour(center, period=4))
     """
     check_positive("moving_rate", moving_rate)
     check_share("moving_rate", moving_rate)

@@ -52,7 +52,7 @@ def init_cluster(
 
     >>> import jax.numpy as jnp, jdaso, optax
     >>> center = jdaso.center.simulated_center(4)
-    >>> tx = optax.chain(optax.sgd(0.1), jdaso.center.async_easgd(center, period=1))
+    >>> tx = jdaso.chain(optax.sgd(0.1), jdaso.center.async_easgd(center, period=1))
     >>> jdaso.center.init_cluster(tx, jnp.ones(3), 4).params.shape
     (4, 3)
     """
@@ -94,7 +94,7 @@ def take_turns(
 
     >>> import jax, jax.numpy as jnp, jdaso, optax
     >>> center = jdaso.center.simulated_center(2)
-    >>> tx = optax.chain(optax.sgd(0.5), jdaso.center.downpour(center, period=1))
+    >>> tx = jdaso.chain(optax.sgd(0.5), jdaso.center.downpour(center, period=1))
     >>> def step(params, opt_state, batch):
     ...     updates, opt_state = tx.update(params - batch, opt_state, params)
     ...     return optax.apply_updates(params, updates), opt_state, params

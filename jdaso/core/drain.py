@@ -29,9 +29,9 @@ def drain(transformation: Averaging, opt_state: PyTree, params: PyTree) -> tuple
 
     >>> import jax.numpy as jnp, jdaso, optax
     >>> averaging = jdaso.daso(jdaso.single_exchange(), jdaso.constant(period=4, delay=2))
-    >>> tx = optax.chain(optax.sgd(0.1), averaging)
+    >>> tx = jdaso.chain(optax.sgd(0.1), averaging)
     >>> params = {"w": jnp.ones(3)}
-    >>> params, state = jdaso.drain(averaging, tx.init(params), params)
+    >>> params, state = jdaso.drain(tx, tx.init(params), params)
     """
     if not isinstance(transformation, Averaging):
         raise ValueError(

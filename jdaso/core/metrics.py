@@ -21,8 +21,8 @@ class Metrics(NamedTuple):
         in_flight: int32, exchanges in flight, at most one for each fragment.
         exchanges: int32, exchanges posted. It is also the number of the next one.
         merged: bool, whether an exchange was merged at the last step.
-        skipped: int32, steps that this node skipped, because the updates or the updated
-            parameters were not finite.
+        skipped: int32, steps that this node skipped, because its gradients were not finite. In an
+            ``optax.chain``, the updates that the averaging gets count as the gradients.
         left_out: int32, exchanges to which this node did not contribute, because its parameters
             were not finite, or that were ignored, because their sum was not finite.
     """
@@ -55,7 +55,7 @@ def metrics(opt_state: PyTree) -> Metrics:
 
     >>> import jax.numpy as jnp, jdaso, optax
     >>> averaging = jdaso.dasgd(jdaso.single_exchange(), period=4, delay=2)
-    >>> state = optax.chain(optax.sgd(0.1), averaging).init({"w": jnp.ones(3)})
+    >>> state = jdaso.chain(optax.sgd(0.1), averaging).init({"w": jnp.ones(3)})
     >>> int(jdaso.metrics(state).period), int(jdaso.metrics(state).in_flight)
     (4, 0)
     """

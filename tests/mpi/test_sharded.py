@@ -7,6 +7,10 @@ from launch import mpiexec, passes
 FEW = ("daso", "dasgd fragments", "dasgd int8", "diloco", "moments average")
 
 
+def test_layouts():
+    passes(mpiexec(1, "layouts.py"))
+
+
 def test_every_algorithm_on_two_devices():
     passes(mpiexec(2, "sharded.py", 2))
 

@@ -88,7 +88,7 @@ def mpi_center(
     >>> import jdaso
     >>> topology = jdaso.discover_topology()
     >>> center = jdaso.center.mpi_center(topology)  # doctest: +SKIP
-    >>> tx = optax.chain(optax.sgd(0.1), jdaso.center.async_easgd(center, 16))  # doctest: +SKIP
+    >>> tx = jdaso.chain(optax.sgd(0.1), jdaso.center.async_easgd(center, 16))  # doctest: +SKIP
     >>> params = center.join(params)  # doctest: +SKIP
     """
     check_number("timeout", timeout, above=True)
