@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
+
 from jdaso.checkpoint.agreement import from_first
 from jdaso.checkpoint.flight_check import exchanges_in_flight, number_exchanges
 from jdaso.checkpoint.folder import (
@@ -118,8 +120,10 @@ class Checkpoints:
                 "folder."
             )
         path = self._next_path(step)
+        # Every device must have posted and collected its exchanges. Copying a replicated array
+        # would wait for one device only.
+        jax.block_until_ready(state)
         arrays = to_host_arrays(number_exchanges(state, self._exchanges))
-        # Copying has waited for the step's computation, so the step has posted its exchange.
         tree = part_tree(arrays, exchanges_in_flight(state, self._exchanges))
         self._last_number = (self._last_number or 0) + 1
         with self._write_errors():

@@ -50,8 +50,10 @@ def train(params, state, steps):
 
 
 if not ends.exists():
-    params, state = train(params, state, range(SAVED_AT))
-    checkpoints.save(SAVED_AT, (params, state))
+    # At each step, also where one device has collected an exchange and another one has not yet.
+    for t in range(SAVED_AT):
+        params, state = train(params, state, [t])
+        checkpoints.save(t + 1, (params, state))
     assert len(exchange.posted()) == 1
     params, state = train(params, state, range(SAVED_AT, STEPS))
     checkpoints.wait()
