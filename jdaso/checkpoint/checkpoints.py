@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
-
 from jdaso.checkpoint.agreement import from_first
 from jdaso.checkpoint.flight_check import exchanges_in_flight, number_exchanges
 from jdaso.checkpoint.folder import (
@@ -120,9 +118,6 @@ class Checkpoints:
                 "folder."
             )
         path = self._next_path(step)
-        # Every device must have posted and collected its exchanges. Copying a replicated array
-        # would wait for one device only.
-        jax.block_until_ready(state)
         arrays = to_host_arrays(number_exchanges(state, self._exchanges))
         tree = part_tree(arrays, exchanges_in_flight(state, self._exchanges))
         self._last_number = (self._last_number or 0) + 1

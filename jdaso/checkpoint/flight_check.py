@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -31,6 +32,9 @@ def exchanges_in_flight(tree: PyTree, exchanges: Sequence[Exchange]) -> InFlight
     Raises:
         JdasoError: If the states in the tree do not wait for exactly that.
     """
+    # Every device must have posted and collected its exchanges. Copying a replicated array would
+    # wait for one device only.
+    jax.block_until_ready(tree)
     posted = {
         (position, number): posted
         for position, exchange in enumerate(exchanges)
