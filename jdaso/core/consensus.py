@@ -63,11 +63,9 @@ def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyT
         header = header.at[-len(AGREEMENT_NAMES) :].set(agreement_numbers(plan, schedules, ()))
     state, _ = exchange.start(exchange.init(tree), UNCOUNTED, step, leaves, header, None)
     total, header, _ = exchange.finish(state, UNCOUNTED, leaves)
-    # The condition is always true. In a program for several devices, the result of a host callback
-    # is on one device, and combining it with a leaf distributes it like the leaf.
     members = header[0]
     means = [
-        jnp.where(members >= 0, divide(t, members.astype(t.dtype)).astype(x.dtype), x)
+        divide(t, members.astype(t.dtype)).astype(x.dtype)
         for t, x in zip(total, leaves, strict=True)
     ]
     return replace([place_like(mean, x) for mean, x in zip(means, floats, strict=True)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax.experimental import io_callback
 from jdaso.cluster.topology import Topology
 from jdaso.core.tree import outline
 from jdaso.core.types import Exchange, HostState, Leaves, PostedExchange, PyTree, SentLeaf
-from jdaso.core.validation import check_choice, check_number, check_whole
+from jdaso.core.validation import check_number
 from jdaso.core.wire import check_wire
 from jdaso.exchange.axis import single_exchange
 from jdaso.exchange.host.ffi_bridge import use_native
@@ -23,26 +23,13 @@ from jdaso.exchange.host.jit_interface import JitInterface
 from jdaso.exchange.host.keys import Keys
 from jdaso.exchange.host.node_mesh import Specs
 from jdaso.exchange.host.shardings import Shardings
-from jdaso.exchange.transport.all_reduce import PATTERNS
+from jdaso.exchange.settings import Settings, check_int8, check_same_settings, check_settings
 from jdaso.exchange.transport.collectives import AllReduceOptions
 from jdaso.exchange.transport.host_collectives import HostCollectives
 from jdaso.exchange.transport.membership import Membership
 from jdaso.exchange.transport.mpi_transport import MpiTransport
 from jdaso.exchange.transport.progress import Progress
-from jdaso.exchange.transport.ulfm import ON_FAILURE, check_can_shrink, limit_finalize
-
-SENDERS = ("one", "all")
-
-
-class _Settings(NamedTuple):
-    """The arguments of mpi_exchange that must be the same on all processes."""
-
-    wire: str | None
-    chunk_bytes: int
-    pattern: str
-    senders: str
-    on_failure: str
-    same_bits: bool
+from jdaso.exchange.transport.ulfm import check_can_shrink, limit_finalize
 
 
 def mpi_exchange(
@@ -134,9 +121,8 @@ def mpi_exchange(
             arguments, except for ``timeout`` and ``native``, differ between processes; for a mesh
             of other devices. In ``init``, for shardings that do not fit the parameters.
         JdasoError: In ``init``, if the nodes' parameters differ in structure, shape, dtype or
-            sharding. In
-            ``update``, if nodes are at different steps, if a period, delay, schedule state, centre
-            or anchor differs, or if a node is missing at the deadline.
+            sharding. In ``update``, if nodes are at different steps, if a period, delay, schedule
+            state, centre or anchor differs, or if a node is missing at the deadline.
 
     >>> import jdaso
     >>> exchange = jdaso.mpi_exchange(jdaso.discover_topology())
@@ -144,13 +130,13 @@ def mpi_exchange(
     1
     """
     wire = check_wire("wire", wire)
-    settings = _Settings(wire, chunk_bytes, pattern, senders, on_failure, same_bits)
+    settings = Settings(wire, chunk_bytes, pattern, senders, on_failure, same_bits)
     check_number("timeout", timeout, above=True)
-    _check_settings(settings, topology.num_nodes)
+    check_settings(settings, topology.num_nodes)
     sharded = Shardings(shardings, topology.mesh)
     if topology.num_nodes == 1:
         return _single_node(topology, wire)
-    _check_same_settings(topology, settings)
+    check_same_settings(topology, settings)
     native = use_native(native, topology.devices[0].platform)
     shrinks = on_failure == "shrink"
     if shrinks:
@@ -171,8 +157,7 @@ def mpi_exchange(
         return HostState(jnp.asarray(keys.key(tree), jnp.int32))
 
     def init(params: PyTree) -> HostState:
-        sharded.register(params)
-        return compare(params, sharded.describe(params))
+        return compare(params, sharded.register(params))
 
     def bind(names: Sequence[str], leaves: Leaves) -> Exchange:
         functions = _leaf_functions(program, settings, program.specs(names, leaves))
@@ -213,13 +198,13 @@ def mpi_exchange(
 
 
 def _leaf_functions(
-    program: JitInterface, settings: _Settings, specs: Specs | None = None
+    program: JitInterface, settings: Settings, specs: Specs | None = None
 ) -> dict[str, Any]:
     """The functions of an exchange that depend on the sharding of the leaves."""
 
     def start(state: HostState, number, step, leaves: Leaves, header, wire):
         if wire == "int8":
-            _check_int8(settings.pattern, settings.same_bits)
+            check_int8(settings.pattern, settings.same_bits)
         token, number = program.start(state.key, number, step, leaves, header, wire, specs)
         return HostState(token), number
 
@@ -265,52 +250,3 @@ def _broadcast(
     # ``arrived`` is always True. In a program for several devices, the host's result lies on one
     # of them, and this operation with values on all devices distributes it.
     return [jnp.where(arrived, y, x) for y, x in zip(received, leaves, strict=True)]
-
-
-def _check_settings(settings: _Settings, num_nodes: int) -> None:
-    """Raises ValueError for arguments that are invalid by themselves."""
-    check_whole("chunk_bytes", settings.chunk_bytes, 16)
-    if settings.chunk_bytes >= 2**31:
-        raise ValueError(f"chunk_bytes must be below 2**31, got {settings.chunk_bytes}.")
-    check_choice("pattern", settings.pattern, PATTERNS)
-    check_choice("senders", settings.senders, SENDERS)
-    check_choice("on_failure", settings.on_failure, ON_FAILURE)
-    if settings.pattern == "halving" and settings.on_failure == "shrink":
-        raise ValueError(
-            "pattern='halving' requires 2, 4, 8, ... nodes, and on_failure='shrink' reduces their "
-            "number: use 'direct' or 'ring'."
-        )
-    if settings.pattern == "halving" and num_nodes & (num_nodes - 1):
-        raise ValueError(
-            f"pattern='halving' requires 2, 4, 8, ... nodes, got {num_nodes}: use 'ring', which "
-            "sends the same number of bytes, or 'direct'."
-        )
-    if settings.wire == "int8":
-        _check_int8(settings.pattern, settings.same_bits)
-
-
-def _check_int8(pattern: str, same_bits: bool) -> None:
-    if not same_bits:
-        raise ValueError(
-            "same_bits=False allows nodes to differ in the last bits, and the wire int8 sends "
-            "differences from a mean that must be equal on all nodes: use the wire bfloat16."
-        )
-    if pattern != "direct":
-        raise ValueError(
-            f"pattern={pattern!r} rounds partial sums, which error feedback cannot correct: the "
-            "wire int8 requires pattern='direct'. With this pattern, use the wire bfloat16."
-        )
-
-
-def _check_same_settings(topology: Topology, settings: _Settings) -> None:
-    """Raises ValueError on all processes if their arguments differ; collective."""
-    assert topology.comm is not None
-    given = topology.comm.allgather(settings)
-    for rank, other in enumerate(given):
-        for name, value in given[0]._asdict().items():
-            if getattr(other, name) != value:
-                raise ValueError(
-                    f"{name} must be the same on all processes, got {value!r} in "
-                    f"{topology.describe(0)} and {getattr(other, name)!r} in "
-                    f"{topology.describe(rank)}: pass the same arguments to mpi_exchange."
-                )

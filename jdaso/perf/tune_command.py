@@ -9,7 +9,8 @@ from typing import Any
 
 from jdaso import perf
 from jdaso.cluster.topology import Topology, discover_topology
-from jdaso.exchange.mpi import SENDERS, mpi_exchange
+from jdaso.exchange.mpi import mpi_exchange
+from jdaso.exchange.settings import SENDERS
 from jdaso.exchange.transport.all_reduce import PATTERNS
 from jdaso.perf.measure import Measured, sweep
 from jdaso.perf.network import FLOAT32_WIRES

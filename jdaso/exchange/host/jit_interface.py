@@ -1,4 +1,4 @@
-"""The part of an exchange that runs inside a compiled program: which device posts what, and how.
+"""The part of an exchange that runs inside a compiled program. It decides which device posts what.
 
 Each device of the node copies its own shards to the host. It does so inside ``shard_map`` over the
 mesh of the node, which the functions of this file add where the program is not in one already.
@@ -184,8 +184,7 @@ class Callbacks:
                 self._transport.post(number, int(step), header)
             return token
 
-        dtypes = [layout.specs[shard].dtype for shard in layout.shards_of(0)]
-        cast = [pack(x, dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
+        cast = [pack(x, dtype) for x, dtype in zip(leaves, layout.dtypes, strict=True)]
         return io_callback(call, token, token, device, number, step, header, *cast)
 
     def collect(

@@ -1,4 +1,4 @@
-"""Where the leaves of an exchange lie: on the devices of a process, and in its staging buffers.
+"""Which device holds which shard of a leaf, and where the staging buffers hold it.
 
 The staging buffers hold every shard of every leaf once. Several devices may hold copies of a
 shard. Copy ``k mod n`` of its n copies is sent by exchange k.
@@ -75,9 +75,14 @@ class Layout(NamedTuple):
         return [placement.shard for placement in self.placements[device]]
 
     @property
+    def dtypes(self) -> list[np.dtype]:
+        """The dtype of each leaf on the wire."""
+        return [self.specs[shard].dtype for shard in self.shards_of(0)]
+
+    @property
     def int8(self) -> bool:
         """Whether the leaves are sent in blocks of int8."""
-        return any(spec.dtype == BLOCK_DTYPE for spec in self.specs)
+        return BLOCK_DTYPE in self.dtypes
 
     def join(self, shards: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Copies of the leaves, from all shards in their wire dtypes. Blocks become float32."""
@@ -104,7 +109,7 @@ def _slices(bounds: Bounds) -> tuple[slice, ...]:
 
 
 def unsharded(specs: Sequence[LeafSpec]) -> Layout:
-    """The layout of leaves, given by their shapes on the wire, on one device.
+    """The layout of leaves on one device, given by their shapes on the wire.
 
     >>> layout = unsharded([LeafSpec((3,), np.dtype("float32"))])
     >>> layout.senders, layout.shards_of(0), layout.sent_by(0, number=5)

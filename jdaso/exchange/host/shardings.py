@@ -33,39 +33,40 @@ class Shardings:
         self.mesh = self._devices_mesh = mesh
         self._has_mesh = False
         self._known: dict[tuple[str, tuple[int, ...]], PartitionSpec] = {}
-        self._given: Callable[[Any, Any], Any] | None = given if callable(given) else None
-        self._one: PartitionSpec | None = None
-        self._by_name: dict[str, PartitionSpec] = {}
+        self._find: Callable[[Any, Any], Any]
         if given is None:
-            self._one = PartitionSpec()
+            self._find = lambda path, leaf: PartitionSpec()
         elif _is_sharding(given):
-            self._one = self._spec("shardings", given)
-        elif self._given is None:
-            leaves = jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_sharding)
-            named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
-            for name, leaf in named.items():
-                if isinstance(leaf, NamedSharding):
-                    self._use(name, leaf.mesh)  # the specs without a mesh are of this mesh
-            self._by_name = {name: self._spec(name, leaf) for name, leaf in named.items()}
+            self._spec("shardings", given)
+            self._find = lambda path, leaf: given
+        elif callable(given):
+            self._find = given
+        else:
+            self._find = self._from_tree(given)
 
-    def register(self, tree: PyTree) -> None:
+    def register(self, tree: PyTree) -> list[str]:
         """Finds and checks the shardings of a tree, which :meth:`specs` then returns.
+
+        Returns:
+            A text for each leaf that is sharded, to compare with those of other nodes.
 
         Raises:
             ValueError: if a leaf has no sharding, or one that does not fit its shape.
         """
         if not isinstance(tree, ParamsWithMoments):
             return self._register(tree, "")
-        self._register(tree.params, ".params")
+        texts = self._register(tree.params, ".params")
         for i, moments in enumerate(tree.moments):
-            self._register(moments, f".moments[{i}]")
+            texts += self._register(moments, f".moments[{i}]")
+        return texts
 
-    def _register(self, tree: PyTree, prefix: str) -> None:
+    def _register(self, tree: PyTree, prefix: str) -> list[str]:
+        texts = []
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             if not is_float(leaf):
                 continue
             name, shape = jax.tree_util.keystr(path), np.shape(leaf)
-            spec = self._find(path, leaf)
+            spec = self._spec(name, self._find(path, leaf))
             try:
                 NamedSharding(self.mesh, spec).shard_shape(shape)
             except ValueError as error:
@@ -78,20 +79,32 @@ class Shardings:
                 # Some optimizers keep moments of another shape than the parameter.
                 spec = PartitionSpec()
             self._known[prefix + name, shape] = spec
+            if any(axis is not None for axis in spec):
+                mesh = dict(self.mesh.shape)
+                texts.append(f"{prefix + name or 'params'}: {spec} on a mesh of shape {mesh}")
+        return texts
 
-    def _find(self, path: Any, leaf: Any) -> PartitionSpec:
-        name = jax.tree_util.keystr(path)
-        if self._given is not None:
-            return self._spec(name, self._given(path, leaf))
-        if self._one is not None:
-            return self._one
-        if name not in self._by_name:
-            known = ", ".join(sorted(self._by_name)[:5])
-            raise ValueError(
-                f"shardings has no sharding for {name or 'params'}, a parameter of shape "
-                f"{np.shape(leaf)}; it has {known or 'none'}: {_ADVICE}."
-            )
-        return self._by_name[name]
+    def _from_tree(self, tree: PyTree) -> Callable[[Any, Any], Any]:
+        """A function of path and leaf that looks the sharding up in a tree."""
+        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_sharding)
+        by_name = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+        for name, leaf in by_name.items():
+            if isinstance(leaf, NamedSharding):
+                self._use(name, leaf.mesh)  # the specs without a mesh are of this mesh
+        for name, leaf in by_name.items():
+            self._spec(name, leaf)
+
+        def find(path: Any, leaf: Any) -> Any:
+            name = jax.tree_util.keystr(path)
+            if name not in by_name:
+                known = ", ".join(sorted(by_name)[:5])
+                raise ValueError(
+                    f"shardings has no sharding for {name or 'params'}, a parameter of shape "
+                    f"{np.shape(leaf)}; it has {known or 'none'}: {_ADVICE}."
+                )
+            return by_name[name]
+
+        return find
 
     def specs(
         self, names: Sequence[str], leaves: Sequence[Any], inside: bool = False
@@ -109,18 +122,6 @@ class Shardings:
         return [
             self._known.get((name, np.shape(leaf)), self._spec_of(leaf))
             for name, leaf in zip(names, leaves, strict=True)
-        ]
-
-    def describe(self, tree: PyTree) -> list[str]:
-        """A text for each leaf that is sharded, to compare with those of other nodes."""
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        named = [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
-        specs = [self._known.get((name, np.shape(leaf)), PartitionSpec()) for name, leaf in named]
-        shape = dict(self.mesh.shape)
-        return [
-            f"{name or 'params'}: sharding {spec} on a mesh of shape {shape}"
-            for (name, _), spec in zip(named, specs, strict=True)
-            if any(axis is not None for axis in spec)
         ]
 
     def _spec(self, name: str, sharding: Any) -> PartitionSpec:

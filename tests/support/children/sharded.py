@@ -169,6 +169,6 @@ fails(r"must be a PartitionSpec or a NamedSharding", {**given, "bias": "data"})
 fewer = jax.sharding.Mesh(np.array(topology.devices[:1]), ("x",))
 fails(r"the node has", {**given, "bias": NamedSharding(fewer, P())})
 other = {**given, "kernel": P() if topology.rank else given["kernel"]}
-with pytest.raises(jdaso.JdasoError, match=r"kernel.*sharding"):
+with pytest.raises(jdaso.JdasoError, match=r"kernel.*on a mesh"):
     jdaso.dasgd(jdaso.mpi_exchange(topology, shardings=other), 4, 3).init(first)
 print(f"rank {topology.rank} passed")
