@@ -24,8 +24,8 @@ def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyT
     """Computes the mean of a tree over all nodes, with the same bits on every node.
 
     Use it for batch statistics before evaluation, and for parameters before they are saved. All
-    nodes must call it, inside or outside jit. It blocks until all have. A node with a number that
-    is not finite is left out. If all nodes are left out, the mean is NaN.
+    nodes must call it, inside or outside jit. The result is ready when all have. A node with a
+    number that is not finite is left out. If all nodes are left out, the mean is NaN.
 
     Args:
         exchange: how nodes communicate.
@@ -75,7 +75,7 @@ def broadcast(exchange: Exchange, tree: PyTree, root: int = 0) -> PyTree:
     """Sends the tree of one node to all nodes, bit for bit.
 
     Use it for the initial parameters, so that all nodes start with the same. All nodes must call
-    it. It blocks until all have.
+    it. The result is ready when all have.
 
     Args:
         exchange: how nodes communicate.
@@ -107,7 +107,7 @@ def drift(exchange: Exchange, params: PyTree) -> jax.Array:
     """Computes the distance of this node's parameters from the mean of all nodes.
 
     The distance is ``||x_node - mean_i x_i||``, the Euclidean norm over all floating-point leaves
-    together. All nodes must call it, inside or outside jit. It blocks until all have.
+    together. All nodes must call it, inside or outside jit. The result is ready when all have.
 
     Args:
         exchange: how nodes communicate.

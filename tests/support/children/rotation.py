@@ -41,5 +41,5 @@ for _ in range(15):
 jax.block_until_ready(state)
 assert [communicators.index(comm) for comm in used] == [k % 3 for k in range(7)], used
 # A consensus does not receive messages of exchanges in flight.
-jdaso.consensus(exchange, params)
+jax.block_until_ready(jdaso.consensus(exchange, params))
 assert used[-1] not in communicators
