@@ -79,7 +79,7 @@ def daso(
         "daso",
         exchange,
         schedule,
-        Merge(_init, _merge, own_weight=_own_weight),
+        Merge(_init, _merge, own_weight=_own_weight, elementwise=True),
         wire=resolve_wire("wire", wire, exchange, "float32"),
         blocking_wire=resolve_wire("blocking_wire", blocking_wire, exchange, "bfloat16"),
         nonfinite=nonfinite,

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdaso.center.types import REPLY_HEADER, Center, ServerRule, no_broadcast
+from jdaso.center.types import Center, ServerRule, no_broadcast, reply_header
 from jdaso.core.state import find_state
-from jdaso.core.tree import split, widened
+from jdaso.core.tree import all_finite, split, widened
 from jdaso.core.types import Exchange, Leaves, PyTree
 from jdaso.core.validation import check_whole
 from jdaso.core.wire import sum_dtype
@@ -59,7 +59,8 @@ class _SimulatedExchange:
 
     def finish(self, state, number, like):
         del number, like
-        return state.reply, jnp.array(REPLY_HEADER, jnp.float32), state
+        header = jnp.array(reply_header(all_finite(state.reply)), jnp.float32)
+        return state.reply, header, state
 
 
 def simulated_center(num_workers: int) -> Center:
