@@ -121,7 +121,7 @@ def nesterov(name: str, inner: Averaging, learning_rate: Any, momentum: Any) -> 
         return result.params, new
 
     def update(grads, state, params=None, **extra_args):
-        result, new = step(grads, state, params, **extra_args)
+        result, new = step(grads, state, params, updates_needed=True, **extra_args)
         still = jax.tree.map(jnp.zeros_like, params)
         own = _map_floats(
             lambda u, w, v: u + (w - v), result.updates, _ahead(still, new), _ahead(still, state)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jdaso.core.types import Plan, PyTree
+
+# Gives each axis weights of its own.
+_ODD = 0x9E3779B1
 
 
 def agreement_numbers(plan: Plan, schedule: PyTree, shared: PyTree) -> jax.Array:
@@ -33,9 +35,9 @@ def agreement_numbers(plan: Plan, schedule: PyTree, shared: PyTree) -> jax.Array
 def fingerprint(tree: PyTree) -> jax.Array:
     """A number that differs, with high probability, if the bits of two trees differ.
 
-    With w_j the 32-bit words of a leaf, it combines ``sum_j (2 j + 1) w_j`` modulo 2^32 of all
-    leaves. It detects the change of any single word, but for about one in 2^24, and most changes
-    of several words. It does not detect the change of the signs of an even number of words.
+    It sums the 32-bit words of a leaf with odd weights, modulo 2^32, along each axis. It detects the
+    change of any single word, but for about one in 2^24, and most changes of several words. It does
+    not detect the change of the signs of an even number of words.
 
     Returns:
         int32 scalar in [0, 2^24), 0 if the tree has no leaf.
@@ -44,23 +46,21 @@ def fingerprint(tree: PyTree) -> jax.Array:
     >>> len({int(fingerprint(tree)) for tree in (a, b, {"a": a, "b": b}, ())})
     4
     """
-    total = jnp.uint32(0)
+    sums = [jnp.uint32(0)]
     for leaf in jax.tree.leaves(tree):
         words = _words(jnp.asarray(leaf))
-        weights = 2 * _positions(words.shape) + 1
-        total = 31 * total + jnp.sum(words * weights, dtype=jnp.uint32)
+        # The weights depend on the leaf before, so that XLA has the products of one leaf after the
+        # other in memory.
+        first = 2 * sums[-1] + 1
+        for axis in range(words.ndim):
+            step = 2 * jnp.uint32(pow(_ODD, axis, 2**32))
+            weights = first + step * lax.iota(jnp.uint32, len(words))
+            weights = weights.reshape(-1, *[1] * (words.ndim - 1))
+            words = jnp.sum(words * weights, axis=0, dtype=jnp.uint32)
+        sums.append(words)
+    odd = 2 * jnp.arange(len(sums), dtype=jnp.uint32) + 1
+    total = jnp.sum(jnp.stack(sums) * odd, dtype=jnp.uint32)
     return ((total ^ (total >> 24)) & 0xFFFFFF).astype(jnp.int32)
-
-
-def _positions(shape: tuple[int, ...]) -> jax.Array:
-    """The position of each element in the flat array, uint32.
-
-    A flat array itself would have to be gathered if the leaf is sharded.
-    """
-    total = jnp.zeros(shape, jnp.uint32)
-    for axis, stride in enumerate(np.cumprod((1, *shape[:0:-1]))[::-1] if shape else ()):
-        total += jnp.uint32(stride % 2**32) * lax.broadcasted_iota(jnp.uint32, shape, axis)
-    return total
 
 
 def _words(leaf: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ import optax
 from jax import lax
 
 from jdaso.core.state import AveragingState
-from jdaso.core.sync_target import AFTER_UPDATE
+from jdaso.core.sync_target import BEFORE_UPDATE
 from jdaso.core.transformation import Averaging, Engine
 from jdaso.core.tree import add_updates, conditional, difference, where_tree
 from jdaso.core.types import ParamsWithMoments, PyTree
@@ -63,23 +63,29 @@ def apply_step(
     target = engine.sync_target
     finite = engine.guard(grads, averaging)
 
-    def local(params, old, grads):
+    def local(tree, params, old, grads):
+        """The tree after an update that is computed at ``params``, the state, and the update."""
         updates, new = optimizer.update(grads, old, params, value=value, **extra_args)
-        return (add_updates(params, updates) if params is not None else None), new, updates
+        return (add_updates(tree, updates) if params is not None else None), new, updates
 
     if target.of_gradients:
         grads, averaging, changed = engine.move(grads, averaging, finite, value, params)
-        params, new, updates = local(params, old, grads)
+        params, new, updates = local(params, params, old, grads)
         return Step(params, new, averaging, updates, jnp.zeros_like(changed))
     if params is None:
         raise ValueError(f"{engine.name} moves parameters: call update(updates, state, params).")
-    if updates_needed or target is not AFTER_UPDATE:
-        _, new, updates = local(params, old, grads)
+    if target is BEFORE_UPDATE and not updates_needed:
+        # The update is added to the merged parameters, so that it needs no memory of its own.
+        tree, averaging, changed = engine.move(params, averaging, finite, value)
+        params, new = _if(finite, local, tree, params, old, grads)
+        return Step(params, new, averaging, None, changed)
+    if updates_needed:
+        _, new, updates = local(params, params, old, grads)
         updates = _where_finite(finite, updates, params)
         new = where_tree(finite, new, old)
         tree = target.to_tree(params, updates)
     else:
-        tree, new = _if(finite, lambda *operands: local(*operands)[:2], params, old, grads)
+        tree, new = _if(finite, local, params, params, old, grads)
         updates = None
     if moments is None:
         tree, averaging, changed = engine.move(tree, averaging, finite, value)
@@ -90,19 +96,29 @@ def apply_step(
     return Step(target.to_params(tree, updates), new, averaging, updates, changed)
 
 
-def _if(condition: jax.Array, local: Callable, params: PyTree, state: PyTree, grads: PyTree):
-    """``local(params, state, grads)``, or parameters and state unchanged.
+def _if(
+    condition: jax.Array,
+    local: Callable,
+    tree: PyTree,
+    params: PyTree,
+    state: PyTree,
+    grads: PyTree,
+) -> tuple[PyTree, PyTree]:
+    """Tree and state of ``local(tree, params, state, grads)``, or both unchanged.
 
     A conditional leaves both in place. A selection would read the old ones once more, and XLA
     would keep a copy of them. XLA also keeps one if the branch that changes them is the second.
     """
-    like = jax.eval_shape(local, params, state, grads)
+    like = jax.eval_shape(local, tree, params, state, grads)[:2]
 
-    def keep(params, state, grads):
+    def change(*operands):
+        return local(*operands)[:2]
+
+    def keep(tree, params, state, grads):
         # An optimizer may widen its state at the first step.
-        return jax.tree.map(lambda x, y: x.astype(y.dtype), (params, state), like)
+        return jax.tree.map(lambda x, y: x.astype(y.dtype), (tree, state), like)
 
-    return conditional("jdaso.chain", condition, local, keep, params, state, grads)
+    return conditional("jdaso.chain", condition, change, keep, tree, params, state, grads)
 
 
 class Moments(NamedTuple):
