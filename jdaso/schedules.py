@@ -1,7 +1,5 @@
 """Schedules decide when to exchange. They are pure functions of step and loss on every node."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -220,12 +218,7 @@ def cycling(
     cooldown_start = total - cooldown
 
     def init() -> CyclingState:
-        return CyclingState(
-            period=jnp.int32(period),
-            delay=jnp.int32(delay),
-            best=jnp.float32(jnp.inf),
-            bad_epochs=jnp.int32(0),
-        )
+        return CyclingState(jnp.int32(period), jnp.int32(delay), jnp.float32(jnp.inf), jnp.int32(0))
 
     def plan(state: CyclingState, step: jax.Array) -> tuple[Plan, CyclingState]:
         step = jnp.asarray(step, jnp.int32)

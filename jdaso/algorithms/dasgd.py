@@ -1,9 +1,11 @@
 """DaSGD: Local SGD with delayed averaging."""
 
-from __future__ import annotations
-
-from jdaso.algorithms.defaults import check_progress, mix_leaves, resolve_schedule, resolve_wire
-from jdaso.core.engine import averaging
+from jdaso.algorithms.defaults import (
+    averaging_on_one_wire,
+    check_progress,
+    mix_leaves,
+    resolve_schedule,
+)
 from jdaso.core.transformation import Averaging
 from jdaso.core.types import Arrival, Exchange, Leaves, Merge, PyTree, Schedule
 from jdaso.core.validation import check_share
@@ -41,11 +43,9 @@ def dasgd(
         delay: d, optimizer steps between posting and merging, ``0 <= delay <= period``.
         xi: Weight of a node's own parameters, in [0, 1].
         schedule: Replaces period and delay, for example :func:`jdaso.schedules.linear`.
-        wire: Dtype on the network, as in :func:`jdaso.daso`. None selects the wire of the
-            exchange, or float32.
+        wire, nonfinite: As in :func:`jdaso.daso`.
         fragments: Number of parts of the parameters. The parts are exchanged one after the other
             within a period.
-        nonfinite: ``skip``, ``raise`` or ``off``, as in :func:`jdaso.daso`.
 
     Returns:
         An optax transformation. Put it last in a chain. ``update`` requires ``params``.
@@ -65,17 +65,8 @@ def dasgd(
     check_share("xi", xi)
     schedule = resolve_schedule("dasgd", period, delay, schedule)
     check_progress("dasgd", "xi", xi, schedule)
-    wire = resolve_wire("wire", wire, exchange, "float32")
-    return averaging(
-        "dasgd",
-        exchange,
-        schedule,
-        mixing_merge(xi),
-        wire=wire,
-        blocking_wire=wire,
-        nonfinite=nonfinite,
-        fragments=fragments,
-    )
+    options = {"nonfinite": nonfinite, "fragments": fragments}
+    return averaging_on_one_wire("dasgd", exchange, schedule, mixing_merge(xi), wire, **options)
 
 
 def mixing_merge(own: float) -> Merge:

@@ -1,7 +1,5 @@
 """DASO: asynchronous averaging with a merge weighted by age. Its schedule is jdaso.cycling."""
 
-from __future__ import annotations
-
 import jax
 
 from jdaso.algorithms.defaults import resolve_wire
@@ -79,17 +77,12 @@ def daso(
         "daso",
         exchange,
         schedule,
-        Merge(_init, _merge, own_weight=_own_weight),
+        Merge(lambda params: (), _merge, own_weight=_own_weight),
         wire=resolve_wire("wire", wire, exchange, "float32"),
         blocking_wire=resolve_wire("blocking_wire", blocking_wire, exchange, "bfloat16"),
         nonfinite=nonfinite,
         fragments=fragments,
     )
-
-
-def _init(params: PyTree) -> PyTree:
-    del params
-    return ()
 
 
 def _merge(leaves: Leaves, arrival: Arrival, state: PyTree) -> tuple[Leaves, PyTree]:

@@ -1,14 +1,16 @@
 """DiLoCo: an outer optimizer updates an anchor with the mean of the nodes."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax
 import optax
 
-from jdaso.algorithms.defaults import check_progress, mix_leaves, resolve_schedule, resolve_wire
-from jdaso.core.engine import averaging
+from jdaso.algorithms.defaults import (
+    averaging_on_one_wire,
+    check_progress,
+    mix_leaves,
+    resolve_schedule,
+)
 from jdaso.core.transformation import Averaging
 from jdaso.core.tree import is_float, widened
 from jdaso.core.types import Arrival, Exchange, Leaves, Merge, PyTree, Schedule
@@ -59,9 +61,7 @@ def diloco(
         fragments: Number of parts of the parameters, of about equal bytes. The parts are
             exchanged one after the other within a period.
         schedule: Replaces period and delay.
-        wire: Dtype on the network, as in :func:`jdaso.daso`. None selects the wire of the
-            exchange, or float32.
-        nonfinite: ``skip``, ``raise`` or ``off``, as in :func:`jdaso.daso`.
+        wire, nonfinite: As in :func:`jdaso.daso`.
 
     Returns:
         An optax transformation. Put it last in a chain. ``update`` requires ``params``. The
@@ -88,17 +88,8 @@ def diloco(
         )
     schedule = resolve_schedule("diloco", period, delay, schedule)
     check_progress("diloco", "mix", mix, schedule)
-    wire = resolve_wire("wire", wire, exchange, "float32")
-    return averaging(
-        "diloco",
-        exchange,
-        schedule,
-        _outer_merge(outer, mix),
-        wire=wire,
-        blocking_wire=wire,
-        nonfinite=nonfinite,
-        fragments=fragments,
-    )
+    merge, options = _outer_merge(outer, mix), {"nonfinite": nonfinite, "fragments": fragments}
+    return averaging_on_one_wire("diloco", exchange, schedule, merge, wire, **options)
 
 
 def _outer_merge(outer: optax.GradientTransformation, mix: float) -> Merge:
