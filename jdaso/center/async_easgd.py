@@ -1,7 +1,5 @@
 """Asynchronous EASGD and EAMSGD: an elastic force between each worker and the centre."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """DOWNPOUR: workers add their updates to the centre and continue from it."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax.numpy as jnp

@@ -3,8 +3,6 @@
 The server handles messages one at a time, in the order of their arrival.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from jdaso.center.types import Center, CenterState, ServerRule

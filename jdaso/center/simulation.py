@@ -1,7 +1,6 @@
 """A centre inside the program, which applies messages at once and keeps replies in the states."""
 
-from __future__ import annotations
-
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -29,37 +28,26 @@ class SimulatedState(NamedTuple):
     of: Any
 
 
-class _SimulatedExchange:
-    """The functions of an Exchange with a simulated centre.
+def _simulated_exchange(num_workers: int, rule: ServerRule) -> Exchange:
+    """An exchange with a simulated centre whose server updates with ``rule``."""
 
-    Args:
-        rule: The update of the server.
-        num_workers: p in the papers.
-    """
-
-    def __init__(self, rule: ServerRule, num_workers: int):
-        self._rule = rule
-        self._num_workers = num_workers
-
-    def init(self, params: PyTree) -> SimulatedState:
-        first = self._rule.init(split(widened(params))[0])
+    def init(params: PyTree) -> SimulatedState:
+        first = rule.init(split(widened(params))[0])
         reply = [jnp.zeros_like(x) for x in first.center]
-        return SimulatedState(first, reply, jnp.zeros((self._num_workers, 0)))
+        return SimulatedState(first, reply, jnp.zeros((num_workers, 0)))
 
-    def start(self, state, number, step, leaves: Leaves, header, wire):
-        del step, wire
-        wide = [x.astype(sum_dtype(x.dtype)) for x in leaves]
+    def start(state, number, step, leaves: Leaves, header, wire):
         old = state.center
-        new = self._rule.update(old, wide)
-        contributes = header[0] > 0
+        new = rule.update(old, [x.astype(sum_dtype(x.dtype)) for x in leaves])
         center, reply = jax.tree.map(
-            lambda n, o: jnp.where(contributes, n, o), new, (old, old.center)
+            lambda n, o: jnp.where(header[0] > 0, n, o), new, (old, old.center)
         )
         return state._replace(center=center, reply=reply), number + 1
 
-    def finish(self, state, number, like):
-        del number, like
+    def finish(state, number, like):
         return state.reply, jnp.array(REPLY_HEADER, jnp.float32), state
+
+    return Exchange(num_workers, None, init, start, finish, no_broadcast)
 
 
 def simulated_center(num_workers: int) -> Center:
@@ -83,13 +71,7 @@ def simulated_center(num_workers: int) -> Center:
     4
     """
     check_whole("num_workers", num_workers, 1)
-
-    def make_exchange(rule: ServerRule) -> Exchange:
-        simulated = _SimulatedExchange(rule, num_workers)
-        return Exchange(
-            num_workers, None, simulated.init, simulated.start, simulated.finish, no_broadcast
-        )
-
+    make_exchange = functools.partial(_simulated_exchange, num_workers)
     return Center(num_workers, in_turns=True, make_exchange=make_exchange)
 
 
@@ -109,8 +91,3 @@ def with_center(opt_state: PyTree, center: Any) -> PyTree:
 def center_of(opt_state: PyTree) -> Any:
     """The state of the server in the state of the worker whose turn it is."""
     return find_state(SimulatedState, opt_state).center
-
-
-def workers_of(opt_state: PyTree) -> int:
-    """The number of workers of the centre to which a new state belongs."""
-    return find_state(SimulatedState, opt_state).of.shape[0]

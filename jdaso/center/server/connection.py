@@ -1,7 +1,5 @@
 """A worker's connection to the server: requests and replies, heartbeats, and the exit."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Sequence
@@ -24,12 +22,8 @@ _RETRY_SECONDS = 0.1
 class Connection:
     """Sends requests to the server. At exit, it waits until all workers have ended.
 
-    Args:
-        topology: All processes.
-        comm: Communicator over all workers that only servers and connections use.
-        timeout: Seconds after which a request without a reply is an error.
-        heartbeat_seconds: Seconds between two heartbeats.
-        policy: How this worker exits.
+    A request without a reply within ``timeout`` seconds is an error. Only servers and connections
+    use ``comm``, a communicator over all workers.
     """
 
     def __init__(
@@ -65,24 +59,15 @@ class Connection:
         return self._progress.submit(operation, description, measured=kind == frames.EXCHANGE)
 
     def wait(self, request: Request) -> np.ndarray:
-        """Waits for the content of a reply.
-
-        Raises:
-            JdasoError: If the server refuses the request or does not reply in time.
-        """
+        """The content of a reply; JdasoError if the server refuses, or does not reply in time."""
         return self._progress.wait(request)
-
-    def wait_timed(self, request: Request) -> tuple[np.ndarray, float]:
-        """Like :meth:`wait`, also returns the seconds of waiting."""
-        since = time.monotonic()
-        return self.wait(request), time.monotonic() - since
 
     def exited(self) -> frozenset[int]:
         """No rank, because the server exits after its workers."""
         return frozenset()
 
     def announce_exit(self) -> None:
-        """Announces the exit of this worker to the server, and waits until all have ended."""
+        """Tells the server that this worker exits, and waits until all have ended."""
         while (gone := self._request_end()) is None:
             time.sleep(_RETRY_SECONDS)
         self._ended.set()

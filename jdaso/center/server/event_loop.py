@@ -1,7 +1,5 @@
 """The server's side of the network: receives the frames of all workers, and sends the replies."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time
@@ -31,12 +29,8 @@ def serve(comm: Comm, server: CenterServer, liveness: Liveness) -> Operation:
     """Serves until all workers have ended or are gone.
 
     A worker that ends repeats its request until no worker is active. The reply then names the
-    workers that are gone, because MPI cannot be finalized without them.
-
-    Args:
-        comm: Communicator over all workers that only servers and connections use.
-        server: The centre.
-        liveness: The states of the workers.
+    workers that are gone, because MPI cannot be finalized without them. Only servers and
+    connections use ``comm``, a communicator over all workers.
     """
     mailbox = _Mailbox(comm)
     notified: set[int] = set()

@@ -4,8 +4,6 @@ A frame is one MPI message that consists of a head and a content. A malformed fr
 not affect the frames after it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import zlib
@@ -35,21 +33,13 @@ _HEAD = np.dtype(
 
 
 class Frame(NamedTuple):
-    """A parsed frame.
+    """A parsed frame."""
 
-    Attributes:
-        kind: One of the kinds above.
-        request: Number of the request, which its reply repeats.
-        contributes: Whether the server applies the message.
-        fingerprint: Checksum of rule and shapes.
-        content: uint8, the bytes of the message, or a result of :func:`encode`.
-    """
-
-    kind: int
-    request: int
-    contributes: bool
-    fingerprint: int
-    content: np.ndarray
+    kind: int  # one of the kinds above
+    request: int  # number of the request, which its reply repeats
+    contributes: bool  # whether the server applies the message
+    fingerprint: int  # checksum of rule and shapes
+    content: np.ndarray  # uint8, the bytes of the message, or a result of :func:`encode`
 
 
 def pack(
@@ -67,10 +57,7 @@ def pack(
 
 
 def unpack(frame: np.ndarray) -> Frame:
-    """Parses a frame.
-
-    Raises:
-        ValueError: If the message is not a frame, or its length is not that in its head.
+    """Parses a frame; ValueError if it is none, or its length is not that in its head.
 
     >>> frame = pack(READ, 7, [np.float32([1, 2])])
     >>> unpack(frame).request, unpack(frame).content.view(np.float32).tolist()
@@ -78,12 +65,13 @@ def unpack(frame: np.ndarray) -> Frame:
     """
     if len(frame) < _HEAD.itemsize:
         raise ValueError(f"a message of {len(frame)} bytes is too short for a frame")
-    head = frame[: _HEAD.itemsize].view(_HEAD)[0]
+    magic, kind, request, contributes, fingerprint, length = (
+        frame[: _HEAD.itemsize].view(_HEAD)[0].item()
+    )
     content = frame[_HEAD.itemsize :]
-    if head["magic"] != _MAGIC or head["length"] != len(content):
+    if magic != _MAGIC or length != len(content):
         raise ValueError(f"a message of {len(frame)} bytes does not match its head")
-    kind, request = int(head["kind"]), int(head["request"])
-    return Frame(kind, request, bool(head["contributes"]), int(head["fingerprint"]), content)
+    return Frame(kind, request, bool(contributes), fingerprint, content)
 
 
 def copy_content(content: np.ndarray, vectors: Sequence[np.ndarray]) -> None:
@@ -122,8 +110,7 @@ def encode(value: Any) -> list[np.ndarray]:
 def decode(content: np.ndarray) -> Any:
     """The inverse of :func:`encode`, except that tuples become lists.
 
-    Raises:
-        ValueError: If :func:`encode` cannot have produced the content.
+    It raises ValueError if :func:`encode` cannot have produced the content.
 
     >>> value = decode(unpack(pack(READ, 7, encode(["a", None, np.float32([1, 2])]))).content)
     >>> value[:2], value[2].tolist()

@@ -1,7 +1,5 @@
 """Which workers are active, and which have ended, died, or been silent for too long."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 

@@ -1,7 +1,5 @@
 """A centre over MPI: a thread of node 0 is the server, and every process is a worker."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable
@@ -129,14 +127,7 @@ class _HostedServer(NamedTuple):
 
 
 class _MpiCenter:
-    """The functions of a :class:`Center` over MPI.
-
-    Args:
-        topology: All processes.
-        transport: Sends the messages of this worker.
-        native: Whether compiled code copies the leaves.
-        hosted: The server, if it runs in this process.
-    """
+    """The functions of a :class:`Center` over MPI. Compiled code copies leaves if ``native``."""
 
     def __init__(
         self,
@@ -158,17 +149,11 @@ class _MpiCenter:
             )
         _check_keeps_dtypes(rule)
         self._rule = rule
-        self._transport.set_rule(rule.name)
+        self._transport.rule_name = rule.name
         if self._hosted is not None:
             self._hosted.server.rule = rule
-        return Exchange(
-            self._num_workers,
-            None,
-            self._init_exchange,
-            self._program.start,
-            self._program.finish,
-            no_broadcast,
-        )
+        start, finish = self._program.start, self._program.finish
+        return Exchange(self._num_workers, None, self._init_exchange, start, finish, no_broadcast)
 
     def _init_exchange(self, params: PyTree) -> jax.Array:
         if jax.tree.leaves(params):  # optax.tree_map_params calls init on an empty tree
@@ -220,11 +205,8 @@ class _MpiCenter:
 
 def _to_lists(state: CenterState) -> CenterState:
     """A state with lists of leaves, as on the server, in place of trees."""
-    return map_state(_arrays, state)._replace(clock=np.int32(state.clock))
-
-
-def _arrays(tree: PyTree) -> list[np.ndarray]:
-    return [np.asarray(x) for x in split(tree)[0]]
+    lists = map_state(lambda tree: [np.asarray(x) for x in split(tree)[0]], state)
+    return lists._replace(clock=np.int32(state.clock))
 
 
 def _check_keeps_dtypes(rule: ServerRule) -> None:

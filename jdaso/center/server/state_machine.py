@@ -3,8 +3,6 @@
 It does not use the network. An invalid frame is refused and does not affect other workers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -25,10 +23,8 @@ Replies = list[tuple[int, np.ndarray]]
 class CenterServer:
     """The state of the centre, and the number of exchanges of each worker.
 
-    Args:
-        num_workers: p in the papers.
-        describe: ``(worker) -> text``, names a worker in errors.
-        record: ``(worker, message)``, called in order for each message that the rule has applied.
+    ``describe(worker)`` names a worker in errors. ``record(worker, message)`` is called in order
+    for each message that the rule has applied.
     """
 
     def __init__(

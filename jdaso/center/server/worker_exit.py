@@ -1,7 +1,5 @@
 """How a worker exits without stopping the others, also where MPI would wait for a dead process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -15,16 +13,10 @@ from jdaso.core.log import logger
 
 
 class ServerExit:
-    """The exit protocol of the server's progress thread; see :class:`ExitProtocol`.
-
-    Args:
-        topology: All processes.
-        liveness: The states of the workers.
-    """
+    """The exit protocol of the server's progress thread; see :class:`ExitProtocol`."""
 
     def __init__(self, topology: Topology, liveness: Liveness):
-        self._topology = topology
-        self._liveness = liveness
+        self._topology, self._liveness = topology, liveness
 
     def exited(self) -> frozenset[int]:
         """No rank, because the server exits after its workers."""
