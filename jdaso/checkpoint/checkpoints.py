@@ -4,8 +4,6 @@ The parameters of the nodes differ between two exchanges, and exchanges in fligh
 the state. One node's state is therefore not a checkpoint. Nodes do not communicate to save.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reading a complete checkpoint: a node's own part, or the mean over all parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,9 +34,8 @@ def read_checkpoint(
 ) -> PyTree:
     """Reads a complete checkpoint on all processes; collective.
 
-    Raises:
-        JdasoError: On all processes, if the checkpoint is damaged or inconsistent.
-        ValueError: If the leaves of the checkpoint are not those of ``like``.
+    It raises JdasoError on all processes if the checkpoint is damaged or inconsistent, and
+    ValueError if its leaves are not those of ``like``.
     """
     parts, source = checkpoint.parts, str(checkpoint.path)
     purpose = f"the checkpoints in {checkpoint.path.parent}"
@@ -69,10 +66,8 @@ def mean_of_parts(parts: Sequence[Path], read: Callable[[Path], NodePart]) -> di
     """The mean over the nodes that saved; reads one part after the other.
 
     Parts with numbers that are not finite are left out. Arrays of other dtypes than floating point
-    are those of the first part. The states of exchanges are dropped.
-
-    Raises:
-        JdasoError: If the parts hold different arrays, or all are left out.
+    are those of the first part. The states of exchanges are dropped. It raises JdasoError if the
+    parts hold different arrays, or all are left out.
     """
     first: dict[str, np.ndarray] = {}
     total: dict[str, np.ndarray] = {}
