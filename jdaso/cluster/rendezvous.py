@@ -4,8 +4,6 @@ Connections that do not send the secret are closed. A peer that connects but sen
 not delay the others.
 """
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import selectors
@@ -28,7 +26,6 @@ class Secret(NamedTuple):
 
 
 def new_secret() -> Secret:
-    """A random secret."""
     return Secret(secrets.token_bytes(_SECRET_BYTES), secrets.token_bytes(_SECRET_BYTES))
 
 

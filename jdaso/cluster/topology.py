@@ -1,7 +1,5 @@
 """The topology of a job: nodes, local devices, and the communicators between them."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -10,7 +8,7 @@ import os
 import socket
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -84,7 +82,7 @@ class Topology:
         """The devices of this process as a one-dimensional mesh with the axis ``"local"``."""
         return Mesh(np.array(self.devices), (LOCAL_AXIS,), axis_types=(AxisType.Auto,))
 
-    def restricted_to(self, comm: Comm) -> Topology:
+    def restricted_to(self, comm: Comm) -> Self:
         """The topology of the processes in ``comm``, one per node; collective."""
         left = comm.allgather(self.rank)
         return dataclasses.replace(
