@@ -1,7 +1,5 @@
 """Deadlines of operations, derived from the durations of earlier ones."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import deque

@@ -1,7 +1,5 @@
 """A barrier at exit. Processes announce that they exit, so that no peer waits for them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 
@@ -19,9 +17,7 @@ _REMINDER_SECONDS = 60.0
 class ExitBarrier:
     """Sends one byte from every process to every other process when it exits.
 
-    Args:
-        comm: Communicator over all processes that nothing else uses.
-        states: ``(ranks) -> text``, names ranks and tells whether each is alive.
+    Nothing else uses ``comm``. ``states(ranks)`` names ranks and tells whether each is alive.
     """
 
     def __init__(self, comm: Comm, states: Callable[[frozenset[int]], str]):

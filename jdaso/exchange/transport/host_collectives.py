@@ -1,7 +1,5 @@
 """Collective calls that the program makes on the host, outside of exchanges."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The processes that are alive, and their communicators."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from jdaso.cluster.topology import Topology
@@ -15,11 +13,9 @@ from jdaso.exchange.transport.ulfm import is_process_failure
 
 
 class Membership:
-    """Replaces all communicators after the death of a process, if the job continues.
+    """Replaces all communicators after the death of a process, if the job ``shrinks``.
 
-    Args:
-        timeout: Seconds after which a repair fails.
-        shrinks: Whether the job continues without processes that have died.
+    A repair fails after ``timeout`` seconds.
 
     Attributes:
         initial: All processes at the start.

@@ -1,7 +1,5 @@
 """Posts and collects the exchanges of one process."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from contextlib import AbstractContextManager
@@ -100,12 +98,11 @@ class MpiTransport:
                 communicators = self._membership.exchanges
                 return communicators.exchange(number, step, header, staging, before)
 
+            operation = self._membership.repeated(
+                exchange, lambda: self._membership.exchanges.agreement(number), f"queue {queue}"
+            )
             request = self._progress.submit(
-                self._membership.repeated(
-                    exchange,
-                    lambda: self._membership.exchanges.agreement(number),
-                    f"queue {queue}",
-                ),
+                operation,
                 f"{exchange_name(number)}, posted by {self._name} after step {step},",
                 measured=number != UNCOUNTED,
             )
@@ -115,11 +112,10 @@ class MpiTransport:
         logger.debug("%s posted %s after step %d, %d bytes", self._name, name, step, size)
 
     def collect(self, number: int, readers: int) -> tuple[StagingBuffers, np.ndarray]:
-        """Waits for an exchange, and forgets it when ``readers`` devices have collected it.
+        """Waits for the staging buffer and the summed header of an exchange.
 
-        Returns:
-            The staging buffer and the summed header. The buffer keeps the sums until its record
-            says that each reader has copied them.
+        The exchange is forgotten when ``readers`` devices have collected it. The buffer keeps the
+        sums until its record says that each of them has copied the sums.
         """
         posted = self._table.find(number, readers)
         if posted is None:

@@ -1,7 +1,5 @@
 """The other processes, as a progress thread sees them: late, exited, or dead."""
 
-from __future__ import annotations
-
 import time
 from typing import Protocol
 

@@ -39,9 +39,7 @@ class Progress:
     """One thread that advances all operations of one exchange.
 
     Args:
-        topology: All processes.
         timeout: Least seconds until an operation fails.
-        exit_protocol: Reports the exits of other processes, and announces that of this one.
         abort: ``(reason)``, ends the job if an operation cannot complete at exit, or if it fails
             and nobody awaits it.
         recovery: Repairs communicators after a death. None: operations fail.
@@ -82,11 +80,7 @@ class Progress:
         return request
 
     def wait(self, request: Request) -> Any:
-        """Waits for an operation, at most until its deadline; returns its result.
-
-        Raises:
-            JdasoError: If the operation failed or is late. The message names the missing ranks.
-        """
+        """The result of an operation; JdasoError with the missing ranks if it failed or is late."""
         with self._changed:
             self._waiters += 1
             request.awaited = True
@@ -108,8 +102,7 @@ class Progress:
             self._changed.notify()
         self._forget()
         self._thread.join()
-        errors = [str(request.error) for request in unfinished if request.error is not None]
-        if errors:
+        if errors := [str(request.error) for request in unfinished if request.error is not None]:
             self._abort(
                 f"{self._peers.own_name} failed: exit with an exchange in flight that cannot "
                 f"complete: {'; '.join(errors)}"

@@ -1,7 +1,5 @@
 """A submitted operation with its deadline and its result."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -15,10 +13,8 @@ from jdaso.exchange.transport.operation import Operation, Repaired, WaitState
 class Request:
     """A submitted operation; ``done`` is set when it has returned or failed.
 
-    Args:
-        operation: The operation, advanced by the progress thread.
-        description: Subject of error messages, such as ``"exchange 3, posted by rank 0,"``.
-        measured: Whether its duration sets the deadlines of later operations.
+    The ``description`` is the subject of error messages, such as ``"exchange 3, posted by rank
+    0,"``. If ``measured``, the operation's duration sets the deadlines of later ones.
     """
 
     def __init__(

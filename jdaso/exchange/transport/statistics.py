@@ -1,7 +1,5 @@
 """Statistics of completed exchanges."""
 
-from __future__ import annotations
-
 from collections import deque
 
 import numpy as np
