@@ -159,17 +159,12 @@ def faulty_gradients(faults: Iterable[Fault], rank: int) -> optax.GradientTransf
     PendingFaults(faults, rank)  # checks them
     steps = jnp.array([f.step for f in faults if f.kind is Kind.NAN and f.rank == rank], jnp.int32)
 
-    def init(params: PyTree) -> FaultyGradientsState:
-        del params
-        return FaultyGradientsState(jnp.zeros((), jnp.int32))
-
     def update(updates: PyTree, state: FaultyGradientsState, params: PyTree = None):
-        del params
         bad = jnp.any(steps == state.next_step)
         updates = jax.tree.map(lambda g: jnp.where(bad, jnp.nan, g).astype(g.dtype), updates)
         return updates, FaultyGradientsState(state.next_step + 1)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(lambda params: FaultyGradientsState(jnp.int32(0)), update)
 
 
 class FaultyCheckpoints(Checkpoints):

@@ -3,8 +3,6 @@
 Times are in seconds, sizes in bytes, bandwidths in bytes per second.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable
