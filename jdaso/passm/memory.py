@@ -1,7 +1,5 @@
 """The interface of shared parameters, and a simulation of it in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 

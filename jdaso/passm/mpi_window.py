@@ -1,11 +1,10 @@
 """Parameters in memory that the MPI processes of one host share."""
 
-from __future__ import annotations
-
+import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +112,7 @@ class _SharedWindow:
         memory: Any = self._window.Shared_query(0)[0]
         buffer = np.frombuffer(memory, np.uint8)
         self._arrays = leaf_views(buffer, params)
-        numbers = buffer[begin : begin + 8 * (servers + processes)].view(np.int64)
+        numbers = buffer[begin:size].view(np.int64)
         holders, self._barriers = numbers[:servers], numbers[servers:]
         self._window.Lock_all(MPI.MODE_NOCHECK)  # an epoch for the whole training
         if self._rank == 0:
@@ -132,11 +131,7 @@ class _SharedWindow:
     def add(self, number: int, updates: Mapping[int, Any], locked: bool) -> None:
         # Waiting for the device takes longest, so it is done before the lock is acquired.
         given = {position: np.asarray(update) for position, update in updates.items()}
-        if not locked:
-            add_updates(self._arrays, given)
-            self._window.Sync()
-            return
-        with self._locks.acquire(number):
+        with self._locks.acquire(number) if locked else contextlib.nullcontext():
             self._window.Sync()
             add_updates(self._arrays, given)
             self._window.Sync()
@@ -151,13 +146,13 @@ class _SharedWindow:
             ended = {rank for rank in missing if not self._locks.is_alive(rank)}
             problem = ""
             if ended := ended.intersection(self._missing(own)):
-                problem = f"waits at a barrier for {self._names(ended)}, which ended without it"
+                problem = f"waits at a barrier for {self._names(*ended)}, which ended without it"
             elif time.monotonic() > deadline:
-                problem = f"waited {self._timeout:g} s at a barrier for {self._names(missing)}"
+                problem = f"waited {self._timeout:g} s at a barrier for {self._names(*missing)}"
             if problem:
                 raise JdasoError(
-                    f"{self._name()} {problem}. All processes must call barrier and settled "
-                    "equally often."
+                    f"{self._describe(self._rank)} {problem}. All processes must call barrier and "
+                    "settled equally often."
                 )
             time.sleep(_PAUSE_SECONDS)
 
@@ -170,11 +165,8 @@ class _SharedWindow:
         self._window.Sync()
         return [rank for rank, reached in enumerate(self._barriers) if reached < count]
 
-    def _name(self) -> str:
-        return self._describe(self._rank)
-
-    def _names(self, ranks: Iterable[int]) -> str:
-        return ", ".join(self._describe(rank) for rank in sorted(ranks))
+    def _names(self, *ranks: int) -> str:
+        return ", ".join(map(self._describe, sorted(ranks)))
 
     def _open_file(self) -> int:
         """Opens the file of the locks in all processes and unlinks it."""
@@ -188,7 +180,7 @@ class _SharedWindow:
             descriptor = os.open(path, os.O_RDWR)
         except OSError as error:
             raise JdasoError(
-                f"{self._name()} cannot open {path}, the lock file of this host: "
+                f"{self._describe(self._rank)} cannot open {path}, the lock file of this host: "
                 f"{error.strerror}. Set the same TMPDIR for all processes."
             ) from error
         self._comm.Barrier()

@@ -1,7 +1,5 @@
 """The topology of a parameter server and its slaves."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from jdaso.cluster.placement import Placement
