@@ -37,8 +37,7 @@ def mdownpour(
     period and no delay, because a worker cannot compute without the reply.
 
     Args:
-        center: The centre, from :func:`jdaso.center.mpi_center` or
-            :func:`jdaso.center.simulated_center`.
+        center: From :func:`jdaso.center.mpi_center` or :func:`jdaso.center.simulated_center`.
         learning_rate: eta. The paper's are 100 times smaller than for DOWNPOUR, with delta = 0.99.
         momentum: delta, in (0, 1).
         nonfinite: With ``skip``, a worker does not contribute gradients that are not finite. With

@@ -98,7 +98,6 @@ class Center(NamedTuple):
 
 def no_broadcast(leaves: Leaves, root: int) -> Leaves:
     """Raises ValueError, as workers exchange messages with the server only."""
-    del leaves, root
     raise ValueError(
         "workers of a centre do not communicate with each other: broadcast and consensus are not "
         "available. Use center.join and center.read."

@@ -76,12 +76,13 @@ def sweep(
             break
     # Computing must last longer than the exchange, which it slows as well.
     compute = matrix_products(longest(1.5 * expected))
-    alone, beside = [], []
+    alone: list[float] = []
+    beside: list[float] = []
     for _ in range(repeats):
         comm.Barrier()
         alone.append(elapsed(compute))
         comm.Barrier()
-        beside.append(elapsed_beside(exchange_once, compute))
+        exchange_once(lambda: beside.append(elapsed(compute)))
         if longest(time.monotonic() - begin) > seconds:
             break
     # The median of each node comes first: the longest single time may be a disturbance.
@@ -129,15 +130,6 @@ def matrix_products(seconds: float) -> Callable[[], object]:
     products(matrix, few).block_until_ready()  # compiles
     number = max(1, round(few * seconds / elapsed(lambda: products(matrix, few))))
     return lambda: products(matrix, number)
-
-
-def elapsed_beside(
-    exchange_once: Callable[[Callable[[], object]], object], compute: Callable[[], object]
-) -> float:
-    """Seconds of ``compute`` with an exchange in flight."""
-    seconds: list[float] = []
-    exchange_once(lambda: seconds.append(elapsed(compute)))
-    return seconds[0]
 
 
 def elapsed(compute: Callable[[], object]) -> float:

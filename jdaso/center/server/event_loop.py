@@ -49,7 +49,9 @@ def serve(comm: Comm, server: CenterServer, liveness: Liveness) -> Operation:
                 continue
             if frame.kind == frames.END:
                 liveness.set_ended(worker, failed=not frame.contributes)
-                mailbox.send(worker, _end_reply(frame.request, liveness))
+                # None while others are active, then the workers that are gone.
+                gone = None if liveness.active() else sorted(liveness.gone)
+                mailbox.send(worker, frames.pack(frames.REPLY, frame.request, frames.encode(gone)))
                 notified |= set() if liveness.active() else {worker}
             elif frame.kind != frames.ALIVE:
                 for receiver, reply in server.handle(worker, frame):
@@ -62,12 +64,6 @@ def serve(comm: Comm, server: CenterServer, liveness: Liveness) -> Operation:
         if now > deadline:  # a worker that had ended died before it was notified
             return
         yield WaitState(frozenset(), progressed)
-
-
-def _end_reply(request: int, liveness: Liveness) -> np.ndarray:
-    """The reply to a worker that ends: None while others are active, then the workers gone."""
-    gone = None if liveness.active() else sorted(liveness.gone)
-    return frames.pack(frames.REPLY, request, frames.encode(gone))
 
 
 class _Mailbox:

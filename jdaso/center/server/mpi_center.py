@@ -9,17 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdaso.center.server import frames
+from jdaso.center.server import frames, worker_exit
 from jdaso.center.server.connection import Connection
 from jdaso.center.server.event_loop import serve
 from jdaso.center.server.liveness import Liveness
 from jdaso.center.server.state_machine import CenterServer
-from jdaso.center.server.worker_exit import (
-    ServerExit,
-    ignore_death_signal,
-    server_policy,
-    worker_policy,
-)
 from jdaso.center.server.worker_transport import WorkerTransport
 from jdaso.center.types import Center, CenterState, ServerRule, map_state, no_broadcast
 from jdaso.cluster.topology import Topology
@@ -102,8 +96,8 @@ def mpi_center(
     comm = topology.duplicate_comm()
     serves = topology.rank == frames.SERVER
     hosted = _start_server(topology, comm, gone_after, record) if serves else None
-    policy = server_policy(topology) if serves else worker_policy(topology)
-    ignore_death_signal()
+    policy = (worker_exit.server_policy if serves else worker_exit.worker_policy)(topology)
+    worker_exit.ignore_death_signal()
     connection = Connection(topology, comm, timeout, gone_after / _HEARTBEATS, policy)
     transport = WorkerTransport(topology, connection, policy.abort)
     center = _MpiCenter(topology, transport, native, hosted)
@@ -247,6 +241,6 @@ def _start_server(
             topology.abort(f"the centre failed: {type(error).__name__}: {error}")
             raise
 
-    exit_protocol = ServerExit(topology, liveness)
-    Progress(topology, math.inf, exit_protocol, topology.abort).submit(operation(), "the centre")
+    at_exit = worker_exit.ServerExit(topology, liveness)
+    Progress(topology, math.inf, at_exit, topology.abort).submit(operation(), "the centre")
     return _HostedServer(server, liveness)
