@@ -1,11 +1,6 @@
 """DaSGD: Local SGD with delayed averaging."""
 
-from jdaso.algorithms.defaults import (
-    averaging_on_one_wire,
-    check_progress,
-    mix_leaves,
-    resolve_schedule,
-)
+from jdaso.algorithms import defaults
 from jdaso.core.transformation import Averaging
 from jdaso.core.types import Arrival, Exchange, Leaves, Merge, PyTree, Schedule
 from jdaso.core.validation import check_share
@@ -63,16 +58,16 @@ def dasgd(
     >>> tx = jdaso.chain(optax.sgd(0.1), jdaso.dasgd(exchange, period=4, delay=3))
     """
     check_share("xi", xi)
-    schedule = resolve_schedule("dasgd", period, delay, schedule)
-    check_progress("dasgd", "xi", xi, schedule)
-    options = {"nonfinite": nonfinite, "fragments": fragments}
-    return averaging_on_one_wire("dasgd", exchange, schedule, mixing_merge(xi), wire, **options)
+    schedule = defaults.resolve_schedule("dasgd", period, delay, schedule)
+    defaults.check_progress("dasgd", "xi", xi, schedule)
+    merge, options = mixing_merge(xi), {"nonfinite": nonfinite, "fragments": fragments}
+    return defaults.averaging_on_one_wire("dasgd", exchange, schedule, merge, wire, **options)
 
 
 def mixing_merge(own: float) -> Merge:
     """The merge rule ``x <- own x + (1 - own) mean``."""
 
     def merge(leaves: Leaves, arrival: Arrival, state: PyTree) -> tuple[Leaves, PyTree]:
-        return mix_leaves(own, leaves, arrival.mean), state
+        return defaults.mix_leaves(own, leaves, arrival.mean), state
 
     return Merge(init=lambda params: (), merge=merge, own_weight=lambda arrival: own)

@@ -5,12 +5,7 @@ from typing import NamedTuple
 import jax
 import optax
 
-from jdaso.algorithms.defaults import (
-    averaging_on_one_wire,
-    check_progress,
-    mix_leaves,
-    resolve_schedule,
-)
+from jdaso.algorithms import defaults
 from jdaso.core.transformation import Averaging
 from jdaso.core.tree import is_float, widened
 from jdaso.core.types import Arrival, Exchange, Leaves, Merge, PyTree, Schedule
@@ -86,10 +81,10 @@ def diloco(
         raise ValueError(
             f"outer must be an optax optimizer, such as optax.sgd(1.0), got {outer!r}."
         )
-    schedule = resolve_schedule("diloco", period, delay, schedule)
-    check_progress("diloco", "mix", mix, schedule)
+    schedule = defaults.resolve_schedule("diloco", period, delay, schedule)
+    defaults.check_progress("diloco", "mix", mix, schedule)
     merge, options = _outer_merge(outer, mix), {"nonfinite": nonfinite, "fragments": fragments}
-    return averaging_on_one_wire("diloco", exchange, schedule, merge, wire, **options)
+    return defaults.averaging_on_one_wire("diloco", exchange, schedule, merge, wire, **options)
 
 
 def _outer_merge(outer: optax.GradientTransformation, mix: float) -> Merge:
@@ -107,6 +102,7 @@ def _outer_merge(outer: optax.GradientTransformation, mix: float) -> Merge:
         gradient = jax.tree.map(lambda a, m: a - m, state.anchor, mean)
         updates, outer_state = outer.update(gradient, state.outer, state.anchor)
         anchor = optax.apply_updates(state.anchor, updates)
-        return mix_leaves(mix, leaves, jax.tree.leaves(anchor)), DilocoState(anchor, outer_state)
+        mixed = defaults.mix_leaves(mix, leaves, jax.tree.leaves(anchor))
+        return mixed, DilocoState(anchor, outer_state)
 
     return Merge(init, merge, own_weight=lambda arrival: mix, shared=True)

@@ -19,13 +19,12 @@ from jdaso.checkpoint.in_flight import Key, describe_posted
 from jdaso.checkpoint.node_part import NodePart, checkpointer, is_finite, raw_bytes, read_part
 from jdaso.core.types import JdasoError
 
-# Fields of an averaging state that differ between nodes.
+# Fields of an averaging state that may differ between nodes. All nodes share some fields of a
+# merge's state. The rest of it may be anything, as a user's own merge has it.
 _LOCAL = re.compile(
-    r"(skipped|left_out|losses|fragments\.\d+\.(sound|exchange|feedback\.residual))(\.|$)"
+    r"(skipped|left_out|losses|fragments\.\d+\.(sound|exchange|feedback\.residual"
+    r"|merge(?!\.(center|anchor|outer)(\.|$))))(\.|$)"
 )
-# Fields of a merge's state that all nodes share. The state of a user's own merge may be anything.
-_SHARED_MERGE = re.compile(r"fragments\.\d+\.merge\.(center|anchor|outer)(\.|$)")
-_MERGE = re.compile(r"fragments\.\d+\.merge(\.|$)")
 _HEAD = ("node", "arrays", "MB", "step", "exchanges", "in flight", "skipped", "left out", "finite")
 
 
@@ -128,7 +127,7 @@ def _summary(node: int, part: NodePart) -> Summary:
         name: _digest(x)
         for name, x in arrays.items()
         for root in roots
-        if name.startswith(root) and _is_shared(name[len(root) :])
+        if name.startswith(root) and not _LOCAL.match(name[len(root) :])
     }
     defects = [f"{name} is not finite" for name, x in arrays.items() if not is_finite(x)]
     finite = "no" if defects else "yes"
@@ -144,12 +143,6 @@ def _summary(node: int, part: NodePart) -> Summary:
     row = tuple(cell or "-" for cell in cells)
     shapes = {name: f"{x.dtype.name}{x.shape}" for name, x in arrays.items()}
     return Summary(row, shapes, shared, describe_posted(part.in_flight), defects)
-
-
-def _is_shared(field: str) -> bool:
-    if _MERGE.match(field):
-        return _SHARED_MERGE.match(field) is not None
-    return _LOCAL.match(field) is None
 
 
 def _digest(array: np.ndarray) -> str:

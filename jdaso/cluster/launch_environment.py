@@ -40,7 +40,9 @@ def detect_launch(environ: Mapping[str, str]) -> Launch:
         return Launch(_count(environ, "PMI_SIZE"), "mpiexec", "MPICH")
     # All of them, because a batch shell has variables of the job, but is not one of its tasks.
     if all(variable in environ for variable in _STEP):
-        return Launch(_count(environ, "SLURM_STEP_NUM_TASKS"), "srun", _plugin(environ))
+        plugin = "pmi2" if "PMI_FD" in environ else environ.get("SLURM_MPI_TYPE") or "none"
+        plugin = "pmix" if "PMIX_NAMESPACE" in environ else plugin
+        return Launch(_count(environ, "SLURM_STEP_NUM_TASKS"), "srun", plugin)
     for variable in ("PMI_SIZE", "MPI_LOCALNRANKS"):
         if variable in environ:
             return Launch(_count(environ, variable), "mpiexec")
@@ -104,12 +106,6 @@ def missing_srun(environ: Mapping[str, str]) -> str | None:
         f"this is the only process of a Slurm job of {tasks} tasks, because srun did not start it. "
         "It trains alone. Put srun before the program, as python -m jdaso sbatch does."
     )
-
-
-def _plugin(environ: Mapping[str, str]) -> str:
-    if "PMIX_NAMESPACE" in environ:
-        return "pmix"
-    return "pmi2" if "PMI_FD" in environ else environ.get("SLURM_MPI_TYPE") or "none"
 
 
 def _count(environ: Mapping[str, str], variable: str) -> int:

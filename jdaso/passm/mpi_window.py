@@ -16,24 +16,15 @@ from jdaso.core.tree import outline
 from jdaso.core.types import JdasoError, PyTree
 from jdaso.core.validation import check_number, check_whole
 from jdaso.exchange.transport.collectives import check_alike
+from jdaso.passm import memory
 from jdaso.passm.file_locks import Locks
-from jdaso.passm.memory import (
-    Memory,
-    add_updates,
-    copy_tree,
-    leaf_views,
-    num_bytes,
-    shapes,
-    simulated_memory,
-    write_leaves,
-)
 
 _PAUSE_SECONDS = 1e-3
 
 
 def shared_memory(
     topology: Topology, params: PyTree, num_servers: int | None = None, timeout: float = 600.0
-) -> Memory:
+) -> memory.Memory:
     """Parameters in one window of ``MPI.Win.Allocate_shared``; collective over all processes.
 
     All processes must run on one host. With ``num_servers``, only the first ranks update, and rank
@@ -66,15 +57,15 @@ def shared_memory(
     check_number("timeout", timeout, above=True)
     servers = check_num_servers(num_servers, len(topology.processes))
     if len(topology.processes) == 1:
-        return simulated_memory(params)[0]
+        return memory.simulated_memory(params)[0]
     _check_one_host(topology)
     window = _SharedWindow(topology, params, servers, timeout)
-    return Memory(
+    return memory.Memory(
         topology.rank % servers,
         servers,
         writes=topology.rank < servers,
         members=len(topology.processes) // servers,
-        params=shapes(params),
+        params=memory.shapes(params),
         read=window.read,
         add=window.add,
         barrier=window.barrier,
@@ -103,20 +94,20 @@ class _SharedWindow:
 
         self._comm = topology.duplicate_comm()
         self._describe, self._rank = topology.describe, topology.rank
-        self._params, self._timeout = shapes(params), timeout
+        self._params, self._timeout = memory.shapes(params), timeout
         check_alike(self._comm.allgather(outline(params)), self._describe)
-        processes, begin = self._comm.Get_size(), num_bytes(params)
+        processes, begin = self._comm.Get_size(), memory.num_bytes(params)
         size = begin + 8 * (servers + processes)
         on_host: Any = self._comm.Split_type(MPI.COMM_TYPE_SHARED, key=self._rank)
         self._window = MPI.Win.Allocate_shared(size if self._rank == 0 else 0, 1, comm=on_host)
-        memory: Any = self._window.Shared_query(0)[0]
-        buffer = np.frombuffer(memory, np.uint8)
-        self._arrays = leaf_views(buffer, params)
+        shared: Any = self._window.Shared_query(0)[0]
+        buffer = np.frombuffer(shared, np.uint8)
+        self._arrays = memory.leaf_views(buffer, params)
         numbers = buffer[begin:size].view(np.int64)
         holders, self._barriers = numbers[:servers], numbers[servers:]
         self._window.Lock_all(MPI.MODE_NOCHECK)  # an epoch for the whole training
         if self._rank == 0:
-            write_leaves(self._arrays, params)
+            memory.write_leaves(self._arrays, params)
             numbers[:] = 0
         self._locks = Locks(self._open_file(), holders, self._rank, self._describe, timeout)
         at_exit(self._locks.announce_exit)  # MPI_Finalize would wait for the others
@@ -126,14 +117,14 @@ class _SharedWindow:
 
     def read(self) -> PyTree:
         self._window.Sync()
-        return copy_tree(self._arrays, self._params)
+        return memory.copy_tree(self._arrays, self._params)
 
     def add(self, number: int, updates: Mapping[int, Any], locked: bool) -> None:
         # Waiting for the device takes longest, so it is done before the lock is acquired.
         given = {position: np.asarray(update) for position, update in updates.items()}
         with self._locks.acquire(number) if locked else contextlib.nullcontext():
             self._window.Sync()
-            add_updates(self._arrays, given)
+            memory.add_updates(self._arrays, given)
             self._window.Sync()
 
     def barrier(self) -> None:

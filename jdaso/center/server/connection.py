@@ -13,17 +13,18 @@ from jdaso.cluster.topology import Topology
 from jdaso.core.mpi_types import Comm
 from jdaso.core.types import JdasoError
 from jdaso.exchange.transport.operation import Operation, WaitState
+from jdaso.exchange.transport.peers import ExitProtocol
 from jdaso.exchange.transport.progress import Progress
 from jdaso.exchange.transport.request import Request
 
 _RETRY_SECONDS = 0.1
 
 
-class Connection:
+class Connection(ExitProtocol):
     """Sends requests to the server. At exit, it waits until all workers have ended.
 
-    A request without a reply within ``timeout`` seconds is an error. Only servers and connections
-    use ``comm``, a communicator over all workers.
+    Only servers and connections use ``comm``, a communicator over all workers. No rank ``exited``,
+    because the server exits after its workers.
     """
 
     def __init__(
@@ -61,10 +62,6 @@ class Connection:
     def wait(self, request: Request) -> np.ndarray:
         """The content of a reply; JdasoError if the server refuses, or does not reply in time."""
         return self._progress.wait(request)
-
-    def exited(self) -> frozenset[int]:
-        """No rank, because the server exits after its workers."""
-        return frozenset()
 
     def announce_exit(self) -> None:
         """Tells the server that this worker exits, and waits until all have ended."""

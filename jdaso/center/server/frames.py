@@ -6,6 +6,7 @@ not affect the frames after it.
 
 import json
 import math
+import struct
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -20,16 +21,8 @@ EXCHANGE, JOIN, READ, WRITE, ALIVE, END, REPLY, REFUSAL = range(8)
 # The rank of the process that runs the server.
 SERVER = 0
 _MAGIC = 0x6A64
-_HEAD = np.dtype(
-    [
-        ("magic", "<i4"),
-        ("kind", "<i4"),
-        ("request", "<i4"),
-        ("contributes", "<i4"),
-        ("fingerprint", "<i8"),
-        ("length", "<i8"),
-    ]
-)
+# Magic number, kind, request, contributes, fingerprint, and length of the content.
+_HEAD = struct.Struct("<4i2q")
 
 
 class Frame(NamedTuple):
@@ -52,8 +45,8 @@ def pack(
     """A frame, uint8, whose content is the concatenation of arrays."""
     contents = [part.reshape(-1).view(np.uint8) for part in parts]
     length = sum(len(content) for content in contents)
-    head = np.array([(_MAGIC, kind, request, contributes, fingerprint, length)], _HEAD)
-    return np.concatenate([head.view(np.uint8), *contents])
+    head = _HEAD.pack(_MAGIC, kind, request, contributes, fingerprint, length)
+    return np.concatenate([np.frombuffer(head, np.uint8), *contents])
 
 
 def unpack(frame: np.ndarray) -> Frame:
@@ -63,12 +56,10 @@ def unpack(frame: np.ndarray) -> Frame:
     >>> unpack(frame).request, unpack(frame).content.view(np.float32).tolist()
     (7, [1.0, 2.0])
     """
-    if len(frame) < _HEAD.itemsize:
+    if len(frame) < _HEAD.size:
         raise ValueError(f"a message of {len(frame)} bytes is too short for a frame")
-    magic, kind, request, contributes, fingerprint, length = (
-        frame[: _HEAD.itemsize].view(_HEAD)[0].item()
-    )
-    content = frame[_HEAD.itemsize :]
+    head, content = frame[: _HEAD.size].tobytes(), frame[_HEAD.size :]
+    magic, kind, request, contributes, fingerprint, length = _HEAD.unpack(head)
     if magic != _MAGIC or length != len(content):
         raise ValueError(f"a message of {len(frame)} bytes does not match its head")
     return Frame(kind, request, bool(contributes), fingerprint, content)

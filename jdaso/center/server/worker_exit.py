@@ -10,17 +10,14 @@ from typing import NamedTuple
 from jdaso.center.server.liveness import Liveness
 from jdaso.cluster.topology import Topology
 from jdaso.core.log import logger
+from jdaso.exchange.transport.peers import ExitProtocol
 
 
-class ServerExit:
-    """The exit protocol of the server's progress thread; see :class:`ExitProtocol`."""
+class ServerExit(ExitProtocol):
+    """The exit of the server's progress thread, which is after that of its workers."""
 
     def __init__(self, topology: Topology, liveness: Liveness):
         self._topology, self._liveness = topology, liveness
-
-    def exited(self) -> frozenset[int]:
-        """No rank, because the server exits after its workers."""
-        return frozenset()
 
     def announce_exit(self) -> None:
         """Exits. The workers know it already."""
@@ -28,18 +25,11 @@ class ServerExit:
 
 
 class ExitPolicy(NamedTuple):
-    """How a process leaves the training.
+    """How a process leaves the training."""
 
-    Attributes:
-        abort: ``(reason)``, ends this worker after an error that it cannot raise.
-        finish: ``(gone)``, called at exit when all workers have ended, with the workers that are
-            gone.
-        failed: Whether this worker ends by an exception.
-    """
-
-    abort: Callable[[str], None]
-    finish: Callable[[Sequence[int]], None]
-    failed: Callable[[], bool]
+    abort: Callable[[str], None]  # (reason), ends this worker after an error that it cannot raise
+    finish: Callable[[Sequence[int]], None]  # (workers gone), when all others have ended
+    failed: Callable[[], bool]  # whether this worker ends by an exception
 
 
 def server_policy(topology: Topology) -> ExitPolicy:

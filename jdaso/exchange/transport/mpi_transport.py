@@ -130,7 +130,10 @@ class MpiTransport:
         with self._table.lock:
             first, last = self._table.collect(number, readers)
             if first and number != UNCOUNTED:
-                record = _record(number, posted, sent, (since, until))
+                began, never = posted.request.started_at, (0.0, 0.0)  # copies are timed later
+                transfer = (began, began + posted.request.seconds)
+                waited = (since, until)
+                record = ExchangeRecord(number, posted.step, sent, never, transfer, waited, never)
                 self.statistics.note(record, posted.staging.record)
             if last:
                 self._pool.release(posted.staging, readers, reuse=number != UNCOUNTED)
@@ -144,11 +147,14 @@ class MpiTransport:
         """Copies of the exchanges that are posted and not yet collected."""
         with self._table.lock:
             self.pending.wait_until_posted()
-            return {
-                number: _saved(posted)
-                for number, posted in sorted(self._table.posted.items())
-                if number != UNCOUNTED
-            }
+            saved = {}
+            for number, posted in sorted(self._table.posted.items()):
+                if number != UNCOUNTED:
+                    layout = posted.staging.layout
+                    leaves = layout.join(posted.staging.leaves)
+                    exchange = PostedExchange(posted.step, posted.header, leaves, layout.int8)
+                    saved[number] = exchange
+            return saved
 
     def post_again(self, saved: dict[int, tuple[Layout, PostedExchange]]) -> None:
         """Waits for all posted exchanges, forgets them, and posts the saved ones."""
@@ -177,16 +183,3 @@ class MpiTransport:
                 describe_narrow_wires([dtype for _, dtype in staging.specs]),
                 self._left_out - 1,
             )
-
-
-def _saved(posted: _Posted) -> PostedExchange:
-    layout = posted.staging.layout
-    leaves = layout.join(posted.staging.leaves)
-    return PostedExchange(posted.step, posted.header, leaves, layout.int8)
-
-
-def _record(number: int, posted: _Posted, sent: int, wait: tuple[float, float]) -> ExchangeRecord:
-    """The record of an exchange, except for the times of its copies."""
-    transfer = (posted.request.started_at, posted.request.started_at + posted.request.seconds)
-    never = (0.0, 0.0)
-    return ExchangeRecord(number, posted.step, sent, never, transfer, wait, never)

@@ -6,19 +6,10 @@ from typing import Protocol
 from jdaso.cluster.topology import Topology
 from jdaso.core.log import logger
 from jdaso.core.types import JdasoError
+from jdaso.exchange.transport.membership import Membership
 from jdaso.exchange.transport.request import Request
 
 _POLL_SECONDS = 0.5
-
-
-class Recovery(Protocol):
-    """Repairs communicators after the death of a process; see ``Membership``."""
-
-    def can_repair(self, error: BaseException) -> bool:
-        """Whether an error of MPI reports a death that the other processes can survive."""
-
-    def repair(self) -> Topology:
-        """Connects the remaining processes; called by the progress thread, collective."""
 
 
 class ExitProtocol(Protocol):
@@ -26,6 +17,7 @@ class ExitProtocol(Protocol):
 
     def exited(self) -> frozenset[int]:
         """The ranks that have exited and whose messages have all arrived."""
+        return frozenset()
 
     def announce_exit(self) -> None:
         """Announces that this process exits, and waits until it may."""
@@ -35,7 +27,7 @@ class Peers:
     """The processes of a topology that have not died. Without a recovery, a death is an error."""
 
     def __init__(
-        self, topology: Topology, exit_protocol: ExitProtocol, recovery: Recovery | None = None
+        self, topology: Topology, exit_protocol: ExitProtocol, recovery: Membership | None = None
     ):
         self.topology = topology
         self.recovery = recovery

@@ -6,8 +6,6 @@ operation and sleeps in between. Each poll takes time from training, so it polls
 slow network.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,8 +15,9 @@ from jdaso.cluster.abort import at_exit
 from jdaso.cluster.topology import Topology
 from jdaso.core.types import JdasoError
 from jdaso.exchange.transport.deadlines import Deadlines
+from jdaso.exchange.transport.membership import Membership
 from jdaso.exchange.transport.operation import Operation, WaitState
-from jdaso.exchange.transport.peers import ExitProtocol, Peers, Recovery
+from jdaso.exchange.transport.peers import ExitProtocol, Peers
 from jdaso.exchange.transport.request import Request
 
 # After a longer pause between two polls, the process was stopped or the machine was suspended.
@@ -33,6 +32,34 @@ _SHORTEST_SECONDS, _LONGEST_SECONDS, _LONGEST_SERVING_SECONDS = 5e-4, 10e-3, 2e-
 _POLLS_PER_PROGRESS = 4
 # While the program waits for a result, the core is idle and latency counts.
 _POLL_SECONDS_AWAITED = 5e-5
+
+
+class Polling:
+    """Chooses the pause between two polls. It grows while no operation progresses."""
+
+    def __init__(self) -> None:
+        self._pause = _SHORTEST_SECONDS
+        self.reset()
+
+    def reset(self) -> None:
+        """Restarts both clocks after an idle time."""
+        self.polled_at = self._progressed_at = time.monotonic()
+
+    def start(self) -> float:
+        """Starts a poll, and returns the seconds since the previous one."""
+        before, self.polled_at = self.polled_at, time.monotonic()
+        return self.polled_at - before
+
+    def pause(self, states: Sequence[WaitState]) -> float:
+        """Seconds until the next poll of operations in these states."""
+        quiet = (self.polled_at - self._progressed_at) / _POLLS_PER_PROGRESS
+        if any(state.progressed for state in states):
+            self._pause, self._progressed_at = max(quiet, _SHORTEST_SECONDS), self.polled_at
+        else:
+            self._pause = max(quiet, self._pause)
+        serving = not all(state.requests for state in states)
+        self._pause = min(self._pause, _LONGEST_SERVING_SECONDS if serving else _LONGEST_SECONDS)
+        return self._pause
 
 
 class Progress:
@@ -51,7 +78,7 @@ class Progress:
         timeout: float,
         exit_protocol: ExitProtocol,
         abort: Callable[[str], None],
-        recovery: Recovery | None = None,
+        recovery: Membership | None = None,
     ):
         self._abort = abort
         self._peers = Peers(topology, exit_protocol, recovery)
@@ -173,31 +200,3 @@ class Progress:
                     f"{self._peers.own_name} failed, and its program does not wait for the "
                     f"result: {request.error}"
                 )
-
-
-class Polling:
-    """Chooses the pause between two polls. It grows while no operation progresses."""
-
-    def __init__(self) -> None:
-        self._pause = _SHORTEST_SECONDS
-        self.reset()
-
-    def reset(self) -> None:
-        """Restarts both clocks after an idle time."""
-        self.polled_at = self._progressed_at = time.monotonic()
-
-    def start(self) -> float:
-        """Starts a poll, and returns the seconds since the previous one."""
-        before, self.polled_at = self.polled_at, time.monotonic()
-        return self.polled_at - before
-
-    def pause(self, states: Sequence[WaitState]) -> float:
-        """Seconds until the next poll of operations in these states."""
-        quiet = (self.polled_at - self._progressed_at) / _POLLS_PER_PROGRESS
-        if any(state.progressed for state in states):
-            self._pause, self._progressed_at = max(quiet, _SHORTEST_SECONDS), self.polled_at
-        else:
-            self._pause = max(quiet, self._pause)
-        serving = not all(state.requests for state in states)
-        self._pause = min(self._pause, _LONGEST_SERVING_SECONDS if serving else _LONGEST_SECONDS)
-        return self._pause
