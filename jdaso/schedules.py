@@ -95,13 +95,8 @@ def by_step(function: Callable[[jax.Array], tuple[Number, Number]]) -> Schedule:
         plan = _cycling_plan(period, jnp.clip(delay, 0, period), step - last)
         return plan, jnp.where(plan.posts(), jnp.asarray(step, jnp.int32), last)
 
-    return Schedule(
-        init=lambda: jnp.int32(-1),
-        plan=plan,
-        observe=lambda state, loss: state,
-        longest=int(periods.max()),
-        delay_fills_period=bool((periods == delays).any()),
-    )
+    longest, fills_period = int(periods.max()), bool((periods == delays).any())
+    return Schedule(lambda: jnp.int32(-1), plan, lambda state, loss: state, longest, fills_period)
 
 
 def linear(start: tuple[int, int], end: tuple[int, int], steps: int) -> Schedule:

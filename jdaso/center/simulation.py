@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jdaso.center.types import REPLY_HEADER, Center, ServerRule, no_broadcast
-from jdaso.core.state import find_state
+from jdaso.core.state import find_state, map_states
 from jdaso.core.tree import split, widened
 from jdaso.core.types import Exchange, Leaves, PyTree
 from jdaso.core.validation import check_whole
@@ -77,15 +77,7 @@ def simulated_center(num_workers: int) -> Center:
 
 def with_center(opt_state: PyTree, center: Any) -> PyTree:
     """A worker's state with the state of the server in it, or () to remove that."""
-
-    def is_simulated(node):
-        return isinstance(node, SimulatedState)
-
-    return jax.tree.map(
-        lambda node: node._replace(center=center) if is_simulated(node) else node,
-        opt_state,
-        is_leaf=is_simulated,
-    )
+    return map_states(SimulatedState, lambda state: state._replace(center=center), opt_state)
 
 
 def center_of(opt_state: PyTree) -> Any:

@@ -49,10 +49,7 @@ def number_exchanges(tree: PyTree, exchanges: Sequence[Exchange]) -> PyTree:
 
 
 def with_keys_of(like: PyTree, tree: PyTree, exchanges: Sequence[Exchange], source: str) -> PyTree:
-    """The inverse of :func:`number_exchanges`, with the keys of another tree.
-
-    It raises ValueError if a state was saved with an exchange at another position.
-    """
+    """The inverse of :func:`number_exchanges`, with the keys of a tree that has equal positions."""
     states = iter(find_states(HostState, like))
 
     def with_key(saved: HostState) -> HostState:

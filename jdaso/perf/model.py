@@ -1,7 +1,4 @@
-"""A model of the step time with exchanges, and the period and delay that hide them.
-
-Times are in seconds, sizes in bytes, bandwidths in bytes per second.
-"""
+"""A model of the step time with exchanges, and the period and delay that hide them."""
 
 import math
 from collections.abc import Callable

@@ -1,7 +1,4 @@
-"""A model of the links between nodes: the time of an all-reduce, and a fit to measurements.
-
-Times are in seconds, sizes in bytes, bandwidths in bytes per second.
-"""
+"""A model of the links between nodes: the time of an all-reduce, and a fit to measurements."""
 
 import math
 from collections import defaultdict

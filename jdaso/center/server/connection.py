@@ -23,8 +23,7 @@ _RETRY_SECONDS = 0.1
 class Connection(ExitProtocol):
     """Sends requests to the server. At exit, it waits until all workers have ended.
 
-    Only servers and connections use ``comm``, a communicator over all workers. No rank ``exited``,
-    because the server exits after its workers.
+    Only servers and connections use ``comm``. No rank ``exited``, as the server exits last.
     """
 
     def __init__(

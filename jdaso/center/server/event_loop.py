@@ -29,8 +29,7 @@ def serve(comm: Comm, server: CenterServer, liveness: Liveness) -> Operation:
     """Serves until all workers have ended or are gone.
 
     A worker that ends repeats its request until no worker is active. The reply then names the
-    workers that are gone, because MPI cannot be finalized without them. Only servers and
-    connections use ``comm``, a communicator over all workers.
+    workers that are gone, because MPI cannot be finalized without them.
     """
     mailbox = _Mailbox(comm)
     notified: set[int] = set()
@@ -49,10 +48,11 @@ def serve(comm: Comm, server: CenterServer, liveness: Liveness) -> Operation:
                 continue
             if frame.kind == frames.END:
                 liveness.set_ended(worker, failed=not frame.contributes)
-                # None while others are active, then the workers that are gone.
-                gone = None if liveness.active() else sorted(liveness.gone)
+                gone = None
+                if not liveness.active():
+                    gone = sorted(liveness.gone)
+                    notified.add(worker)
                 mailbox.send(worker, frames.pack(frames.REPLY, frame.request, frames.encode(gone)))
-                notified |= set() if liveness.active() else {worker}
             elif frame.kind != frames.ALIVE:
                 for receiver, reply in server.handle(worker, frame):
                     mailbox.send(receiver, reply)

@@ -1,5 +1,6 @@
 """A centre over MPI: a thread of node 0 is the server, and every process is a worker."""
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -100,7 +101,8 @@ def mpi_center(
     worker_exit.ignore_death_signal()
     connection = Connection(topology, comm, timeout, gone_after / _HEARTBEATS, policy)
     transport = WorkerTransport(topology, connection, policy.abort)
-    center = _MpiCenter(topology, transport, native, hosted)
+    program = JitInterface(transport, native, Shardings(None, topology.mesh))
+    center = _MpiCenter(topology.num_nodes, transport, program, hosted)
     return Center(
         topology.num_nodes,
         in_turns=False,
@@ -120,21 +122,15 @@ class _HostedServer(NamedTuple):
     liveness: Liveness
 
 
+@dataclasses.dataclass
 class _MpiCenter:
-    """The functions of a :class:`Center` over MPI. Compiled code copies leaves if ``native``."""
+    """The functions of a :class:`Center` over MPI."""
 
-    def __init__(
-        self,
-        topology: Topology,
-        transport: WorkerTransport,
-        native: bool,
-        hosted: _HostedServer | None,
-    ):
-        self._num_workers = topology.num_nodes
-        self._transport = transport
-        self._program = JitInterface(transport, native, Shardings(None, topology.mesh))
-        self._hosted = hosted
-        self._rule: ServerRule | None = None
+    _num_workers: int
+    _transport: WorkerTransport
+    _program: JitInterface
+    _hosted: _HostedServer | None
+    _rule: ServerRule | None = None
 
     def make_exchange(self, rule: ServerRule) -> Exchange:
         if self._rule is not None:

@@ -147,14 +147,11 @@ class MpiTransport:
         """Copies of the exchanges that are posted and not yet collected."""
         with self._table.lock:
             self.pending.wait_until_posted()
-            saved = {}
-            for number, posted in sorted(self._table.posted.items()):
-                if number != UNCOUNTED:
-                    layout = posted.staging.layout
-                    leaves = layout.join(posted.staging.leaves)
-                    exchange = PostedExchange(posted.step, posted.header, leaves, layout.int8)
-                    saved[number] = exchange
-            return saved
+            return {
+                number: _saved(posted)
+                for number, posted in sorted(self._table.posted.items())
+                if number != UNCOUNTED
+            }
 
     def post_again(self, saved: dict[int, tuple[Layout, PostedExchange]]) -> None:
         """Waits for all posted exchanges, forgets them, and posts the saved ones."""
@@ -183,3 +180,9 @@ class MpiTransport:
                 describe_narrow_wires([dtype for _, dtype in staging.specs]),
                 self._left_out - 1,
             )
+
+
+def _saved(posted: _Posted) -> PostedExchange:
+    layout = posted.staging.layout
+    leaves = layout.join(posted.staging.leaves)
+    return PostedExchange(posted.step, posted.header, leaves, layout.int8)
