@@ -15,17 +15,11 @@ from jdaso.core.wire import sum_dtype
 
 
 class SimulatedState(NamedTuple):
-    """State of a worker's exchange with a simulated centre.
+    """State of a worker's exchange with a simulated centre."""
 
-    Attributes:
-        center: The state of the server; () outside this worker's turns.
-        reply: The reply to this worker's last message.
-        of: An empty array [num_workers, 0], whose shape is known while a program is traced.
-    """
-
-    center: Any
-    reply: Leaves
-    of: Any
+    center: Any  # the state of the server; () outside this worker's turns
+    reply: Leaves  # to this worker's last message
+    of: Any  # an empty array [num_workers, 0], whose shape is known while a program is traced
 
 
 def _simulated_exchange(num_workers: int, rule: ServerRule) -> Exchange:

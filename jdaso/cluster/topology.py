@@ -78,13 +78,17 @@ class Topology:
         return Mesh(np.array(self.devices), (LOCAL_AXIS,), axis_types=(AxisType.Auto,))
 
     def restricted_to(self, comm: Comm) -> Self:
-        """The topology of the processes in ``comm``, one per node; collective."""
+        """The topology of the processes in ``comm``, one per node; collective.
+
+        They keep their ranks among all processes, which errors and the heartbeat refer to.
+        """
         left = comm.allgather(self.rank)
         return dataclasses.replace(
             self,
             rank=left.index(self.rank),
             processes=tuple(self.processes[rank] for rank in left),
             placements=tuple(Placement(node, 0) for node in range(len(left))),
+            processes_per_node=1,
             comm=comm,
         )
 

@@ -1,8 +1,5 @@
 """The topology of a parameter server and its slaves."""
 
-import dataclasses
-
-from jdaso.cluster.placement import Placement
 from jdaso.cluster.topology import Topology
 from jdaso.passm.mpi_window import check_num_servers
 
@@ -34,13 +31,4 @@ def server_group(topology: Topology, num_servers: int) -> Topology:
     if topology.comm is None:
         return topology
     server = topology.rank % num_servers
-    members = topology.processes[server::num_servers]
-    return dataclasses.replace(
-        topology,
-        rank=topology.rank // num_servers,
-        # They keep their ranks among all processes, which errors and the heartbeat refer to.
-        processes=members,
-        placements=tuple(Placement(node=i, local_rank=0) for i in range(len(members))),
-        processes_per_node=1,
-        comm=topology.comm.Split(server, topology.rank),
-    )
+    return topology.restricted_to(topology.comm.Split(server, topology.rank))

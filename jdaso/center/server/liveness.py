@@ -6,11 +6,7 @@ from collections.abc import Callable
 class Liveness:
     """The state of each worker, from its messages and its exit.
 
-    Args:
-        workers: The number of workers.
-        describe: ``(worker) -> text``, names a worker.
-        gone_after: Seconds of silence after which a worker counts as gone.
-        now: The current time in seconds, of any clock.
+    A worker counts as gone after ``gone_after`` seconds of silence. Times are those of any clock.
 
     >>> liveness = Liveness(2, "rank {}".format, gone_after=5, now=0)
     >>> liveness.message_from(0, now=4); liveness.update(now=6)

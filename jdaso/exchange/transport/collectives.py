@@ -3,6 +3,7 @@
 Each operation yields the ranks of its communicator that it waits for.
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
@@ -63,17 +64,16 @@ def any_true(comm: Comm, flag: bool) -> Operation:
     return any(bool(other[0]) for other in flags)
 
 
-def compare(
-    comm: Comm, outline: Sequence[str], digest: bytes, describe: Callable[[int], str]
-) -> Operation:
+def compare(comm: Comm, outline: Sequence[str], describe: Callable[[int], str]) -> Operation:
     """Raises on every member if the outlines of the members' trees, a line per leaf, differ.
 
     Whole outlines are sent only if their digests differ.
     """
-    digests = yield from gather(comm, np.frombuffer(digest, np.uint8).copy(), _DIGEST_TAG)
+    text = "\n".join(outline).encode()
+    digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8).copy()
+    digests = yield from gather(comm, digest, _DIGEST_TAG)
     if all(np.array_equal(digests[0], other) for other in digests):
         return
-    text = "\n".join(outline).encode()
     lengths = yield from gather(comm, np.array([len(text)], np.int64), _OUTLINE_TAG)
     padded = text.ljust(max(int(length[0]) for length in lengths), b"\0")
     texts = yield from gather(comm, np.frombuffer(padded, np.uint8).copy(), _OUTLINE_TAG)
