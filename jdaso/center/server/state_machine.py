@@ -124,10 +124,7 @@ class CenterServer:
         replies = [(worker, _reply(frame, frames.encode(self._state.center)))]
         early, self._early_joins = self._early_joins, []
         for other, request in early:
-            try:
-                replies += self._join(other, request)
-            except Exception as error:
-                replies.append((other, self._refusal(other, request, error)))
+            replies += self.handle(other, request)
         return replies
 
     def _check_outline(self, worker: int, outline: list[str]) -> None:
