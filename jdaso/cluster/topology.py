@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 import socket
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
@@ -77,17 +77,16 @@ class Topology:
         """The devices of this process as a one-dimensional mesh with the axis ``"local"``."""
         return Mesh(np.array(self.devices), (LOCAL_AXIS,), axis_types=(AxisType.Auto,))
 
-    def restricted_to(self, comm: Comm) -> Self:
-        """The topology of the processes in ``comm``, one per node; collective.
+    def restricted_to(self, ranks: Sequence[int], comm: Comm) -> Self:
+        """The topology of some processes, one per node, with their communicator.
 
         They keep their ranks among all processes, which errors and the heartbeat refer to.
         """
-        left = comm.allgather(self.rank)
         return dataclasses.replace(
             self,
-            rank=left.index(self.rank),
-            processes=tuple(self.processes[rank] for rank in left),
-            placements=tuple(Placement(node, 0) for node in range(len(left))),
+            rank=ranks.index(self.rank),
+            processes=tuple(self.processes[rank] for rank in ranks),
+            placements=tuple(Placement(node, 0) for node in range(len(ranks))),
             processes_per_node=1,
             comm=comm,
         )

@@ -31,4 +31,5 @@ def server_group(topology: Topology, num_servers: int) -> Topology:
     if topology.comm is None:
         return topology
     server = topology.rank % num_servers
-    return topology.restricted_to(topology.comm.Split(server, topology.rank))
+    ranks = range(server, len(topology.processes), num_servers)
+    return topology.restricted_to(ranks, topology.comm.Split(server, topology.rank))

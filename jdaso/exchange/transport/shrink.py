@@ -159,7 +159,7 @@ def _connect_remaining(
         comm = comm.Shrink()
         revoked, connected = [comm], False
         try:
-            topology = before.restricted_to(comm)
+            topology = before.restricted_to(comm.allgather(before.rank), comm)
             connect(topology)
             connected = True
         except Exception as error:  # another process has died
