@@ -93,8 +93,7 @@ def _chosen(path: Path) -> SavedCheckpoint:
     for checkpoint in list_checkpoints(path.parent):
         if checkpoint.path.name == path.name:
             return checkpoint
-    inside = list_checkpoints(path)
-    if not inside:
+    if not (inside := list_checkpoints(path)):
         raise ValueError(f"{path} is not a checkpoint, such as 000001_step_9, and contains none.")
     return max(inside, key=lambda checkpoint: (bool(checkpoint.parts), checkpoint.number))
 

@@ -190,8 +190,7 @@ def start_heartbeat(
     rank, others = comm.Get_rank(), set(range(1, comm.Get_size()))
     hosts, port, connections = ["no address"], 0, {}
     if rank == 0:
-        listener = _listener(len(others))
-        if listener is None:
+        if (listener := _listener(len(others))) is None:
             comm.bcast(None)
         else:
             hosts, port, secret = addresses(), listener.getsockname()[1], new_secret()

@@ -97,17 +97,15 @@ def _accept(listener: socket.socket, selector: selectors.BaseSelector) -> None:
 
 
 def _received(connection: socket.socket, size: int) -> bytes:
-    try:
+    with contextlib.suppress(OSError):
         return connection.recv(size)
-    except OSError:
-        return b""
+    return b""
 
 
 def _sent(connection: socket.socket, data: bytes) -> bool:
-    try:
+    with contextlib.suppress(OSError):
         return connection.send(data) == len(data)
-    except OSError:
-        return False
+    return False
 
 
 def _rank(request: bytes, secret: Secret) -> int:

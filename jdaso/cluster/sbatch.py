@@ -164,8 +164,7 @@ def parse_time(time: str) -> int:
     >>> [parse_time(time) for time in ("30", "30:00", "0:30:00", "1-12", "1-12:00:00")]
     [1800, 1800, 1800, 129600, 129600]
     """
-    match = _TIME.fullmatch(time)
-    if match:
+    if match := _TIME.fullmatch(time):
         days, fields = match["days"], [int(x) for x in time.split("-")[-1].split(":")]
         # Without days, the first of one or two numbers is minutes. After days, it is hours.
         units = (3600, 60, 1) if days or len(fields) == 3 else (60, 1)

@@ -117,8 +117,7 @@ def report(args: argparse.Namespace, topology: Topology, measured: Measured) -> 
         lines.append(f"For a recommendation, give --step-time. Delay {', '.join(delays)}.")
     else:
         lines += advice(args.step_time, exchange_time, overhead, slowdown, args.wire)
-    hosts = len({process.host for process in topology.processes})
-    if hosts < nodes:
+    if (hosts := len({process.host for process in topology.processes})) < nodes:
         lines.append(
             f"This did not measure a network: {nodes} nodes share {hosts} "
             f"host{'s' * (hosts > 1)}, so messages went through memory."

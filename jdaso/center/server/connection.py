@@ -103,8 +103,7 @@ class Connection(ExitProtocol):
         received = message.Irecv(reply)
         while not (received.Test() and sent.Test()):
             yield WaitState(frozenset({frames.SERVER}), progressed=True)
-        parsed = frames.unpack(reply)
-        if parsed.kind == frames.REFUSAL:
+        if (parsed := frames.unpack(reply)).kind == frames.REFUSAL:
             raise JdasoError(frames.decode(parsed.content))
         return parsed.content
 

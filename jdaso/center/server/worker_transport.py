@@ -76,8 +76,7 @@ class WorkerTransport:
     def post(self, number: int, step: int, header: np.ndarray) -> None:
         """Posts the message in the reserved buffers, and returns without waiting."""
         with self._table.lock:
-            staging = self.pending.filled(number)
-            if staging is None:
+            if (staging := self.pending.filled(number)) is None:
                 return
             request = self._connection.submit(
                 frames.EXCHANGE,
@@ -94,8 +93,7 @@ class WorkerTransport:
 
         The reply is forgotten when ``readers`` devices have collected it.
         """
-        posted = self._table.find(number, readers)
-        if posted is None:
+        if (posted := self._table.find(number, readers)) is None:
             raise JdasoError(
                 f"exchange {number} with the centre is not in flight in {self._name}: the "
                 "optimizer state is from before a restart, or was stepped twice. Call jdaso.drain "

@@ -58,8 +58,7 @@ class HostCollectives:
             )
             return copies
 
-        copies: list[np.ndarray] = self._run(from_root, "a broadcast")
-        return copies
+        return self._run(from_root, "a broadcast")
 
     def compare(self, outline: Sequence[str]) -> None:
         """Raises JdasoError, on every node, if the outlines of the nodes' trees differ."""

@@ -117,8 +117,7 @@ class MpiTransport:
         The exchange is forgotten when ``readers`` devices have collected it. The buffer keeps the
         sums until its record says that each of them has copied the sums.
         """
-        posted = self._table.find(number, readers)
-        if posted is None:
+        if (posted := self._table.find(number, readers)) is None:
             raise JdasoError(
                 f"{exchange_name(number)} is not in flight in {self._name}: the optimizer state is "
                 "from before a restart, or was stepped twice. Save and restore with "
