@@ -10,7 +10,6 @@ from jdaso.core.types import Leaves
 
 
 def check_center(name: str, center: Center) -> None:
-    """Raises ValueError if ``center`` is not a :class:`Center`."""
     if not isinstance(center, Center):
         raise ValueError(
             f"{name} needs a centre, got {type(center).__name__}: make one with "

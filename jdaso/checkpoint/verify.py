@@ -29,8 +29,6 @@ _HEAD = ("node", "arrays", "MB", "step", "exchanges", "in flight", "skipped", "l
 
 
 class Summary(NamedTuple):
-    """The summary of one part."""
-
     row: tuple[str, ...]  # of the table
     shapes: dict[str, str]  # shape and dtype of each array
     shared: dict[str, str]  # value or digest of each array that must be equal on all nodes
@@ -65,7 +63,6 @@ def verify(path: Path) -> tuple[str, list[str]]:
 
 
 def add_command(commands: Any) -> None:
-    """Adds ``verify`` to a parser's commands."""
     parser = commands.add_parser("verify", help="check that training can resume from a checkpoint")
     text = "a checkpoint, or a folder, of which the newest complete checkpoint is verified"
     parser.add_argument("checkpoint", type=Path, help=text)

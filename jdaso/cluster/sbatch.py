@@ -59,7 +59,6 @@ class JobOptions(NamedTuple):
 
 
 def add_command(commands: Any) -> None:
-    """Adds the subcommand to the parser."""
     parser = commands.add_parser(
         "sbatch",
         help="write a job script for Slurm",
@@ -88,7 +87,6 @@ def add_command(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Prints the job script."""
     options = vars(arguments) | {"command": arguments.words}
     try:
         given = {name: options[name] for name in JobOptions._fields if name in options}

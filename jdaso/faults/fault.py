@@ -71,7 +71,6 @@ class PendingFaults:
         self._pending = [fault for fault in faults if fault.rank == rank]
 
     def kinds(self) -> set[Kind]:
-        """The kinds of the pending faults."""
         return {fault.kind for fault in self._pending}
 
     def take(self, kinds: Collection[Kind], step: int) -> list[Fault]:

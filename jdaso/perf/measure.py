@@ -17,8 +17,6 @@ _WIDTH = 512  # of the matrices whose products simulate training
 
 
 class Measured(NamedTuple):
-    """Results of :func:`sweep`."""
-
     exchanges: list[tuple[float, float]]  # bytes and seconds in the background of each exchange
     overhead: float  # seconds of copies before and after one of the largest exchanges
     slowdown: float  # seconds by which one of the largest exchanges in flight slows computing

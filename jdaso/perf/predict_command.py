@@ -30,7 +30,6 @@ compare --pattern ring, which counts a latency for each."""
 
 
 def add_command(commands: Any) -> None:
-    """Adds the subcommand to a parser."""
     parser = commands.add_parser("predict", help=HELP)
     add_model(parser)
     add = parser.add_argument
@@ -78,7 +77,6 @@ def megabytes(text: str) -> int:
 
 
 def nodes(text: str) -> int:
-    """Parses a number of nodes."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return int(text)

@@ -26,7 +26,6 @@ DISTURBED = 0.5
 
 
 def add_command(commands: Any) -> None:
-    """Adds the subcommand to a parser."""
     parser = commands.add_parser(
         "tune",
         help=HELP,

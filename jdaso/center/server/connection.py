@@ -54,7 +54,6 @@ class Connection(ExitProtocol):
         contributes: bool = True,
         fingerprint: int = 0,
     ) -> Request:
-        """Submits a request and returns at once."""
         operation = self._request(kind, parts, contributes, fingerprint)
         return self._progress.submit(operation, description, measured=kind == frames.EXCHANGE)
 

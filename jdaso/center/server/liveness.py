@@ -29,7 +29,6 @@ class Liveness:
         self._last_message = dict.fromkeys(range(workers), now)
 
     def message_from(self, worker: int, now: float) -> None:
-        """Records that a worker has sent a message."""
         self._last_message[worker] = now
 
     def set_ended(self, worker: int, failed: bool = False) -> None:

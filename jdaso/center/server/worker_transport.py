@@ -58,7 +58,6 @@ class WorkerTransport:
         )
 
     def reserve(self, number: int, layout: Layout) -> StagingBuffers:
-        """Returns the staging buffers of a message that is about to be posted."""
         table = self._table
         with table.lock:
             if number <= table.highest:
@@ -74,7 +73,6 @@ class WorkerTransport:
             return self.pending.add(number, self._pool.acquire(layout.specs), layout)
 
     def post(self, number: int, step: int, header: np.ndarray) -> None:
-        """Posts the message in the reserved buffers, and returns without waiting."""
         with self._table.lock:
             if (staging := self.pending.filled(number)) is None:
                 return
@@ -114,5 +112,4 @@ class WorkerTransport:
         return posted.staging, np.array(REPLY_HEADER, np.float32)
 
     def abort_on_error(self) -> AbstractContextManager[None]:
-        """Ends this worker on an error if it has several devices."""
         return abort_on_error(self._topology, self._abort)

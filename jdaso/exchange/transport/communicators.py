@@ -16,8 +16,6 @@ from jdaso.exchange.transport.request import Request, completed
 
 
 class IndexCommunicators(NamedTuple):
-    """The communicators of one local index."""
-
     nodes: Comm | None  # one process of each node; None in one that does not send for this index
     within_node: Comm | None  # the processes of this node; None if a node is one process
     sender: int  # local rank of the processes that send for this index
@@ -49,7 +47,6 @@ class ExchangeCommunicators:
         return self._used_by(number)[0].nodes
 
     def all(self) -> list[Comm]:
-        """All communicators of this process."""
         by_index = self._by_index + self._consensus
         nested = [comm for index in by_index for comm in (index.nodes, index.within_node)]
         return [self._handshakes, *filter(None, nested)]

@@ -35,7 +35,6 @@ class Deadlines:
         self._median = self._deviation = 0.0
 
     def note(self, seconds: float) -> None:
-        """Records the duration of an operation."""
         self._seconds.append(seconds)
         if len(self._seconds) >= _ENOUGH:
             self._median = statistics.median(self._seconds)

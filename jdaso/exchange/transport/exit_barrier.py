@@ -38,7 +38,6 @@ class ExitBarrier:
         self._announced_at: dict[int, float] = {}
 
     def exited(self) -> frozenset[int]:
-        """The ranks that have exited and whose messages have all arrived."""
         now = time.monotonic()
         for rank in [rank for rank, request in self._expected.items() if request.Test()]:
             del self._expected[rank]

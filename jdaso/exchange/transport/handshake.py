@@ -36,7 +36,6 @@ _SUMMED = slice(None, -len(AGREEMENT_NAMES))
 
 
 def exchange_name(number: int) -> str:
-    """The name of an exchange in messages."""
     return "a consensus" if number == UNCOUNTED else f"exchange {number}"
 
 

@@ -44,13 +44,11 @@ class MpiTransport:
         self.statistics = Statistics()
 
     def forget(self) -> None:
-        """Frees the buffers of all exchanges."""
         self._table.clear()
         self._last_of_queue.clear()
         self._pool = BufferPool()
 
     def abort_on_error(self) -> AbstractContextManager[None]:
-        """Aborts the job on an error if this process has several devices."""
         topology = self._membership.topology
         return abort_on_error(topology, topology.abort)
 
@@ -59,7 +57,6 @@ class MpiTransport:
         self._restarted = True
 
     def reserve(self, number: int, layout: Layout) -> StagingBuffers:
-        """Returns the staging buffer of an exchange that is about to be posted."""
         table = self._table
         with table.lock:
             if (staging := self.pending.join(number)) is not None:
@@ -82,7 +79,6 @@ class MpiTransport:
             return self.pending.add(number, make(layout.specs), layout)
 
     def post(self, number: int, step: int, header: np.ndarray) -> None:
-        """Posts the exchange once all senders have filled the buffer; does not wait."""
         with self._table.lock:
             staging, header = self.pending.filled(number), np.array(header)
             if staging is None:

@@ -11,8 +11,6 @@ WINDOW = 8
 
 
 class WaitState(NamedTuple):
-    """What an operation waits for."""
-
     ranks: frozenset[int]  # of the communicator, whose messages are missing
     progressed: bool = False  # since its previous state
     requests: tuple[MpiRequest, ...] = ()  # if not empty, it waits for one of them to complete

@@ -82,7 +82,6 @@ class Peers:
             logger.warning(text, request.description, seconds, topology.states(missing))
 
     def repair(self) -> None:
-        """Continues with the remaining processes."""
         assert self.recovery is not None
         self.topology, self.exited = self.recovery.repair(), frozenset()
 

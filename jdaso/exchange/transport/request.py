@@ -57,13 +57,11 @@ class Request:
             self.step(lambda: self._operation.throw(Repaired()))
 
     def postpone(self, seconds: float) -> None:
-        """Moves the start, the warning and the deadline to a later time."""
         self.started_at += seconds
         self.warn_at += seconds
         self.deadline += seconds
 
     def fail(self, error: BaseException) -> None:
-        """Ends the operation with an error."""
         self.error, self.failed_at = error, time.monotonic()
         self.done.set()
 

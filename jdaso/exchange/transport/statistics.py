@@ -35,7 +35,6 @@ class Statistics:
         return dict(self._report)
 
     def last(self) -> list[ExchangeRecord]:
-        """The records of the last thousand exchanges."""
         return [
             record._replace(
                 copy_to_host=tuple(times["copy_to_host"].tolist()),
