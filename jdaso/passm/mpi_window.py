@@ -1,4 +1,4 @@
-"""Parameters in memory that the MPI processes of one host share."""
+"""Parameters in memory that the MPI processes of one host share, and groups of processes."""
 
 import contextlib
 import os
@@ -55,7 +55,7 @@ def shared_memory(
     (0, 1)
     """
     check_number("timeout", timeout, above=True)
-    servers = check_num_servers(num_servers, len(topology.processes))
+    servers = _check_num_servers(num_servers, len(topology.processes))
     if len(topology.processes) == 1:
         return memory.simulated_memory(params)[0]
     _check_one_host(topology)
@@ -73,7 +73,38 @@ def shared_memory(
     )
 
 
-def check_num_servers(num_servers: int | None, processes: int) -> int:
+def server_group(topology: Topology, num_servers: int) -> Topology:
+    """The group of processes that this one averages gradients with (passm Sec. 4).
+
+    "A single GPU hosts multiple concurrent processes working as asynchronous PSs. Each PS can have
+    multiple slaves": rank r belongs to server ``r mod num_servers``, and is the server itself if
+    r is below ``num_servers``. Collective over all processes.
+
+    Args:
+        topology: From :func:`jdaso.discover_topology`.
+        num_servers: Number of servers. It divides the number of processes.
+
+    Returns:
+        A topology of the server, which is node 0, and its slaves. Pass an exchange over it as
+        ``group`` to :func:`assm`, :func:`passm` and :func:`passm_plus`.
+
+    Raises:
+        ValueError: If ``num_servers`` does not divide the number of processes.
+
+    >>> import jdaso
+    >>> group = server_group(jdaso.discover_topology(), num_servers=1)
+    >>> jdaso.mpi_exchange(group).num_nodes
+    1
+    """
+    _check_num_servers(num_servers, len(topology.processes))
+    if topology.comm is None:
+        return topology
+    server = topology.rank % num_servers
+    ranks = range(server, len(topology.processes), num_servers)
+    return topology.restricted_to(ranks, topology.comm.Split(server, topology.rank))
+
+
+def _check_num_servers(num_servers: int | None, processes: int) -> int:
     """The number of servers; raises ValueError unless it divides the number of processes."""
     if num_servers is None:
         return processes

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +13,7 @@ from jdaso.center.server import frames, worker_exit
 from jdaso.center.server.connection import Connection
 from jdaso.center.server.event_loop import serve
 from jdaso.center.server.liveness import Liveness
-from jdaso.center.server.state_machine import CenterServer
+from jdaso.center.server.state_machine import CenterServer, Record
 from jdaso.center.server.worker_transport import WorkerTransport
 from jdaso.center.types import Center, CenterState, ServerRule, map_state, no_broadcast
 from jdaso.cluster.topology import Topology
@@ -38,7 +37,7 @@ def mpi_center(
     timeout: float = 600.0,
     gone_after: float = 30.0,
     native: bool | None = None,
-    record: Callable[[int, list[np.ndarray]], None] | None = None,
+    record: Record | None = None,
 ) -> Center:
     """Workers are MPI processes, each with its own clock, and a thread of node 0 is the server.
 
@@ -218,10 +217,7 @@ def _check_keeps_dtypes(rule: ServerRule) -> None:
 
 
 def _start_server(
-    topology: Topology,
-    comm: Comm,
-    gone_after: float,
-    record: Callable[[int, list[np.ndarray]], None] | None,
+    topology: Topology, comm: Comm, gone_after: float, record: Record | None
 ) -> _HostedServer:
     """Starts the thread of the server, which ends after all workers."""
     server = CenterServer(topology.num_nodes, topology.describe, record)

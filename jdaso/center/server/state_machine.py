@@ -18,6 +18,8 @@ from jdaso.exchange.transport.collectives import check_alike
 
 # Frames to send, each with its receiver.
 Replies = list[tuple[int, np.ndarray]]
+# Called with a worker and its message.
+Record = Callable[[int, list[np.ndarray]], None]
 
 
 class CenterServer:
@@ -28,10 +30,7 @@ class CenterServer:
     """
 
     def __init__(
-        self,
-        num_workers: int,
-        describe: Callable[[int], str],
-        record: Callable[[int, list[np.ndarray]], None] | None = None,
+        self, num_workers: int, describe: Callable[[int], str], record: Record | None = None
     ):
         self.rule: ServerRule | None = None
         self.exchanges = dict.fromkeys(range(num_workers), 0)
