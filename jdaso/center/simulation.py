@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdaso.center.types import REPLY_HEADER, Center, ServerRule, no_broadcast
+from jdaso.center.types import Center, ServerRule, no_broadcast, reply_header
 from jdaso.core.state import find_state, map_states
-from jdaso.core.tree import split, widened
+from jdaso.core.tree import all_finite, split, widened
 from jdaso.core.types import Exchange, Leaves, PyTree
 from jdaso.core.validation import check_whole
 from jdaso.core.wire import sum_dtype
@@ -37,7 +37,8 @@ def _simulated_exchange(num_workers: int, rule: ServerRule) -> Exchange:
         return state._replace(center=center, reply=reply), number + 1
 
     def finish(state, number, like):
-        return state.reply, jnp.array(REPLY_HEADER, jnp.float32), state
+        header = jnp.array(reply_header(all_finite(state.reply)), jnp.float32)
+        return state.reply, header, state
 
     return Exchange(num_workers, None, init, start, finish, no_broadcast)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jdaso.core.types import HEADER_SIZE, Exchange, Leaves, PyTree
+from jdaso.core.types import FINITE, HEADER_SIZE, Exchange, Leaves, PyTree
 
 
 class CenterState(NamedTuple):
@@ -104,5 +104,12 @@ def no_broadcast(leaves: Leaves, root: int) -> Leaves:
     )
 
 
-#: The header of a reply. It counts the server as the only contributor.
-REPLY_HEADER = (1.0,) + (0.0,) * (HEADER_SIZE - 1)
+def reply_header(finite: Any) -> list[Any]:
+    """The header of a reply. It counts the server as the only contributor.
+
+    Args:
+        finite: whether all numbers of the reply are finite.
+    """
+    header = [0.0] * HEADER_SIZE
+    header[0], header[FINITE] = 1.0, finite
+    return header

@@ -21,16 +21,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jdaso.core.engine_config import EngineConfig, StepContext, stop_unless_finite
 from jdaso.core.error_feedback import init_feedback
-from jdaso.core.fragment_step import (
-    EngineConfig,
-    FragmentResult,
-    StepContext,
-    merge_fragment,
-    skip_fragment,
-    step_fragment,
-    stop_unless_finite,
-)
+from jdaso.core.fragment_merge import merge_fragment
+from jdaso.core.fragment_step import FragmentResult, skip_fragment, step_fragment
 from jdaso.core.fragments import cut, float_positions, num_parameters, part
 from jdaso.core.optimizer_step import link
 from jdaso.core.state import AveragingState, FragmentState

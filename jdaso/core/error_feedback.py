@@ -70,10 +70,15 @@ def init_feedback(tree: PyTree, uses_anchor: bool) -> Feedback:
     return Feedback(zeros, list(zeros) if uses_anchor else [], no, ready)
 
 
-def compress(leaves: Leaves, wire: str | None, feedback: Feedback) -> tuple[Leaves, Leaves]:
-    """Computes what to send and the new residual. The residual is not finite if a leaf is not."""
-    message, residual = [], []
-    for x, r, a in zip(leaves, feedback.residual, _anchors(feedback), strict=True):
+def compress(
+    wire: str | None, sound: jax.Array, leaves: Leaves, residual: Leaves, anchor: Leaves
+) -> tuple[Leaves, list[Leaves]]:
+    """Computes what to send and, in a list, the new residual.
+
+    A node that is not ``sound`` does not contribute and keeps its old residual.
+    """
+    message, kept = [], []
+    for x, r, a in zip(leaves, residual, _anchors(anchor, residual), strict=True):
         if wire == "int8":
             value = x.astype(r.dtype) - a + r
             sent = rounded(value)
@@ -81,49 +86,39 @@ def compress(leaves: Leaves, wire: str | None, feedback: Feedback) -> tuple[Leav
             value = x.astype(r.dtype) + r
             sent = value.astype(wire_dtype(x.dtype, wire)).astype(x.dtype)
         message.append(sent)
-        residual.append(value - sent)
-    return message, residual
-
-
-def store_residual(
-    feedback: Feedback, residual: Leaves, sound: jax.Array, wire: str | None
-) -> Feedback:
-    """The state after posting. A node that does not contribute keeps its old residual."""
-    kept = [jnp.where(sound, new, r) for new, r in zip(residual, feedback.residual, strict=True)]
-    return feedback._replace(residual=kept, quantized=jnp.full((), wire == "int8"))
+        kept.append(jnp.where(sound, _finite_or_zero(value - sent), r))
+    return message, [kept]
 
 
 def decompress(
-    total: Leaves, members: jax.Array, feedback: Feedback
-) -> tuple[Leaves, Leaves, Feedback]:
+    total: Leaves, members: jax.Array, quantized: jax.Array, residual: Leaves, anchor: Leaves
+) -> tuple[Leaves, Leaves, Leaves, Leaves]:
     """Sum and mean of the leaves, from what the exchange has returned.
 
     Args:
-        total: if ``feedback.quantized``, s where this node has summed and C(s) elsewhere. If not,
-            sums of the leaves themselves.
+        total: if ``quantized``, s where this node has summed and C(s) elsewhere. If not, sums of
+            the leaves themselves.
         members: float32 scalar, the number of nodes that contributed, may be 0.
 
     Returns:
-        The sums, the means and the new state.
+        The sums, the means, the new residual and the new anchor.
     """
-    sums, means, residual, anchor = [], [], [], []
-    for s, r, a in zip(total, feedback.residual, _anchors(feedback), strict=True):
-        received = jnp.where(feedback.quantized, rounded(s), s)
-        error = s - received
+    sums, means, kept, moved = [], [], [], []
+    for s, r, a in zip(total, residual, _anchors(anchor, residual), strict=True):
+        received = jnp.where(quantized, rounded(s), s)
         # A sum that has overflowed must not stay in the residual.
-        residual.append(r + jnp.where(jnp.isfinite(error), error, 0))
-        base = jnp.where(feedback.quantized, a, 0)
+        kept.append(r + _finite_or_zero(s - received))
+        base = jnp.where(quantized, a, 0)
         mean = base + divide(received, jnp.maximum(members, 1).astype(s.dtype))
         sums.append(members.astype(s.dtype) * base + received)
         means.append(mean)
-        anchor.append(jnp.where(members > 0, mean, a))
-    feedback = feedback._replace(
-        residual=residual,
-        anchor=anchor[: len(feedback.anchor)],
-        anchor_ready=feedback.anchor_ready | (members > 0),
-    )
-    return sums, means, feedback
+        moved.append(jnp.where(members > 0, mean, a))
+    return sums, means, kept, moved[: len(anchor)]
 
 
-def _anchors(feedback: Feedback) -> Leaves:
-    return feedback.anchor or [jnp.zeros((), r.dtype) for r in feedback.residual]
+def _finite_or_zero(error: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(error), error, 0)
+
+
+def _anchors(anchor: Leaves, residual: Leaves) -> Leaves:
+    return anchor or [jnp.zeros((), r.dtype) for r in residual]

@@ -20,6 +20,8 @@ AGREEMENT_NAMES = ("period", "delay", "phase", "the schedule's state", "the shar
 #: contributes, the sum and the number of its losses in this epoch, and its agreement numbers. The
 #: agreement numbers are compared between nodes, all others are summed.
 HEADER_SIZE = 3 + len(AGREEMENT_NAMES)
+#: Where the header of an exchange that has ended says whether all sums are finite, 1 or 0.
+FINITE = 3
 #: Number of an exchange that is finished immediately and does not count.
 UNCOUNTED = -1
 
@@ -151,6 +153,24 @@ def _refuse_posted(posted: dict[int, PostedExchange], sent: dict[int, list[SentL
         )
 
 
+class PartOperations(NamedTuple):
+    """How an exchange copies its leaves in parts, one after the other; see ``parts.py``.
+
+    A part is a slice of the leaves to which the exchange is bound.
+
+    Attributes:
+        start: as that of :class:`Exchange`, with the leaves of a part, and the part. The last part
+            posts the exchange.
+        finish: as that of :class:`Exchange`, like the leaves of a part, and the part.
+        after: ``(state, part, lists) -> (state, lists)``. What is called with this state comes
+            after the arrays are computed. Array j of each list is like leaf j of the part.
+    """
+
+    start: Callable[..., tuple[PyTree, Number]]
+    finish: Callable[[PyTree, Number, Leaves, slice], tuple[Leaves, jax.Array, PyTree]]
+    after: Callable[[PyTree, slice, list[Leaves]], tuple[PyTree, list[Leaves]]]
+
+
 class Exchange(NamedTuple):
     """How nodes communicate. This is the only part of an algorithm that knows a network.
 
@@ -168,9 +188,11 @@ class Exchange(NamedTuple):
             equal on all nodes. ``header[0]`` is 1 or 0. If it is 0, this node's leaves count as
             zeros, whatever they contain.
         finish: ``(state, number, like) -> (sums, header, state)``. The sums have the shapes of
-            ``like`` and their accumulation dtype, float32 or float64. With the wire int8, the part
-            that this node has summed is not rounded yet. The node must round it and keep the
-            rounding error in its error feedback, because no other node knows the error.
+            ``like`` and their accumulation dtype, float32 or float64. The header holds the number
+            of nodes that contributed, the sum and the number of the losses, and at ``FINITE`` 1 if
+            all sums are finite, 0 if not. With the wire int8, the part that this node has summed
+            is not rounded yet. The node must round it and keep the rounding error in its error
+            feedback, because no other node knows the error.
         broadcast: ``(leaves, root) -> leaves``, those of node ``root``, bit for bit.
         report: ``() -> dict`` of what the host has measured, as in :func:`empty_report`.
         history: ``() -> list`` of :class:`ExchangeRecord`, for the last thousand completed
@@ -194,10 +216,13 @@ class Exchange(NamedTuple):
         topology: ``() -> Topology`` of the processes that are left, the same on all nodes, or None
             where processes cannot leave. All nodes call it, on the host. ``num_nodes`` and the root
             of a broadcast keep counting the nodes that the exchange started with.
-        bind: ``(names, leaves) -> Exchange`` whose ``start``, ``finish`` and ``per_shard`` are for
-            these leaves. It differs from this exchange where leaves may be sharded over devices.
-        per_shard: ``(function) -> function``, which is applied to the shards of each device. Lists
-            with one array per leaf are sharded like the leaves, all other arrays are replicated.
+        bind: ``(names, leaves) -> Exchange`` whose ``start``, ``finish``, ``per_shard`` and
+            ``parts`` are for these leaves. It differs from this exchange where leaves may be
+            sharded over devices.
+        parts: how a bound exchange copies its leaves in parts, or None if it does not.
+        per_shard: ``(function, part) -> function``, which is applied to the shards of each device.
+            Lists with one array per leaf of the part are sharded like the leaves, all other arrays
+            are replicated.
         all_devices: ``(flag) -> flag``, whether a flag holds on all devices of the node.
         close: ``() -> None``, completes what is in flight and gives back threads, memory and
             communicators. All nodes call it, on the host. Afterwards the exchange cannot be used.
@@ -223,7 +248,8 @@ class Exchange(NamedTuple):
     same_bits: bool = True
     topology: Callable[[], Any] = lambda: None
     bind: Callable[[Sequence[str], Leaves], Exchange] | None = None
-    per_shard: Callable[[Callable], Callable] = lambda function: function
+    parts: PartOperations | None = None
+    per_shard: Callable[[Callable, slice], Callable] = lambda function, part: function
     all_devices: Callable[[jax.Array], jax.Array] = lambda flag: flag
     close: Callable[[], None] = lambda: None
 
@@ -283,6 +309,9 @@ class Merge(NamedTuple):
         own_weight: ``(arrival) -> w``, the weight of a node's own optimizer moments m where they
             are averaged as well: ``m <- w m + (1 - w) mean_i m_i``. None if they cannot be.
         shared: whether the state must be the same on all nodes, bit for bit.
+        elementwise: whether the rule treats each leaf separately. ``merge`` may then be called with
+            some of the leaves. In place of the state, all functions get a list of its
+            floating-point leaves: one for each of the leaves, or none.
     """
 
     init: Callable[[PyTree], PyTree]
@@ -291,6 +320,7 @@ class Merge(NamedTuple):
     own_weight: Callable[[Arrival], jax.Array | float] | None = None
     message: Callable[[Leaves, PyTree], tuple[Leaves, PyTree]] = send_leaves
     shared: bool = False
+    elementwise: bool = False
 
 
 class ParamsWithMoments(NamedTuple):

@@ -14,14 +14,21 @@ from jax.experimental import io_callback
 
 from jdaso.cluster.topology import Topology
 from jdaso.core.tree import outline
-from jdaso.core.types import Exchange, HostState, Leaves, PostedExchange, PyTree, SentLeaf
+from jdaso.core.types import (
+    Exchange,
+    HostState,
+    Leaves,
+    PartOperations,
+    PostedExchange,
+    PyTree,
+    SentLeaf,
+)
 from jdaso.core.validation import check_number
 from jdaso.core.wire import check_wire
 from jdaso.exchange.axis import single_exchange
 from jdaso.exchange.host.ffi_bridge import use_native
-from jdaso.exchange.host.jit_interface import JitInterface
+from jdaso.exchange.host.jit_interface import Bound, JitInterface
 from jdaso.exchange.host.keys import Keys
-from jdaso.exchange.host.node_mesh import Specs
 from jdaso.exchange.host.shardings import Shardings
 from jdaso.exchange.settings import Settings, check_int8, check_same_settings, check_settings
 from jdaso.exchange.transport.collectives import AllReduceOptions
@@ -160,7 +167,7 @@ def mpi_exchange(
         return compare(params, sharded.register(params))
 
     def bind(names: Sequence[str], leaves: Leaves) -> Exchange:
-        functions = _leaf_functions(program, settings, program.specs(names, leaves))
+        functions = _leaf_functions(program, settings, program.bind(names, leaves))
         return exchange._replace(bind=None, init=compare, **functions)
 
     def post_again(posted: dict[int, PostedExchange], sent: dict[int, list[SentLeaf]]) -> None:
@@ -198,24 +205,32 @@ def mpi_exchange(
 
 
 def _leaf_functions(
-    program: JitInterface, settings: Settings, specs: Specs | None = None
+    program: JitInterface, settings: Settings, bound: Bound | None = None
 ) -> dict[str, Any]:
     """The functions of an exchange that depend on the sharding of the leaves."""
 
-    def start(state: HostState, number, step, leaves: Leaves, header, wire):
+    def start(state: HostState, number, step, leaves: Leaves, header, wire, part=None):
         if wire == "int8":
             check_int8(settings.pattern, settings.same_bits)
-        token, number = program.start(state.key, number, step, leaves, header, wire, specs)
+        sent = state.key, number, step, leaves, header, wire
+        token, number = program.start(*sent, part, bound)
         return HostState(token), number
 
-    def finish(state: HostState, number, like: Leaves):
-        sums, header, token = program.finish(state.key, number, like, specs)
+    def finish(state: HostState, number, like: Leaves, part=None):
+        sums, header, token = program.finish(state.key, number, like, part, bound)
         return sums, header, HostState(token)
 
-    def per_shard(function):
-        return function if specs is None else program.per_shard(function, specs)
+    def after(state: HostState, part: slice, lists: list[Leaves]):
+        assert bound is not None
+        token, lists = program.after(state.key, part, lists, bound)
+        return HostState(token), lists
 
-    return {"start": start, "finish": finish, "per_shard": per_shard}
+    def per_shard(function, part: slice):
+        return function if bound is None else program.per_shard(function, bound.specs[part])
+
+    parts = bound is not None and program.copies_parts(bound)
+    operations = PartOperations(start, finish, after) if parts else None
+    return {"start": start, "finish": finish, "parts": operations, "per_shard": per_shard}
 
 
 def _single_node(topology: Topology, wire: str | None) -> Exchange:

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from jdaso.core.tree import is_float
-from jdaso.core.types import HEADER_SIZE, Exchange, Leaves, PyTree
-from jdaso.core.wire import check_wire, pack, sum_dtype, unpadded, wire_dtype
+from jdaso.core.types import FINITE, HEADER_SIZE, Exchange, Leaves, PyTree
+from jdaso.core.wire import BLOCK_DTYPE, check_wire, pack, sum_dtype, unpadded, wire_dtype
 
 
 class StoredState(NamedTuple):
@@ -51,7 +51,8 @@ def stored_exchange(
             ),
             params,
         )
-        return StoredState(sums, jnp.zeros((HEADER_SIZE,), jnp.float32))
+        # A branch of vmap that is not taken must not find sums that are not finite.
+        return StoredState(sums, jnp.zeros((HEADER_SIZE,), jnp.float32).at[FINITE].set(1))
 
     def start(state, number, step, leaves, header, wire):
         del step
@@ -60,6 +61,11 @@ def stored_exchange(
             for x in leaves
         ]
         *sums, header = all_reduce([*cast, header])
+        # Blocks of int8 are finite once they are rounded.
+        finite = [
+            jnp.isfinite(s).all() for s, x in zip(sums, cast, strict=True) if x.dtype != BLOCK_DTYPE
+        ]
+        header = header.at[FINITE].set(jnp.all(jnp.stack([*finite, True])))
         sums = [
             unpadded(s, x.shape).astype(sum_dtype(x.dtype))
             for s, x in zip(sums, leaves, strict=True)

@@ -129,7 +129,9 @@ def _with_faults(
     def bind(names: Sequence[str], leaves: Leaves) -> Exchange:
         return _with_faults(exchange.bound(names, leaves), pending, callbacks)
 
-    return exchange._replace(start=start, finish=finish, bind=bind if exchange.bind else None)
+    return exchange._replace(
+        start=start, finish=finish, parts=None, bind=bind if exchange.bind else None
+    )
 
 
 class FaultyGradientsState(NamedTuple):

@@ -9,7 +9,7 @@ import numpy as np
 
 from jdaso.center.server import frames
 from jdaso.center.server.connection import Connection
-from jdaso.center.types import REPLY_HEADER
+from jdaso.center.types import reply_header
 from jdaso.cluster.topology import Topology
 from jdaso.core.types import JdasoError, empty_report
 from jdaso.exchange.host.buffers import BufferPool, StagingBuffers
@@ -109,7 +109,7 @@ class WorkerTransport:
                 self._report["seconds_in_flight"] += posted.request.seconds
             if last:
                 self._pool.release(posted.staging, readers, reuse=True)
-        return posted.staging, np.array(REPLY_HEADER, np.float32)
+        return posted.staging, np.array(reply_header(posted.staging.finite()), np.float32)
 
     def abort_on_error(self) -> AbstractContextManager[None]:
         return abort_on_error(self._topology, self._abort)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jdaso.core.int8 import num_blocks
-from jdaso.core.wire import sum_dtype, sum_padding, sum_shape, wire_shape
+from jdaso.core.wire import BLOCK_DTYPE, sum_dtype, sum_padding, sum_shape, wire_shape
 from jdaso.exchange.host.layout import LeafSpec, unsharded
 
 # Written by Python or compiled code: the number of devices that have read the sums, and the start
@@ -27,6 +27,9 @@ RECORD = np.dtype(
     ]
 )
 
+
+# Numbers, few enough that they stay in a cache.
+_CHECKED_AT_ONCE = 1 << 16
 
 # Place of ffi_queue.h. The sums of a leaf with the wire int8 may end with padding.
 PLACE = np.dtype([("address", "<u8"), ("least_bytes", "<u8"), ("most_bytes", "<u8")])
@@ -111,6 +114,15 @@ class StagingBuffers:
         self.record["copy_to_device"][1] = time.monotonic()
         self.record["reads"] += 1
         return sums
+
+    def finite(self) -> bool:
+        """Whether all sums are finite. Blocks of int8 are finite once they are rounded."""
+        return all(
+            np.isfinite(sums[start : start + _CHECKED_AT_ONCE]).all()
+            for vector, sums in self.pairs
+            if vector.dtype != BLOCK_DTYPE
+            for start in range(0, len(sums), _CHECKED_AT_ONCE)
+        )
 
     def reallocate(self) -> None:
         """Moves the leaves to new memory. Messages that arrive late are written to the old one."""

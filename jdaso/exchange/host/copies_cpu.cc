@@ -15,13 +15,14 @@ uint16_t ToBFloat16(uint32_t bits) {
   return static_cast<uint16_t>((nan ? bits | 0x400000 : rounded) >> 16);
 }
 
-// Copies the leaves to the staging buffers and posts the exchange. Leaves with `narrow` are float32
-// and are rounded to bfloat16. A node that does not contribute sends zeros.
+// Copies a part of the leaves to the staging buffers, and posts the exchange after the last part.
+// Leaves with `narrow` are float32 and are rounded to bfloat16. A node that does not contribute
+// sends zeros.
 ffi::Error Post(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> device,
                 ffi::Buffer<ffi::S32> number, ffi::Buffer<ffi::S32> step,
                 ffi::Buffer<ffi::F32> header, ffi::RemainingArgs leaves,
-                ffi::Result<ffi::Buffer<ffi::S32>> done, int32_t queue, int32_t layout,
-                ffi::Span<const int32_t> narrow) {
+                ffi::Result<ffi::Buffer<ffi::S32>> done, int32_t queue, int32_t first, int32_t last,
+                int32_t layout, ffi::Span<const int32_t> narrow) {
   std::vector<size_t> sizes;
   for (size_t i = 0; i < leaves.size(); ++i) {
     auto leaf = leaves.get<ffi::AnyBuffer>(i);
@@ -30,14 +31,15 @@ ffi::Error Post(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> device,
   }
   const int32_t k = number.typed_data()[0];
   Call call{{kReserve, k, step.typed_data()[0], device.typed_data()[0], layout}};
-  if (auto error = SubmitAndWait(queue, &call); error.failure()) return error;
-  Record* record = CheckedRecord(&call, sizes);
-  if (record == nullptr) return ReportFailure(queue, call.in.number, call.error);
-  record->copy_to_host[0] = Now();
+  if (auto error = Begin(queue, &call, {first, last}); error.failure()) return error;
+  const Place* places = CheckedPlaces(&call, sizes, {first, last});
+  if (places == nullptr) return ReportFailure(queue, call.in.number, call.error);
+  Record* record = RecordOf(call);
+  if (first == 0) record->copy_to_host[0] = Now();
   const bool contributes = header.typed_data()[0] > 0;
   for (size_t i = 0; i < leaves.size(); ++i) {
     const void* leaf = leaves.get<ffi::AnyBuffer>(i)->untyped_data();
-    char* place = call.places[i].address;
+    char* place = places[i].address;
     if (place == nullptr) continue;
     if (!contributes) {
       std::memset(place, 0, sizes[i]);
@@ -49,19 +51,20 @@ ffi::Error Post(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> device,
       std::memcpy(place, leaf, sizes[i]);
     }
   }
+  done->typed_data()[0] = token.typed_data()[0];
+  if (!last) return ffi::Error::Success();
   record->copy_to_host[1] = Now();
   Call post{{kPost, k, step.typed_data()[0]}};
   std::memcpy(post.in.header, header.typed_data(), sizeof(post.in.header));
-  if (auto error = SubmitAndWait(queue, &post); error.failure()) return error;
-  done->typed_data()[0] = token.typed_data()[0];
-  return ffi::Error::Success();
+  return SubmitAndWait(queue, &post);
 }
 
-// Waits until an exchange is complete, and copies its sums and header to the program.
+// Waits until an exchange is complete, and copies a part of its sums, and its header, to the
+// program.
 ffi::Error Collect(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> device,
                    ffi::Buffer<ffi::S32> number, ffi::Result<ffi::Buffer<ffi::S32>> done,
                    ffi::Result<ffi::Buffer<ffi::F32>> header, ffi::RemainingRets sums,
-                   int32_t queue, int32_t readers) {
+                   int32_t queue, int32_t first, int32_t last, int32_t readers) {
   std::vector<size_t> sizes;
   for (size_t i = 0; i < sums.size(); ++i) {
     auto sum = sums.get<ffi::AnyBuffer>(i);
@@ -69,15 +72,17 @@ ffi::Error Collect(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> device,
     sizes.push_back((*sum)->size_bytes());
   }
   Call call{{kCollect, number.typed_data()[0], 0, device.typed_data()[0], readers}};
-  if (auto error = SubmitAndWait(queue, &call); error.failure()) return error;
-  Record* record = CheckedRecord(&call, sizes);
-  if (record == nullptr) return ReportFailure(queue, call.in.number, call.error);
-  record->copy_to_device[0] = Now();
+  if (auto error = Begin(queue, &call, {first, last}); error.failure()) return error;
+  const Place* places = CheckedPlaces(&call, sizes, {first, last});
+  if (places == nullptr) return ReportFailure(queue, call.in.number, call.error);
+  Record* record = RecordOf(call);
+  if (first == 0) record->copy_to_device[0] = Now();
   for (size_t i = 0; i < sums.size(); ++i) {
-    std::memcpy((*sums.get<ffi::AnyBuffer>(i))->untyped_data(), call.places[i].address, sizes[i]);
+    std::memcpy((*sums.get<ffi::AnyBuffer>(i))->untyped_data(), places[i].address, sizes[i]);
   }
   std::memcpy(header->typed_data(), call.in.header, sizeof(call.in.header));
   done->typed_data()[0] = token.typed_data()[0];
+  if (!last) return ffi::Error::Success();
   record->copy_to_device[1] = Now();
   record->reads.fetch_add(1);  // from here on the buffers may be reused
   return ffi::Error::Success();

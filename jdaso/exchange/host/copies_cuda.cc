@@ -158,13 +158,13 @@ void PostFromDriver(void* argument) {
   SubmitDetached(post->queue, post->call);
 }
 
-// Copies the leaves to the host and posts the exchange when they are there. A node that does not
-// contribute sends zeros.
+// Copies a part of the leaves to the host, and posts the exchange when all are there. A node that
+// does not contribute sends zeros.
 ffi::Error Post(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> index,
                 ffi::Buffer<ffi::S32> number, ffi::Buffer<ffi::S32> step,
                 ffi::Buffer<ffi::F32> header, ffi::RemainingArgs leaves,
-                ffi::Result<ffi::Buffer<ffi::S32>> done, int32_t queue, int32_t layout,
-                ffi::Span<const int32_t>) {
+                ffi::Result<ffi::Buffer<ffi::S32>> done, int32_t queue, int32_t first, int32_t last,
+                int32_t layout, ffi::Span<const int32_t>) {
   Scalars scalars;
   try {
     Device& device = DeviceOf(stream);
@@ -179,20 +179,24 @@ ffi::Error Post(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S
       sizes.push_back(leaves.get<ffi::AnyBuffer>(i)->size_bytes());
     }
     Call call{{kReserve, scalars.number, scalars.step, scalars.device, layout, 1}};
-    if (auto error = SubmitAndWait(queue, &call); error.failure()) return error;
-    Record* record = CheckedRecord(&call, sizes);
-    if (record == nullptr) throw std::runtime_error(call.error);
+    if (auto error = Begin(queue, &call, {first, last}); error.failure()) return error;
+    const Place* places = CheckedPlaces(&call, sizes, {first, last});
+    if (places == nullptr) throw std::runtime_error(call.error);
+    Record* record = RecordOf(call);
     for (size_t i = 0; i < sizes.size(); ++i) {
-      if (call.places[i].address == nullptr) sizes[i] = 0;  // another device sends this leaf
+      if (places[i].address == nullptr) sizes[i] = 0;  // another device sends this leaf
     }
-    record->copy_to_host[0] = Now();
+    if (first == 0) record->copy_to_host[0] = Now();
     if (scalars.header[0] > 0) {
-      CopyToHost(device, stream, leaves, sizes, call.places);
+      CopyToHost(device, stream, leaves, sizes, places);
     } else {
       for (size_t i = 0; i < leaves.size(); ++i) {
-        if (sizes[i] > 0) std::memset(call.places[i].address, 0, sizes[i]);
+        if (sizes[i] > 0) std::memset(places[i].address, 0, sizes[i]);
       }
     }
+    CUDA(cuMemcpyDtoDAsync_v2, Pointer(done->untyped_data()), Pointer(token.untyped_data()), 4,
+         stream);
+    if (!last) return ffi::Error::Success();
     auto post = std::make_unique<PostArguments>();
     *post = {queue, Call{{kPost, scalars.number, scalars.step}}, record};
     std::copy_n(scalars.header, kHeader, post->call.in.header);
@@ -206,8 +210,6 @@ ffi::Error Post(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S
       CUDA(cuEventRecord, device.posted, device.to_host);
       last_posted = device.posted;
     }
-    CUDA(cuMemcpyDtoDAsync_v2, Pointer(done->untyped_data()), Pointer(token.untyped_data()), 4,
-         stream);
     return ffi::Error::Success();
   } catch (const std::exception& failure) {
     AwaitCopies();
@@ -217,20 +219,23 @@ ffi::Error Post(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S
 
 struct CollectArguments {
   Record* record;
+  bool last;
   float header[kHeader];
 };
 
 void FinishCollect(void* argument) {
   std::unique_ptr<CollectArguments> collect(static_cast<CollectArguments*>(argument));
+  if (!collect->last) return;
   collect->record->copy_to_device[1] = Now();
   collect->record->reads.fetch_add(1);  // from here on the buffers may be reused
 }
 
-// Waits until an exchange is complete, and copies its sums and header to the program.
+// Waits until an exchange is complete, and copies a part of its sums, and its header, to the
+// program.
 ffi::Error Collect(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> index,
                    ffi::Buffer<ffi::S32> number, ffi::Result<ffi::Buffer<ffi::S32>> done,
                    ffi::Result<ffi::Buffer<ffi::F32>> header, ffi::RemainingRets sums,
-                   int32_t queue, int32_t readers) {
+                   int32_t queue, int32_t first, int32_t last, int32_t readers) {
   Scalars scalars;
   try {
     Device& device = DeviceOf(stream);
@@ -243,15 +248,16 @@ ffi::Error Collect(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi
       sizes.push_back((*sums.get<ffi::AnyBuffer>(i))->size_bytes());
     }
     Call call{{kCollect, scalars.number, 0, scalars.device, readers, 1}};
-    if (auto error = SubmitAndWait(queue, &call); error.failure()) return error;
+    if (auto error = Begin(queue, &call, {first, last}); error.failure()) return error;
+    const Place* places = CheckedPlaces(&call, sizes, {first, last});
+    if (places == nullptr) throw std::runtime_error(call.error);
     auto collect = std::make_unique<CollectArguments>();
-    collect->record = CheckedRecord(&call, sizes);
-    if (collect->record == nullptr) throw std::runtime_error(call.error);
+    *collect = {RecordOf(call), last != 0};
     std::copy_n(call.in.header, kHeader, collect->header);
-    collect->record->copy_to_device[0] = Now();
+    if (first == 0) collect->record->copy_to_device[0] = Now();
     for (size_t i = 0; i < sums.size(); ++i) {
       auto sum = *sums.get<ffi::AnyBuffer>(i);
-      CUDA(cuMemcpyHtoDAsync_v2, Pointer(sum->untyped_data()), call.places[i].address, sizes[i],
+      CUDA(cuMemcpyHtoDAsync_v2, Pointer(sum->untyped_data()), places[i].address, sizes[i],
            device.from_host);
     }
     CUDA(cuMemcpyHtoDAsync_v2, Pointer(header->untyped_data()), collect->header,

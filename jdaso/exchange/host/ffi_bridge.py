@@ -32,7 +32,7 @@ from jdaso.exchange.host.transport_protocol import Transport
 
 _LIBRARY = "jdaso.exchange.host._copies"
 _DRIVER = b"libcuda.so.1"
-_POST_TARGET, _COLLECT_TARGET = "jdaso_post", "jdaso_collect"
+_POST_TARGET, _COLLECT_TARGET, _ORDER_TARGET = "jdaso_post", "jdaso_collect", "jdaso_order"
 # The longest wait at exit until the last exchanges are posted.
 _SHUTDOWN_SECONDS = 5.0
 # The kinds of calls, in the order of ffi_queue.h.
@@ -78,6 +78,9 @@ def _open(path: str, suffixes: Mapping[str, str]) -> ctypes.CDLL | str:
         ):
             capsule = jax.ffi.pycapsule(getattr(library, name + suffix))
             jax.ffi.register_ffi_target(name, capsule, platform=platform)
+        for platform in suffixes:
+            capsule = jax.ffi.pycapsule(getattr(library, _ORDER_TARGET))
+            jax.ffi.register_ffi_target(_ORDER_TARGET, capsule, platform=platform)
         pointer = ctypes.c_void_p
         library.jdaso_next.argtypes = [ctypes.c_int32, pointer]
         library.jdaso_next.restype = pointer
@@ -179,11 +182,15 @@ class FfiBridge:
         number: Number,
         step: Number,
         header: jax.Array,
+        part: slice,
     ) -> jax.Array:
-        """Posts a device's leaves, or zeros if ``header[0]`` is 0. Returns the token."""
+        """Copies a part of a device's leaves, or zeros if ``header[0]`` is 0. Returns the token.
+
+        The exchange is posted after the last part.
+        """
         if layout not in self._layouts:
             self._layouts.append(layout)
-        dtypes = layout.dtypes
+        dtypes = layout.dtypes[part]
         # On a CPU, the copy rounds float32 to bfloat16. XLA does all other casts.
         narrow = [
             self._narrows and x.dtype == jnp.float32 and dtype == jnp.bfloat16
@@ -202,6 +209,8 @@ class FfiBridge:
             header,
             *cast,
             queue=np.int32(self._queue),
+            first=np.int32(part.start),
+            last=np.int32(part.stop == len(layout.dtypes)),
             layout=np.int32(self._layouts.index(layout)),
             narrow=np.array(narrow, np.int32),
         )
@@ -213,8 +222,10 @@ class FfiBridge:
         shapes: Sequence[jax.ShapeDtypeStruct],
         token: jax.Array,
         number: Number,
+        part: slice,
+        last: bool,
     ) -> tuple[Leaves, jax.Array, jax.Array]:
-        """Waits for an exchange. Returns the sums for a device, the header and the token."""
+        """Waits for an exchange. Returns a part of the sums, the header and the token."""
         of_token = jax.ShapeDtypeStruct((), jnp.int32)
         of_header = jax.ShapeDtypeStruct((HEADER_SIZE,), jnp.float32)
         token, header, *sums = jax.ffi.ffi_call(_COLLECT_TARGET, [of_token, of_header, *shapes])(
@@ -222,9 +233,20 @@ class FfiBridge:
             jnp.asarray(device, jnp.int32),
             jnp.asarray(number, jnp.int32),
             queue=np.int32(self._queue),
+            first=np.int32(part.start),
+            last=np.int32(last),
             readers=np.int32(readers),
         )
         return sums, header, token
+
+    @staticmethod
+    def order(token: jax.Array, lists: list[Leaves]) -> tuple[jax.Array, list[Leaves]]:
+        """Returns its arguments. What uses the token comes after what computes the arrays."""
+        arrays, treedef = jax.tree.flatten((token, lists))
+        aliases = {i: i for i in range(len(arrays))}  # nothing is copied
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+        call = jax.ffi.ffi_call(_ORDER_TARGET, shapes, input_output_aliases=aliases)
+        return jax.tree.unflatten(treedef, call(*arrays))
 
     def _run(self) -> None:
         arguments = _Arguments()

@@ -4,9 +4,11 @@
 #include <condition_variable>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
+#include <tuple>
 #include <vector>
 
 namespace jdaso {
@@ -24,6 +26,24 @@ class CallQueue {
     calls_.push_back(call);
     changed_.notify_all();
     changed_.wait(lock, [&] { return call->completed; });
+  }
+
+  // The first part of an exchange is submitted. The others get its result.
+  void Begin(Call* call, Part part) {
+    const auto key = std::make_tuple(call->in.kind, call->in.number, call->in.device);
+    if (part.first == 0) SubmitAndWait(call);
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (part.first == 0 && !part.last && call->error.empty()) {
+      begun_[key] = *call;
+    } else if (part.first > 0) {
+      auto begun = begun_.find(key);
+      if (begun == begun_.end()) {
+        call->error = kClosed;
+        return;
+      }
+      *call = begun->second;
+      if (part.last) begun_.erase(begun);
+    }
   }
 
   void SubmitDetached(const Call& call) {
@@ -67,6 +87,7 @@ class CallQueue {
   void Close() {
     std::lock_guard<std::mutex> lock(mutex_);
     closed_ = true;
+    begun_.clear();
     std::deque<Call*> detached;
     for (Call* call : calls_) {
       if (call->detached) {
@@ -109,6 +130,7 @@ class CallQueue {
   std::condition_variable changed_;
   std::deque<Call*> calls_;
   std::set<Call*> taken_;       // by Python, and not completed
+  std::map<std::tuple<int32_t, int32_t, int32_t>, Call> begun_;  // by kind, number and device
   std::string detached_error_;  // the first error of a detached call, until it is returned
   bool closed_ = false, shut_down_ = false;
 };
@@ -126,36 +148,38 @@ CallQueue* At(int32_t queue) {
 
 }  // namespace
 
-ffi::Error SubmitAndWait(int32_t queue, Call* call) {
+ffi::Error SubmitAndWait(int32_t queue, Call* call) { return Begin(queue, call, {0, 1}); }
+
+ffi::Error Begin(int32_t queue, Call* call, Part part) {
   CallQueue* at = At(queue);
   if (at == nullptr) {
     return ffi::Error::InvalidArgument("the program uses an exchange of another process");
   }
-  at->SubmitAndWait(call);
+  at->Begin(call, part);
   return call->error.empty() ? ffi::Error::Success() : ffi::Error::Internal(call->error);
 }
 
 void SubmitDetached(int32_t queue, const Call& call) { At(queue)->SubmitDetached(call); }
 
-Record* CheckedRecord(Call* call, const std::vector<size_t>& sizes) {
-  const size_t leaves = call->num_places - 1;
+const Place* CheckedPlaces(Call* call, const std::vector<size_t>& sizes, Part part) {
+  const size_t leaves = call->num_places - 1, end = part.first + sizes.size();
   const std::string exchange = "exchange " + std::to_string(call->in.number);
-  if (leaves != sizes.size()) {
+  if (part.last ? end != leaves : end > leaves) {
     call->error = exchange + " has " + std::to_string(leaves) + " leaves, the program copies " +
-                  std::to_string(sizes.size());
+                  std::to_string(end);
     return nullptr;
   }
-  for (size_t i = 0; i < leaves; ++i) {
-    const Place& place = call->places[i];
-    if (place.address == nullptr) continue;
-    if (sizes[i] < place.least_bytes || sizes[i] > place.most_bytes) {
-      call->error = "leaf " + std::to_string(i) + " of " + exchange + " has " +
-                    std::to_string(place.most_bytes) + " bytes, the program copies " +
+  const Place* places = call->places + part.first;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (places[i].address == nullptr) continue;
+    if (sizes[i] < places[i].least_bytes || sizes[i] > places[i].most_bytes) {
+      call->error = "leaf " + std::to_string(part.first + i) + " of " + exchange + " has " +
+                    std::to_string(places[i].most_bytes) + " bytes, the program copies " +
                     std::to_string(sizes[i]);
       return nullptr;
     }
   }
-  return reinterpret_cast<Record*>(call->places[leaves].address);
+  return places;
 }
 
 ffi::Error ReportFailure(int32_t queue, int32_t number, const std::string& message) {
@@ -169,6 +193,27 @@ double Now() {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
   return std::chrono::duration<double>(now).count();
 }
+
+namespace {
+
+// Returns its arguments, each in the place of the argument. What uses a result comes after it, and
+// it comes after what computes the arguments.
+ffi::Error Order(ffi::RemainingArgs arguments, ffi::RemainingRets results) {
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    auto argument = arguments.get<ffi::AnyBuffer>(i);
+    auto result = results.get<ffi::AnyBuffer>(i);
+    if (argument.has_error() || result.has_error() ||
+        argument->untyped_data() != (*result)->untyped_data()) {
+      return ffi::Error::Internal("results of jdaso_order must be in the place of its arguments");
+    }
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jdaso_order, Order,
+                              ffi::Ffi::Bind().RemainingArgs().RemainingRets());
 
 extern "C" {
 

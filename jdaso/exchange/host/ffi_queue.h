@@ -59,9 +59,24 @@ struct Call {
 // Submits a call to the queue with this index and waits until it is completed.
 ffi::Error SubmitAndWait(int32_t queue, Call* call);
 
-// The record of an exchange whose leaves or sums have these sizes in the program. nullptr, and an
-// error, if the buffers are those of other leaves.
-Record* CheckedRecord(Call* call, const std::vector<size_t>& sizes);
+// A program copies the leaves of an exchange in parts, one after the other. Each is a call of its
+// own with some of the leaves.
+struct Part {
+  int32_t first;  // index of the part's first leaf
+  int32_t last;   // whether this is the last part
+};
+
+// Submits the call with the first part of an exchange, and returns its result for the other parts.
+ffi::Error Begin(int32_t queue, Call* call, Part part);
+
+// The places of a part whose leaves or sums have these sizes in the program. nullptr, and an error,
+// if the buffers are those of other leaves.
+const Place* CheckedPlaces(Call* call, const std::vector<size_t>& sizes, Part part);
+
+// The record of the exchange.
+inline Record* RecordOf(const Call& call) {
+  return reinterpret_cast<Record*>(call.places[call.num_places - 1].address);
+}
 
 // Reports an error to Python and returns it. Python discards the reserved exchange, and aborts the
 // job where other devices may be waiting for this one.
@@ -83,6 +98,8 @@ auto BindPost(Binding&& binding) {
       .RemainingArgs()                        // leaves
       .template Ret<ffi::Buffer<ffi::S32>>()  // token
       .template Attr<int32_t>("queue")
+      .template Attr<int32_t>("first")
+      .template Attr<int32_t>("last")
       .template Attr<int32_t>("layout")
       .template Attr<ffi::Span<const int32_t>>("narrow");
 }
@@ -98,6 +115,8 @@ auto BindCollect(Binding&& binding) {
       .template Ret<ffi::Buffer<ffi::F32>>()  // header
       .RemainingRets()                        // sums
       .template Attr<int32_t>("queue")
+      .template Attr<int32_t>("first")
+      .template Attr<int32_t>("last")
       .template Attr<int32_t>("readers");
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,19 @@ from jdaso.exchange.host.shardings import Shardings
 from jdaso.exchange.host.transport_protocol import Transport
 
 
+class Bound(NamedTuple):
+    """The leaves of an exchange, with their shapes and dtypes in the program."""
+
+    specs: Specs
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[np.dtype, ...]
+
+    @property
+    def whole(self) -> slice:
+        """The part that has all leaves."""
+        return slice(0, len(self.specs))
+
+
 class JitInterface:
     """``start`` and ``finish`` of an exchange whose state is a token, an int32 scalar.
 
@@ -52,10 +66,21 @@ class JitInterface:
         if self._bridge is not None:
             self._bridge.close()
 
-    def specs(self, names: Sequence[str], leaves: Leaves) -> Specs:
-        """The specs of leaves, given by their names."""
+    def bind(self, names: Sequence[str], leaves: Leaves) -> Bound:
+        """Finds the shardings of leaves by their names. Without names they are replicated."""
         inside = self._mesh.size > 1 and self._mesh.device_index() is not None
-        return tuple(self._shardings.specs(names, leaves, inside))
+        specs = (REPLICATED,) * len(leaves)
+        if names:
+            specs = tuple(self._shardings.specs(names, leaves, inside))
+        shapes = tuple(x.shape for x in leaves)
+        if inside:
+            whole = self._mesh.whole_shape
+            shapes = tuple(whole(*each) for each in zip(shapes, specs, strict=True))
+        return Bound(specs, shapes, tuple(x.dtype for x in leaves))
+
+    def copies_parts(self, bound: Bound) -> bool:
+        """Whether compiled code copies the leaves. It can do so in parts."""
+        return self._bridge is not None and jnp.float64 not in bound.dtypes
 
     def posted_layout(self, sent: Sequence[SentLeaf], posted: PostedExchange) -> Layout:
         """The layout of leaves that a checkpoint has saved."""
@@ -65,21 +90,29 @@ class JitInterface:
         shapes = tuple(leaf.shape for leaf in sent)
         return make_layout(shapes, dtypes, tuple(specs), self._shardings.mesh)
 
-    def start(self, token, number, step, leaves: Leaves, header, wire, specs: Specs | None = None):
-        """As in :class:`jdaso.Exchange`. ``specs`` are those of the leaves, None if replicated."""
+    def start(
+        self,
+        token,
+        number,
+        step,
+        leaves: Leaves,
+        header,
+        wire,
+        part: slice | None = None,
+        bound: Bound | None = None,
+    ):
+        """As in :class:`jdaso.Exchange`, or for a part of the leaves that are bound."""
+        bound = bound or self.bind((), leaves)
+        part = part or bound.whole
         if header.shape != (HEADER_SIZE,):
             raise ValueError(f"header must be float32[{HEADER_SIZE}], got {header.shape}.")
-        specs = specs or (REPLICATED,) * len(leaves)
-        shapes = [x.shape for x in leaves]
-        if self._mesh.device_index() is not None:
-            shapes = [self._mesh.whole_shape(*each) for each in zip(shapes, specs, strict=True)]
-        dtypes = tuple(wire_dtype(x.dtype, wire) for x in leaves)
-        layout = make_layout(tuple(shapes), dtypes, specs, self._shardings.mesh)
-        calls = self._host_calls(leaves)
+        dtypes = tuple(wire_dtype(dtype, wire) for dtype in bound.dtypes)
+        layout = make_layout(bound.shapes, dtypes, bound.specs, self._shardings.mesh)
+        calls = self._host_calls(bound)
         token = self._mesh.run(
-            ("post", layout, specs, calls),
-            functools.partial(self._post, calls, layout),
-            (*[REPLICATED] * 4, list(specs)),
+            ("post", layout, bound.specs, part.start, part.stop, calls),
+            functools.partial(self._post, calls, layout, part),
+            (*[REPLICATED] * 4, list(bound.specs[part])),
             REPLICATED,
             *(token, jnp.asarray(number, jnp.int32), jnp.asarray(step, jnp.int32), header),
             leaves,
@@ -88,10 +121,18 @@ class JitInterface:
         # nodes post in the same order.
         return token, jnp.where(token >= 0, number + 1, number)
 
-    def finish(self, token, number, like: Leaves, specs: Specs | None = None):
-        """As in :class:`jdaso.Exchange`."""
-        specs = specs or (REPLICATED,) * len(like)
-        shapes = [x.shape for x in like]
+    def finish(
+        self,
+        token,
+        number,
+        like: Leaves,
+        part: slice | None = None,
+        bound: Bound | None = None,
+    ):
+        """As in :class:`jdaso.Exchange`, or for a part of the leaves that are bound."""
+        bound = bound or self.bind((), like)
+        part = part or bound.whole
+        specs, shapes = bound.specs[part], [x.shape for x in like]
         if self._mesh.device_index() is None:
             shapes = [self._mesh.shard_shape(*each) for each in zip(shapes, specs, strict=True)]
         sums = tuple(
@@ -99,21 +140,36 @@ class JitInterface:
             for shape, x in zip(shapes, like, strict=True)
         )
         uncounted = isinstance(number, int) and number == UNCOUNTED
-        calls = self._host_calls(like)
+        last = part.stop == bound.whole.stop
+        calls = self._host_calls(bound)
         return self._mesh.run(
-            ("collect", sums, specs, uncounted, calls),
-            functools.partial(self._collect, calls, sums, uncounted),
+            ("collect", sums, specs, part.start, last, uncounted, calls),
+            functools.partial(self._collect, calls, sums, part, last, uncounted),
             (REPLICATED, REPLICATED),
             (list(specs), REPLICATED, REPLICATED),
             *(token, jnp.asarray(number, jnp.int32)),
         )
 
-    def _post(self, calls, layout: Layout, token, number, step, header, leaves: Leaves):
+    def after(self, token, part: slice, lists: list[Leaves], bound: Bound):
+        """As in :class:`jdaso.core.types.PartOperations`."""
+        assert self._bridge is not None
+        specs = [list(bound.specs[part][: len(arrays)]) for arrays in lists]
+        order = self._bridge.order
+        return self._mesh.run(
+            ("order", tuple(map(tuple, specs))),
+            order,
+            (REPLICATED, specs),
+            (REPLICATED, specs),
+            token,
+            lists,
+        )
+
+    def _post(self, calls, layout: Layout, part: slice, token, number, step, header, leaves):
         """Posts the leaves of one device."""
         device = self._mesh.device_index()
 
         def post(token):
-            return calls.post(layout, device, leaves, token, number, step, header)
+            return calls.post(layout, device, leaves, token, number, step, header, part)
 
         if self._mesh.size == 1:
             return post(token)
@@ -126,16 +182,21 @@ class JitInterface:
         # Another device may be the first to post the next exchange. It has to wait for this one.
         return self._mesh.last(token)
 
-    def _collect(self, calls, sums, uncounted: bool, token, number):
-        """Collects an exchange on one device."""
+    def _collect(self, calls, sums, part: slice, last: bool, uncounted: bool, token, number):
+        """Collects a part of the sums on one device."""
         device = self._mesh.device_index()
-        total, header, token = calls.collect(self._mesh.size, device, sums, token, number)
+        total, header, token = calls.collect(
+            self._mesh.size, device, sums, token, number, part, last
+        )
         # The next consensus has the same number.
         return list(total), header, self._mesh.last(token) if uncounted else token
 
-    def _host_calls(self, leaves: Leaves) -> FfiBridge | Callbacks:
-        wide = any(x.dtype == jnp.float64 for x in leaves)
-        return self._bridge if self._bridge is not None and not wide else self._callbacks
+    def _host_calls(self, bound: Bound) -> FfiBridge | Callbacks:
+        return (
+            self._callbacks
+            if self._bridge is None or not self.copies_parts(bound)
+            else self._bridge
+        )
 
 
 def _same_header(header: jax.Array, device: Number | None, axes: Sequence[str]) -> jax.Array:
@@ -164,8 +225,10 @@ class Callbacks:
         number: Number,
         step: Number,
         header: jax.Array,
+        part: slice,
     ) -> jax.Array:
         """Posts a device's leaves, or zeros if ``header[0]`` is 0. Returns the token."""
+        del part  # callbacks copy all leaves at once
 
         def call(token, device, number, step, header, *leaves):
             number = int(number)
@@ -194,8 +257,11 @@ class Callbacks:
         shapes: Sequence[jax.ShapeDtypeStruct],
         token: jax.Array,
         number: Number,
+        part: slice,
+        last: bool,
     ) -> tuple[Leaves, jax.Array, jax.Array]:
         """Waits for an exchange. Returns the sums for a device, the header and the token."""
+        del part, last
 
         def call(token, device, number):
             with self._transport.abort_on_error():

@@ -6,7 +6,7 @@ import numpy as np
 
 from jdaso.cluster.topology import Topology
 from jdaso.core.mpi_types import Comm
-from jdaso.core.types import UNCOUNTED
+from jdaso.core.types import FINITE, UNCOUNTED
 from jdaso.exchange.host.buffers import StagingBuffers
 from jdaso.exchange.transport import collectives
 from jdaso.exchange.transport.all_reduce import part, shards
@@ -79,6 +79,7 @@ class ExchangeCommunicators:
             self._sum_part(communicators, staging, index, len(used))
             for index, communicators in enumerate(used)
         )
+        total[FINITE] = staging.finite()  # the same on all nodes, as the sums are
         return total, sent
 
     def _used_by(self, number: int) -> list[IndexCommunicators]:

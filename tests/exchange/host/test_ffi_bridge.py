@@ -55,22 +55,31 @@ def bridge(transport):
     bridge.close()
 
 
-def post(bridge, *leaves, number=0):
+def post(bridge, *leaves, number=0, parts=None):
     specs = [LeafSpec(leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves]
 
     @jax.jit
     def program(leaves):
-        return bridge.post(unsharded(specs), 0, leaves, jnp.int32(0), number, 0, HEADER)
+        token = jnp.int32(0)
+        for part in parts or [slice(0, len(leaves))]:
+            sent = leaves[part]
+            token = bridge.post(unsharded(specs), 0, sent, token, number, 0, HEADER, part)
+        return token
 
     return jax.block_until_ready(program(list(leaves)))
 
 
-def collect(bridge, *shapes, number=0):
+def collect(bridge, *shapes, number=0, parts=None):
     outputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
 
     @jax.jit
     def program(token):
-        return bridge.collect(1, 0, outputs, token, number)[0]
+        sums = []
+        for part in parts or [slice(0, len(outputs))]:
+            last = part.stop == len(outputs)
+            more, _, token = bridge.collect(1, 0, outputs[part], token, number, part, last)
+            sums += more
+        return sums
 
     return jax.block_until_ready(program(jnp.int32(0)))
 
@@ -80,6 +89,37 @@ def test_what_is_posted_is_collected(bridge):
     first, second = collect(bridge, (3,), (2, 2))
     assert first.tolist() == [0, 1, 2]
     assert second.tolist() == [[1, 1], [1, 1]]
+
+
+def test_parts_are_posted_and_collected_one_after_the_other(bridge, transport):
+    leaves, shapes = [jnp.full(n, float(n)) for n in (1, 2, 3, 4)], [(1,), (2,), (3,), (4,)]
+    three, two = [slice(0, 1), slice(1, 3), slice(3, 4)], [slice(0, 3), slice(3, 4)]
+    post(bridge, *leaves, parts=three)
+    assert list(transport.posted) == [0]
+    for parts in (two, three):
+        sums = collect(bridge, *shapes, parts=parts)
+        assert [x.tolist() for x in sums] == [x.tolist() for x in leaves]
+
+
+def test_closing_ends_an_exchange_between_two_parts(bridge):
+    post(bridge, jnp.ones(1), jnp.ones(2))
+    bridge.close()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the exchange is closed"):
+        collect(bridge, (1,), (2,), parts=[slice(1, 2)])
+
+
+def test_what_uses_a_token_comes_after_what_computes_the_arrays(bridge):
+    arrays = jnp.arange(3.0), jnp.ones((2, 2))
+
+    @jax.jit
+    def program(token, arrays):
+        return bridge.order(token, [[2 * x for x in arrays], []])
+
+    token, [doubled, nothing] = program(jnp.int32(5), arrays)
+    assert token == 5
+    assert nothing == []
+    for x, y in zip(arrays, doubled, strict=True):
+        assert y.tolist() == (2 * x).tolist()
 
 
 @pytest.mark.parametrize(

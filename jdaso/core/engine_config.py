@@ -1,0 +1,80 @@
+"""What the engine's functions need to know about the algorithm and about the step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+from jax import lax
+
+from jdaso.core.sync_target import SyncTarget
+from jdaso.core.tree import split
+from jdaso.core.types import Exchange, JdasoError, Merge, Plan, PyTree, Schedule
+
+
+class EngineConfig(NamedTuple):
+    """The arguments of :func:`jdaso.core.averaging`, which document the fields."""
+
+    name: str
+    exchange: Exchange
+    schedule: Schedule
+    merge: Merge
+    wire: str | None
+    blocking_wire: str | None
+    nonfinite: str
+    fragments: int
+    sync_target: SyncTarget
+
+
+class StepContext(NamedTuple):
+    """What a fragment needs to know about the step.
+
+    Attributes:
+        schedule: the schedule's state.
+        replicated: parameters that must be the same on all nodes, or ().
+        losses: float32[2], sum and number of this node's losses in this epoch.
+        due: bool, whether to merge the exchange in flight.
+        post: bool, whether to post the fragment.
+    """
+
+    step: jax.Array
+    plan: Plan
+    schedule: PyTree
+    replicated: PyTree
+    losses: jax.Array
+    due: jax.Array
+    post: jax.Array
+
+
+def split_state(merge: Merge, state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
+    """A merge rule's state as its functions get it, and the inverse."""
+    return split(state) if merge.elementwise else (state, lambda new: new)
+
+
+def stop_unless_finite(
+    config: EngineConfig, finite: jax.Array, step: jax.Array, narrow: str = ""
+) -> jax.Array:
+    """Returns ``finite``. Raises JdasoError if it is False and ``nonfinite`` is ``raise``.
+
+    ``narrow`` is what :func:`jdaso.core.wire.describe_narrow_wires` says.
+    """
+
+    def stop():
+        # io_callback raises in a cond under vmap, so debug.callback.
+        check = functools.partial(_raise_unless_finite, config.name, narrow)
+        jax.debug.callback(check, finite, step)
+
+    if config.nonfinite == "raise":
+        lax.cond(finite, lambda: None, stop)
+    return finite
+
+
+def _raise_unless_finite(name, narrow, finite, step):
+    if not finite:
+        raise JdasoError(
+            f"{name}: updates or parameters are not finite at step {int(step)}{narrow}, or their "
+            "sum over the nodes is not. Lower the learning rate, or use nonfinite='skip' to skip "
+            "the step and leave this node out of the next exchange."
+        )

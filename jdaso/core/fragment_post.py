@@ -1,0 +1,134 @@
+"""How a fragment is posted."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jdaso.core.consistency import agreement_numbers
+from jdaso.core.engine_config import EngineConfig, StepContext, split_state, stop_unless_finite
+from jdaso.core.error_feedback import FIRST_WIRE, Feedback, compress
+from jdaso.core.parts import start_in_parts
+from jdaso.core.state import FragmentState
+from jdaso.core.tree import all_finite
+from jdaso.core.types import AGREEMENT_NAMES, Leaves, Number, Plan, PyTree
+from jdaso.core.wire import BLOCK_DTYPE, describe_narrow_wires, wire_dtype
+
+
+def post_fragment(
+    config: EngineConfig,
+    context: StepContext,
+    num_params: int,
+    leaves: Leaves,
+    fragment: FragmentState,
+    number: jax.Array,
+) -> tuple[Leaves, FragmentState, jax.Array]:
+    """Posts a fragment. Returns its leaves, its state and the number of the next exchange."""
+    merge = config.merge
+    params, moments = leaves[:num_params], leaves[num_params:]
+    merge_state, restore = split_state(merge, fragment.merge)
+    message, new_state = merge.message(params, merge_state)
+    message = [*message, *moments]
+    agreement = _agreement(config, context, fragment)
+
+    send = functools.partial(_send, config, context, fragment.sound, message, agreement, number)
+    wires, choice = _wire_choice(config, context.plan, fragment.feedback)
+    exchange_state, following, sound, feedback = lax.switch(
+        choice,
+        [functools.partial(send, wire) for wire in wires],
+        fragment.exchange,
+        fragment.feedback,
+    )
+    # A node that does not contribute must not move, because the sum does not contain its move.
+    moved = [
+        jnp.where(sound, new, old)
+        for new, old in zip(merge.on_post(params, merge_state), params, strict=True)
+    ]
+    fragment = fragment._replace(
+        posted=jnp.ones((), bool),
+        age=jnp.zeros((), jnp.int32),
+        delay=context.plan.delay,
+        number=number,
+        sound=sound,
+        exchange=exchange_state,
+        merge=restore(new_state),
+        feedback=feedback,
+    )
+    return [*moved, *moments], fragment, following
+
+
+def _send(
+    config: EngineConfig,
+    context: StepContext,
+    sound: jax.Array,
+    message: Leaves,
+    agreement: jax.Array,
+    number: jax.Array,
+    wire: str | None,
+    state: PyTree,
+    feedback: Feedback | tuple[()],
+) -> tuple[PyTree, Number, jax.Array, Feedback | tuple[()]]:
+    """Posts a message on one of the wires.
+
+    Returns the state of the exchange, the number of the next one, whether this node contributes,
+    and the feedback.
+    """
+    exchange, step = config.exchange, context.step
+    wires = [wire_dtype(x.dtype, wire) for x in message]
+    finite = all_finite([_like_on_wire(x, dtype) for x, dtype in zip(message, wires, strict=True)])
+    narrow = describe_narrow_wires(wires)
+    sound = sound & stop_unless_finite(config, exchange.all_devices(finite), step, narrow)
+    header = jnp.concatenate([sound.astype(jnp.float32)[None], context.losses, agreement])
+    if not feedback:
+        state, following = exchange.start(state, number, step, message, header, wire)
+        return state, following, sound, feedback
+
+    def shrink(part: slice, residual: list[Leaves]) -> tuple[Leaves, list[Leaves]]:
+        run = exchange.per_shard(functools.partial(compress, wire), part)
+        return run(sound, message[part], residual[0], feedback.anchor[part])
+
+    state, following, [residual] = start_in_parts(
+        exchange, state, number, step, message, header, wire, [feedback.residual], shrink
+    )
+    quantized = jnp.full((), wire == "int8")
+    return state, following, sound, feedback._replace(residual=residual, quantized=quantized)
+
+
+def _like_on_wire(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """An array that is finite if the array is in its wire dtype. Blocks of int8 always are."""
+    if dtype == BLOCK_DTYPE:
+        return x
+    if dtype == jnp.bfloat16 and x.dtype == jnp.float32:
+        # Numbers that bfloat16 cannot hold overflow in this product, which is faster than to round.
+        return x * (float(jnp.finfo(x.dtype).max) / float(jnp.finfo(dtype).max))
+    return x.astype(dtype)
+
+
+def _agreement(config: EngineConfig, context: StepContext, fragment: FragmentState) -> jax.Array:
+    """The agreement numbers of the header, zeros if the exchange does not compare them."""
+    if not config.exchange.compares:
+        return jnp.zeros((len(AGREEMENT_NAMES),), jnp.float32)
+    shared: PyTree = ()
+    if config.exchange.same_bits:
+        # The wire int8 sends differences to anchors, so it would never correct a wrong anchor.
+        anchor = fragment.feedback.anchor if fragment.feedback else ()
+        shared = (context.replicated, fragment.merge if config.merge.shared else (), anchor)
+    return agreement_numbers(context.plan, context.schedule, shared)
+
+
+def _wire_choice(
+    config: EngineConfig, plan: Plan, feedback: Feedback | tuple[()]
+) -> tuple[list[str | None], jax.Array]:
+    """The wires that a fragment may use, and the index of the one to use now."""
+    wires = list(dict.fromkeys([config.wire, config.blocking_wire]))
+    # The index is equal on all nodes, because it depends only on what is equal on all nodes.
+    choice = jnp.where(plan.blocking, wires.index(config.blocking_wire), wires.index(config.wire))
+    if feedback and feedback.anchor:
+        wires = list(dict.fromkeys([*wires, FIRST_WIRE]))
+        no_anchor = (choice == wires.index("int8")) & ~feedback.anchor_ready
+        choice = jnp.where(no_anchor, wires.index(FIRST_WIRE), choice)
+    return wires, choice
