@@ -1,7 +1,5 @@
 """Schedules decide when to exchange. They are pure functions of step and loss on every node."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -9,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdaso.core.tree import where_tree
 from jdaso.core.types import Number, Plan, Schedule
 from jdaso.core.validation import check_period_and_delay, check_phases, check_whole
 
@@ -97,13 +96,8 @@ def by_step(function: Callable[[jax.Array], tuple[Number, Number]]) -> Schedule:
         plan = _cycling_plan(period, jnp.clip(delay, 0, period), step - last)
         return plan, jnp.where(plan.posts(), jnp.asarray(step, jnp.int32), last)
 
-    return Schedule(
-        init=lambda: jnp.int32(-1),
-        plan=plan,
-        observe=lambda state, loss: state,
-        longest=int(periods.max()),
-        delay_fills_period=bool((periods == delays).any()),
-    )
+    longest, fills_period = int(periods.max()), bool((periods == delays).any())
+    return Schedule(lambda: jnp.int32(-1), plan, lambda state, loss: state, longest, fills_period)
 
 
 def linear(start: tuple[int, int], end: tuple[int, int], steps: int) -> Schedule:
@@ -220,12 +214,7 @@ def cycling(
     cooldown_start = total - cooldown
 
     def init() -> CyclingState:
-        return CyclingState(
-            period=jnp.int32(period),
-            delay=jnp.int32(delay),
-            best=jnp.float32(jnp.inf),
-            bad_epochs=jnp.int32(0),
-        )
+        return CyclingState(jnp.int32(period), jnp.int32(delay), jnp.float32(jnp.inf), jnp.int32(0))
 
     def plan(state: CyclingState, step: jax.Array) -> tuple[Plan, CyclingState]:
         step = jnp.asarray(step, jnp.int32)
@@ -248,25 +237,18 @@ def cycling(
         )
         return plan, state
 
-    def halve_or_restart(state: CyclingState) -> CyclingState:
-        restart = (state.period == 1) & (state.delay <= 1)
-        return state._replace(
-            period=jnp.where(restart, period, jnp.maximum(1, state.period // 2)),
-            # An initial delay of 0 stays 0: halving must not make exchanges less blocking.
-            delay=jnp.where(restart, delay, jnp.maximum(min(1, delay), state.delay // 2)),
-            bad_epochs=jnp.int32(0),
-        )
-
     def observe(state: CyclingState, loss: jax.Array) -> CyclingState:
         margin = jnp.where(state.best >= 0, 1 - threshold, 1 + threshold)
         better = loss < state.best * margin
-        state = state._replace(
-            best=jnp.where(better, loss, state.best),
-            bad_epochs=jnp.where(better, 0, state.bad_epochs + 1),
-        )
-        changed = halve_or_restart(state)
-        plateau = state.bad_epochs > patience
-        return jax.tree.map(lambda old, new: jnp.where(plateau, new, old), state, changed)
+        best = jnp.where(better, loss, state.best)
+        bad_epochs = jnp.where(better, 0, state.bad_epochs + 1)
+        restart = (state.period == 1) & (state.delay <= 1)
+        next_period = jnp.where(restart, period, jnp.maximum(1, state.period // 2))
+        # An initial delay of 0 stays 0: halving must not make exchanges less blocking.
+        next_delay = jnp.where(restart, delay, jnp.maximum(min(1, delay), state.delay // 2))
+        new = CyclingState(next_period, next_delay, best, jnp.int32(0))
+        same = state._replace(best=best, bad_epochs=bad_epochs)
+        return where_tree(bad_epochs > patience, new, same)
 
     # Halving at the ends of epochs takes both to 1.
     fills = delay == period or (epoch is not None and delay > 0)

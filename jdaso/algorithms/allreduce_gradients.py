@@ -1,10 +1,7 @@
 """Synchronous data parallelism, which averages the gradients at every step."""
 
-from __future__ import annotations
-
 from jdaso.algorithms.dasgd import mixing_merge
-from jdaso.algorithms.defaults import resolve_wire
-from jdaso.core.engine import averaging
+from jdaso.algorithms.defaults import averaging_on_one_wire, resolve_wire
 from jdaso.core.sync_target import GRADIENTS
 from jdaso.core.transformation import Averaging
 from jdaso.core.types import Exchange
@@ -44,14 +41,12 @@ def allreduce_gradients(
     >>> averaging = jdaso.allreduce_gradients(jdaso.single_exchange())
     >>> tx = jdaso.chain(optax.sgd(0.1, momentum=0.9), averaging)
     """
-    wire = resolve_wire("wire", wire, exchange, "bfloat16")
-    return averaging(
+    return averaging_on_one_wire(
         "allreduce_gradients",
         exchange,
         constant(period=1, delay=0),
         mixing_merge(0.0)._replace(own_weight=None),
-        wire=wire,
-        blocking_wire=wire,
+        resolve_wire("wire", wire, exchange, "bfloat16"),
         nonfinite=nonfinite,
         sync_target=GRADIENTS,
     )

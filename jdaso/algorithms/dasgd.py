@@ -1,9 +1,6 @@
 """DaSGD: Local SGD with delayed averaging."""
 
-from __future__ import annotations
-
-from jdaso.algorithms.defaults import check_progress, mix_leaves, resolve_schedule, resolve_wire
-from jdaso.core.engine import averaging
+from jdaso.algorithms import defaults
 from jdaso.core.transformation import Averaging
 from jdaso.core.types import Arrival, Exchange, Leaves, Merge, PyTree, Schedule
 from jdaso.core.validation import check_share
@@ -41,11 +38,9 @@ def dasgd(
         delay: d, optimizer steps between posting and merging, ``0 <= delay <= period``.
         xi: Weight of a node's own parameters, in [0, 1].
         schedule: Replaces period and delay, for example :func:`jdaso.schedules.linear`.
-        wire: Dtype on the network, as in :func:`jdaso.daso`. None selects the wire of the
-            exchange, or float32.
+        wire, nonfinite: As in :func:`jdaso.daso`.
         fragments: Number of parts of the parameters. The parts are exchanged one after the other
             within a period.
-        nonfinite: ``skip``, ``raise`` or ``off``, as in :func:`jdaso.daso`.
 
     Returns:
         An optax transformation. Put it last in a chain. ``update`` requires ``params``.
@@ -63,25 +58,16 @@ def dasgd(
     >>> tx = jdaso.chain(optax.sgd(0.1), jdaso.dasgd(exchange, period=4, delay=3))
     """
     check_share("xi", xi)
-    schedule = resolve_schedule("dasgd", period, delay, schedule)
-    check_progress("dasgd", "xi", xi, schedule)
-    wire = resolve_wire("wire", wire, exchange, "float32")
-    return averaging(
-        "dasgd",
-        exchange,
-        schedule,
-        mixing_merge(xi),
-        wire=wire,
-        blocking_wire=wire,
-        nonfinite=nonfinite,
-        fragments=fragments,
-    )
+    schedule = defaults.resolve_schedule("dasgd", period, delay, schedule)
+    defaults.check_progress("dasgd", "xi", xi, schedule)
+    merge, options = mixing_merge(xi), {"nonfinite": nonfinite, "fragments": fragments}
+    return defaults.averaging_on_one_wire("dasgd", exchange, schedule, merge, wire, **options)
 
 
 def mixing_merge(own: float) -> Merge:
     """The merge rule ``x <- own x + (1 - own) mean``."""
 
     def merge(leaves: Leaves, arrival: Arrival, state: PyTree) -> tuple[Leaves, PyTree]:
-        return mix_leaves(own, leaves, arrival.mean), state
+        return defaults.mix_leaves(own, leaves, arrival.mean), state
 
     return Merge(lambda params: (), merge, own_weight=lambda arrival: own, elementwise=True)

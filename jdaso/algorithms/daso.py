@@ -1,9 +1,5 @@
 """DASO: asynchronous averaging with a merge weighted by age. Its schedule is jdaso.cycling."""
 
-from __future__ import annotations
-
-import jax
-
 from jdaso.algorithms.defaults import resolve_wire
 from jdaso.core.engine import averaging
 from jdaso.core.transformation import Averaging
@@ -79,17 +75,17 @@ def daso(
         "daso",
         exchange,
         schedule,
-        Merge(_init, _merge, own_weight=_own_weight, elementwise=True),
+        Merge(
+            init=lambda params: (),
+            merge=_merge,
+            own_weight=lambda arrival: 2.0 * arrival.age / (2.0 * arrival.age + arrival.members),
+            elementwise=True,
+        ),
         wire=resolve_wire("wire", wire, exchange, "float32"),
         blocking_wire=resolve_wire("blocking_wire", blocking_wire, exchange, "bfloat16"),
         nonfinite=nonfinite,
         fragments=fragments,
     )
-
-
-def _init(params: PyTree) -> PyTree:
-    del params
-    return ()
 
 
 def _merge(leaves: Leaves, arrival: Arrival, state: PyTree) -> tuple[Leaves, PyTree]:
@@ -99,7 +95,3 @@ def _merge(leaves: Leaves, arrival: Arrival, state: PyTree) -> tuple[Leaves, PyT
         for x, t in zip(leaves, arrival.total, strict=True)
     ]
     return merged, state
-
-
-def _own_weight(arrival: Arrival) -> jax.Array:
-    return 2.0 * arrival.age / (2.0 * arrival.age + arrival.members)

@@ -1,12 +1,12 @@
 """Helpers that the factories of the algorithms share: the schedule, the wire and their checks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
 
-from jdaso.core.types import Exchange, Schedule
+from jdaso.core.engine import averaging
+from jdaso.core.transformation import Averaging
+from jdaso.core.types import Exchange, Merge, Schedule
 from jdaso.core.validation import check_schedule, is_concrete
 from jdaso.core.wire import check_wire
 from jdaso.schedules import constant
@@ -38,6 +38,19 @@ def resolve_schedule(
             f"{name}(period={period}) requires a delay in steps; with delay=0 exchanges block."
         )
     return constant(period, delay)
+
+
+def averaging_on_one_wire(
+    name: str,
+    exchange: Exchange,
+    schedule: Schedule,
+    merge: Merge,
+    wire: str | None,
+    **options: Any,
+) -> Averaging:
+    """:func:`jdaso.core.averaging` with the same wire in blocking and in other phases."""
+    wire = resolve_wire("wire", wire, exchange, "float32")
+    return averaging(name, exchange, schedule, merge, wire=wire, blocking_wire=wire, **options)
 
 
 def python_float(argument: str, value: Any) -> Any:

@@ -1,14 +1,11 @@
 """DiLoCo: an outer optimizer updates an anchor with the mean of the nodes."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax
 import optax
 
-from jdaso.algorithms.defaults import check_progress, mix_leaves, resolve_schedule, resolve_wire
-from jdaso.core.engine import averaging
+from jdaso.algorithms import defaults
 from jdaso.core.transformation import Averaging
 from jdaso.core.tree import is_float, widened
 from jdaso.core.types import Arrival, Exchange, Leaves, Merge, PyTree, Schedule
@@ -59,9 +56,7 @@ def diloco(
         fragments: Number of parts of the parameters, of about equal bytes. The parts are
             exchanged one after the other within a period.
         schedule: Replaces period and delay.
-        wire: Dtype on the network, as in :func:`jdaso.daso`. None selects the wire of the
-            exchange, or float32.
-        nonfinite: ``skip``, ``raise`` or ``off``, as in :func:`jdaso.daso`.
+        wire, nonfinite: As in :func:`jdaso.daso`.
 
     Returns:
         An optax transformation. Put it last in a chain. ``update`` requires ``params``. The
@@ -86,19 +81,10 @@ def diloco(
         raise ValueError(
             f"outer must be an optax optimizer, such as optax.sgd(1.0), got {outer!r}."
         )
-    schedule = resolve_schedule("diloco", period, delay, schedule)
-    check_progress("diloco", "mix", mix, schedule)
-    wire = resolve_wire("wire", wire, exchange, "float32")
-    return averaging(
-        "diloco",
-        exchange,
-        schedule,
-        _outer_merge(outer, mix),
-        wire=wire,
-        blocking_wire=wire,
-        nonfinite=nonfinite,
-        fragments=fragments,
-    )
+    schedule = defaults.resolve_schedule("diloco", period, delay, schedule)
+    defaults.check_progress("diloco", "mix", mix, schedule)
+    merge, options = _outer_merge(outer, mix), {"nonfinite": nonfinite, "fragments": fragments}
+    return defaults.averaging_on_one_wire("diloco", exchange, schedule, merge, wire, **options)
 
 
 def _outer_merge(outer: optax.GradientTransformation, mix: float) -> Merge:
@@ -116,6 +102,7 @@ def _outer_merge(outer: optax.GradientTransformation, mix: float) -> Merge:
         gradient = jax.tree.map(lambda a, m: a - m, state.anchor, mean)
         updates, outer_state = outer.update(gradient, state.outer, state.anchor)
         anchor = optax.apply_updates(state.anchor, updates)
-        return mix_leaves(mix, leaves, jax.tree.leaves(anchor)), DilocoState(anchor, outer_state)
+        mixed = defaults.mix_leaves(mix, leaves, jax.tree.leaves(anchor))
+        return mixed, DilocoState(anchor, outer_state)
 
     return Merge(init, merge, own_weight=lambda arrival: mix, shared=True)

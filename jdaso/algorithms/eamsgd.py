@@ -1,7 +1,5 @@
 """EAMSGD: EASGD with Nesterov's momentum."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,12 +1,9 @@
 """EASGD: an elastic force pulls the nodes towards a common centre."""
 
-from __future__ import annotations
-
 import warnings
 from typing import NamedTuple
 
-from jdaso.algorithms.defaults import resolve_schedule, resolve_wire
-from jdaso.core.engine import averaging
+from jdaso.algorithms.defaults import averaging_on_one_wire, resolve_schedule
 from jdaso.core.state import averaging_state
 from jdaso.core.sync_target import BEFORE_UPDATE
 from jdaso.core.transformation import Averaging
@@ -55,9 +52,7 @@ def easgd(
         schedule: Replaces the period and requires ``alpha``. As long as all nodes are finite, its
             delay changes when training waits for the sum, and no result. An exchange due at the
             end of a step, also at the end of an epoch, precedes the update of the next step.
-        wire: Dtype on the network, as in :func:`jdaso.daso`. None selects the wire of the
-            exchange, or float32.
-        nonfinite: ``skip``, ``raise`` or ``off``, as in :func:`jdaso.daso`.
+        wire, nonfinite: As in :func:`jdaso.daso`.
 
     Returns:
         An optax transformation. Put it last in a chain. ``update`` requires ``params``. The
@@ -135,17 +130,8 @@ def elastic_averaging(
             f"(easgd Condition 17, where eta h -> 0). Choose {choice}.",
             stacklevel=3,
         )
-    wire = resolve_wire("wire", wire, exchange, "float32")
-    return averaging(
-        name,
-        exchange,
-        schedule,
-        _elastic_merge(alpha),
-        wire=wire,
-        blocking_wire=wire,
-        nonfinite=nonfinite,
-        sync_target=BEFORE_UPDATE,
-    )
+    options = {"nonfinite": nonfinite, "sync_target": BEFORE_UPDATE}
+    return averaging_on_one_wire(name, exchange, schedule, _elastic_merge(alpha), wire, **options)
 
 
 def _elastic_merge(alpha: float) -> Merge:

@@ -1,10 +1,7 @@
 """Local SGD: blocking averaging of the parameters every few steps."""
 
-from __future__ import annotations
-
 from jdaso.algorithms.dasgd import mixing_merge
-from jdaso.algorithms.defaults import check_progress, resolve_schedule, resolve_wire
-from jdaso.core.engine import averaging
+from jdaso.algorithms.defaults import averaging_on_one_wire, check_progress, resolve_schedule
 from jdaso.core.transformation import Averaging
 from jdaso.core.types import Exchange, Schedule
 
@@ -32,9 +29,7 @@ def local_sgd(
         period: Optimizer steps between two exchanges.
         schedule: Replaces the period. If its delay is not 0, the mean replaces the steps of the
             node since the exchange was posted. :func:`jdaso.dasgd` keeps a part of them.
-        wire: Dtype on the network, as in :func:`jdaso.daso`. None selects the wire of the
-            exchange, or float32.
-        nonfinite: ``skip``, ``raise`` or ``off``, as in :func:`jdaso.daso`.
+        wire, nonfinite: As in :func:`jdaso.daso`.
 
     Returns:
         An optax transformation. Put it last in a chain. ``update`` requires ``params``.
@@ -48,13 +43,6 @@ def local_sgd(
     """
     schedule = resolve_schedule("local_sgd", period, 0, schedule)
     check_progress("local_sgd", "a node's own weight", 0.0, schedule)
-    wire = resolve_wire("wire", wire, exchange, "float32")
-    return averaging(
-        "local_sgd",
-        exchange,
-        schedule,
-        mixing_merge(0.0),
-        wire=wire,
-        blocking_wire=wire,
-        nonfinite=nonfinite,
+    return averaging_on_one_wire(
+        "local_sgd", exchange, schedule, mixing_merge(0.0), wire, nonfinite=nonfinite
     )

@@ -1,7 +1,5 @@
 """ADMM in turns, to compare its stability with that of EASGD."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax
@@ -16,12 +14,7 @@ from jdaso.core.validation import check_positive
 
 
 class AdmmState(NamedTuple):
-    """State of :func:`admm`.
-
-    Attributes:
-        multiplier: lambda, a tree like the parameters, widened.
-        exchange: The state of the exchange.
-    """
+    """lambda, a tree like the parameters, widened, and the state of the exchange."""
 
     multiplier: PyTree
     exchange: PyTree

@@ -1,7 +1,5 @@
 """Asynchronous EASGD and EAMSGD: an elastic force between each worker and the centre."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -51,8 +49,7 @@ def async_easgd(
     left out, because it does nothing for a worker that starts from the centre.
 
     Args:
-        center: The centre, from :func:`jdaso.center.mpi_center` or
-            :func:`jdaso.center.simulated_center`.
+        center: From :func:`jdaso.center.mpi_center` or :func:`jdaso.center.simulated_center`.
         period: tau, a worker's optimizer steps between two exchanges.
         alpha: Moving rate, in (0, 1). None selects ``beta / (p period)`` with p workers (footnote
             8). In turns, for ``F = x^2/2``, it is stable up to ``(4 - 2 eta) / (4 - eta)`` (Sec.

@@ -1,7 +1,5 @@
 """DOWNPOUR: workers add their updates to the centre and continue from it."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -36,8 +34,7 @@ def downpour(center: Center, period: int, *, delay: int = 0, nonfinite: str = "s
     ``period`` divides the number of steps and ``delay=0``.
 
     Args:
-        center: The centre, from :func:`jdaso.center.mpi_center` or
-            :func:`jdaso.center.simulated_center`.
+        center: From :func:`jdaso.center.mpi_center` or :func:`jdaso.center.simulated_center`.
         period: tau, a worker's optimizer steps between two exchanges. The paper finds DOWNPOUR
             unstable for 16 and more.
         delay: A worker's steps between sending and adopting, ``0 <= delay <= period``. With 0, the

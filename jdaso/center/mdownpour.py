@@ -1,7 +1,5 @@
 """MDOWNPOUR: the server runs SGD with momentum on the gradients of the workers."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import optax
 
@@ -13,7 +11,7 @@ from jdaso.core.engine import averaging
 from jdaso.core.sync_target import SyncTarget
 from jdaso.core.transformation import Averaging
 from jdaso.core.tree import widened
-from jdaso.core.types import Arrival, Leaves, Merge, PyTree
+from jdaso.core.types import Merge
 from jdaso.core.validation import check_positive, check_share
 from jdaso.schedules import constant
 
@@ -39,8 +37,7 @@ def mdownpour(
     period and no delay, because a worker cannot compute without the reply.
 
     Args:
-        center: The centre, from :func:`jdaso.center.mpi_center` or
-            :func:`jdaso.center.simulated_center`.
+        center: From :func:`jdaso.center.mpi_center` or :func:`jdaso.center.simulated_center`.
         learning_rate: eta. The paper's are 100 times smaller than for DOWNPOUR, with delta = 0.99.
         momentum: delta, in (0, 1).
         nonfinite: With ``skip``, a worker does not contribute gradients that are not finite. With
@@ -62,26 +59,17 @@ def mdownpour(
     check_positive("momentum", momentum)
     check_share("momentum", momentum, below_one=True)
     rate, delta = python_float("learning_rate", learning_rate), python_float("momentum", momentum)
+    adopt_center = Merge(
+        init=lambda params: (),
+        merge=lambda leaves, arrival, state: (arrival.total, state),
+        message=lambda leaves, state: (widened(leaves), state),
+    )
     steps = averaging(
         "mdownpour",
         center.make_exchange(momentum_rule(rate, delta)),
         constant(period=1, delay=0),
-        Merge(init=_no_state, merge=_adopt_center, message=_widened_gradients),
+        adopt_center,
         nonfinite=nonfinite,
         sync_target=_SERVER_STEPS,
     )
     return chain(optax.identity(), steps)
-
-
-def _no_state(params: PyTree) -> tuple[()]:
-    del params
-    return ()
-
-
-def _adopt_center(leaves: Leaves, arrival: Arrival, state: PyTree):
-    del leaves
-    return arrival.total, state
-
-
-def _widened_gradients(leaves: Leaves, state: PyTree):
-    return widened(leaves), state

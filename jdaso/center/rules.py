@@ -3,8 +3,6 @@
 The server handles messages one at a time, in the order of their arrival.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from jdaso.center.types import Center, CenterState, ServerRule
@@ -12,7 +10,6 @@ from jdaso.core.types import Leaves
 
 
 def check_center(name: str, center: Center) -> None:
-    """Raises ValueError if ``center`` is not a :class:`Center`."""
     if not isinstance(center, Center):
         raise ValueError(
             f"{name} needs a centre, got {type(center).__name__}: make one with "

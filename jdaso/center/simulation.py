@@ -1,14 +1,13 @@
 """A centre inside the program, which applies messages at once and keeps replies in the states."""
 
-from __future__ import annotations
-
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jdaso.center.types import Center, ServerRule, no_broadcast, reply_header
-from jdaso.core.state import find_state
+from jdaso.core.state import find_state, map_states
 from jdaso.core.tree import all_finite, split, widened
 from jdaso.core.types import Exchange, Leaves, PyTree
 from jdaso.core.validation import check_whole
@@ -16,51 +15,32 @@ from jdaso.core.wire import sum_dtype
 
 
 class SimulatedState(NamedTuple):
-    """State of a worker's exchange with a simulated centre.
-
-    Attributes:
-        center: The state of the server; () outside this worker's turns.
-        reply: The reply to this worker's last message.
-        of: An empty array [num_workers, 0], whose shape is known while a program is traced.
-    """
-
-    center: Any
-    reply: Leaves
-    of: Any
+    center: Any  # the state of the server; () outside this worker's turns
+    reply: Leaves  # to this worker's last message
+    of: Any  # an empty array [num_workers, 0], whose shape is known while a program is traced
 
 
-class _SimulatedExchange:
-    """The functions of an Exchange with a simulated centre.
+def _simulated_exchange(num_workers: int, rule: ServerRule) -> Exchange:
+    """An exchange with a simulated centre whose server updates with ``rule``."""
 
-    Args:
-        rule: The update of the server.
-        num_workers: p in the papers.
-    """
-
-    def __init__(self, rule: ServerRule, num_workers: int):
-        self._rule = rule
-        self._num_workers = num_workers
-
-    def init(self, params: PyTree) -> SimulatedState:
-        first = self._rule.init(split(widened(params))[0])
+    def init(params: PyTree) -> SimulatedState:
+        first = rule.init(split(widened(params))[0])
         reply = [jnp.zeros_like(x) for x in first.center]
-        return SimulatedState(first, reply, jnp.zeros((self._num_workers, 0)))
+        return SimulatedState(first, reply, jnp.zeros((num_workers, 0)))
 
-    def start(self, state, number, step, leaves: Leaves, header, wire):
-        del step, wire
-        wide = [x.astype(sum_dtype(x.dtype)) for x in leaves]
+    def start(state, number, step, leaves: Leaves, header, wire):
         old = state.center
-        new = self._rule.update(old, wide)
-        contributes = header[0] > 0
+        new = rule.update(old, [x.astype(sum_dtype(x.dtype)) for x in leaves])
         center, reply = jax.tree.map(
-            lambda n, o: jnp.where(contributes, n, o), new, (old, old.center)
+            lambda n, o: jnp.where(header[0] > 0, n, o), new, (old, old.center)
         )
         return state._replace(center=center, reply=reply), number + 1
 
-    def finish(self, state, number, like):
-        del number, like
+    def finish(state, number, like):
         header = jnp.array(reply_header(all_finite(state.reply)), jnp.float32)
         return state.reply, header, state
+
+    return Exchange(num_workers, None, init, start, finish, no_broadcast)
 
 
 def simulated_center(num_workers: int) -> Center:
@@ -84,34 +64,15 @@ def simulated_center(num_workers: int) -> Center:
     4
     """
     check_whole("num_workers", num_workers, 1)
-
-    def make_exchange(rule: ServerRule) -> Exchange:
-        simulated = _SimulatedExchange(rule, num_workers)
-        return Exchange(
-            num_workers, None, simulated.init, simulated.start, simulated.finish, no_broadcast
-        )
-
+    make_exchange = functools.partial(_simulated_exchange, num_workers)
     return Center(num_workers, in_turns=True, make_exchange=make_exchange)
 
 
 def with_center(opt_state: PyTree, center: Any) -> PyTree:
     """A worker's state with the state of the server in it, or () to remove that."""
-
-    def is_simulated(node):
-        return isinstance(node, SimulatedState)
-
-    return jax.tree.map(
-        lambda node: node._replace(center=center) if is_simulated(node) else node,
-        opt_state,
-        is_leaf=is_simulated,
-    )
+    return map_states(SimulatedState, lambda state: state._replace(center=center), opt_state)
 
 
 def center_of(opt_state: PyTree) -> Any:
     """The state of the server in the state of the worker whose turn it is."""
     return find_state(SimulatedState, opt_state).center
-
-
-def workers_of(opt_state: PyTree) -> int:
-    """The number of workers of the centre to which a new state belongs."""
-    return find_state(SimulatedState, opt_state).of.shape[0]

@@ -1,7 +1,5 @@
 """Simulation of asynchronous training on one device: workers take turns in a given order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,8 +9,9 @@ import numpy as np
 import optax
 from jax import lax
 
-from jdaso.center.simulation import center_of, with_center, workers_of
+from jdaso.center.simulation import SimulatedState, center_of, with_center
 from jdaso.center.types import CenterState, map_state
+from jdaso.core.state import find_state
 from jdaso.core.tree import split
 from jdaso.core.types import PyTree
 from jdaso.core.validation import check_whole
@@ -58,15 +57,15 @@ def init_cluster(
     """
     check_whole("num_workers", num_workers, 1)
     opt_state = tx.init(params)
-    center = center_of(opt_state)
-    if workers_of(opt_state) != num_workers:
+    simulated = find_state(SimulatedState, opt_state)
+    if (made_for := simulated.of.shape[0]) != num_workers:
         raise ValueError(
             f"init_cluster got num_workers={num_workers}, but simulated_center was made for "
-            f"{workers_of(opt_state)}. Pass the same number to both."
+            f"{made_for}. Pass the same number to both."
         )
     one = (params, with_center(opt_state, ()))
     params, opt_state = jax.tree.map(lambda x: jnp.stack([x] * num_workers), one)
-    return SimulatedCluster(params, opt_state, center)
+    return SimulatedCluster(params, opt_state, simulated.center)
 
 
 def take_turns(

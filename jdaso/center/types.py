@@ -1,7 +1,5 @@
 """The interface between workers and the centre, and the state of the centre."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -51,19 +49,11 @@ class ServerRule(NamedTuple):
     update: Callable[[CenterState, list[Any]], tuple[CenterState, list[Any]]]
 
 
-def _empty_report() -> dict[str, Any]:
-    return {"workers": {}, "ended": [], "failed": [], "gone": []}
-
-
 def _join_with_equal_params(params: PyTree, saved: CenterState | None = None) -> PyTree:
     """The parameters themselves, as all simulated workers start from the same."""
     if saved is not None:
         _not_simulated()
     return params
-
-
-def _no_wait() -> None:
-    """Returns at once, as simulated workers cannot exit."""
 
 
 def _not_simulated(*_: Any) -> Any:
@@ -102,13 +92,12 @@ class Center(NamedTuple):
     join: Callable[..., PyTree] = _join_with_equal_params
     read: Callable[[PyTree], CenterState] = _not_simulated
     write: Callable[[CenterState], None] = _not_simulated
-    wait: Callable[[], None] = _no_wait
-    report: Callable[[], dict[str, Any]] = _empty_report
+    wait: Callable[[], None] = lambda: None  # simulated workers cannot exit
+    report: Callable[[], dict[str, Any]] = lambda: dict(workers={}, ended=[], failed=[], gone=[])
 
 
 def no_broadcast(leaves: Leaves, root: int) -> Leaves:
     """Raises ValueError, as workers exchange messages with the server only."""
-    del leaves, root
     raise ValueError(
         "workers of a centre do not communicate with each other: broadcast and consensus are not "
         "available. Use center.join and center.read."

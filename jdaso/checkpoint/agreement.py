@@ -1,7 +1,5 @@
 """Agreement between processes: the same value, or the same error, on all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -25,8 +23,7 @@ def on_all(topology: Topology, purpose: str, function: Callable[[], Any]) -> Any
 
     Errors of the barrier after the calls name the ``purpose``.
     """
-    value: Any = None
-    problem: str | None = None
+    value = problem = None
     try:
         value = function()
     except Exception as error:

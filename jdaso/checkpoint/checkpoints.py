@@ -4,22 +4,14 @@ The parameters of the nodes differ between two exchanges, and exchanges in fligh
 the state. One node's state is therefore not a checkpoint. Nodes do not communicate to save.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from jdaso.checkpoint import folder
 from jdaso.checkpoint.agreement import from_first
 from jdaso.checkpoint.flight_check import exchanges_in_flight, number_exchanges
-from jdaso.checkpoint.folder import (
-    CheckpointFolder,
-    check_shared,
-    describe_incomplete,
-    list_checkpoints,
-    part_path,
-)
 from jdaso.checkpoint.host_arrays import to_host_arrays
 from jdaso.checkpoint.node_part import checkpointer, part_tree
 from jdaso.checkpoint.restore import read_checkpoint
@@ -79,14 +71,14 @@ class Checkpoints:
     ):
         check_whole("keep", keep, 1)
         self._orbax = checkpointer()
-        self._folder = CheckpointFolder(Path(directory).absolute(), keep)
+        self._folder = folder.CheckpointFolder(Path(directory).absolute(), keep)
         self._topology = topology
         self._exchanges = [exchange] if isinstance(exchange, Exchange) else list(exchange)
         self._last_number: int | None = None  # of the checkpoints of this training
         self._folder.path.mkdir(parents=True, exist_ok=True)
-        check_shared(self._folder.path, topology)
+        folder.check_shared(self._folder.path, topology)
         # The answer of rank 0 counts: another node may look when a part is already being written.
-        self._has_foreign = from_first(topology, bool(list_checkpoints(self._folder.path)))
+        self._has_foreign = from_first(topology, bool(folder.list_checkpoints(self._folder.path)))
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first, without those that restore skipped."""
@@ -169,7 +161,7 @@ class Checkpoints:
         self._update_topology()
         self.wait()
         self._barrier()
-        checkpoints = from_first(self._topology, list_checkpoints(self._folder.path))
+        checkpoints = from_first(self._topology, folder.list_checkpoints(self._folder.path))
         # New numbers follow the incomplete ones: a new part must not complete an old checkpoint.
         self._last_number = max((checkpoint.number for checkpoint in checkpoints), default=0)
         problems = []
@@ -186,17 +178,18 @@ class Checkpoints:
             raise JdasoError("; ".join(problems))
         self._folder.protected_up_to = self._last_number
         if checkpoints and self._topology.rank == 0:
+            names = ", ".join(folder.describe_incomplete(c.path) for c in checkpoints)
             logger.warning(
                 "no checkpoint in %s is complete: %s. Training starts at its first step. This run "
                 "keeps the incomplete checkpoints. The next run deletes them; copy what you need.",
-                *(self._folder.path, ", ".join(describe_incomplete(c.path) for c in checkpoints)),
+                *(self._folder.path, names),
             )
         return None
 
     def _next_path(self, step: int) -> Path:
         """The folder of this node's part of the next checkpoint."""
         number, here = (self._last_number or 0) + 1, self._topology
-        return part_path(self._folder.path, number, step, here.node, here.num_nodes)
+        return folder.part_path(self._folder.path, number, step, here.node, here.num_nodes)
 
     def _update_topology(self) -> None:
         """Takes over the processes that are left, where a job continues after a death."""

@@ -4,8 +4,6 @@ Copies between a program and the host trust the shapes of the program, so what c
 compared with the state before it is posted again.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -13,25 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdaso.checkpoint.in_flight import InFlight, Key, host_states, map_host_states
-from jdaso.core.state import FragmentState
-from jdaso.core.types import (
-    Exchange,
-    HostState,
-    JdasoError,
-    PostedExchange,
-    PyTree,
-    SentLeaf,
-)
+from jdaso.checkpoint.in_flight import InFlight, Key
+from jdaso.core.state import FragmentState, find_states, map_states
+from jdaso.core.types import Exchange, HostState, JdasoError, PostedExchange, PyTree, SentLeaf
 from jdaso.core.wire import wire_dtype
 
 
 def exchanges_in_flight(tree: PyTree, exchanges: Sequence[Exchange]) -> InFlight:
-    """What the exchanges of a list have in flight.
-
-    Raises:
-        JdasoError: If the states in the tree do not wait for exactly that.
-    """
+    """What the exchanges have in flight; JdasoError unless the tree's states wait for just that."""
     # Every device must have posted and collected its exchanges. Copying a replicated array would
     # wait for one device only.
     jax.block_until_ready(tree)
@@ -51,46 +38,40 @@ def exchanges_in_flight(tree: PyTree, exchanges: Sequence[Exchange]) -> InFlight
 def number_exchanges(tree: PyTree, exchanges: Sequence[Exchange]) -> PyTree:
     """The tree with the position of each host state's exchange in place of its key.
 
-    Keys are valid in one process only, so a checkpoint stores positions.
-
-    Raises:
-        ValueError: If a state belongs to an exchange that is not in the list.
+    Keys are valid in one process only, so a checkpoint stores positions. It raises ValueError if a
+    state belongs to an exchange that is not in the list.
     """
 
-    def numbered(fragment: FragmentState, state: HostState) -> FragmentState:
-        position = _owner(state, exchanges)[0]
-        return fragment._replace(exchange=HostState(jnp.asarray(position, jnp.int32)))
+    def numbered(state: HostState) -> HostState:
+        return HostState(jnp.asarray(_owner(state, exchanges)[0], jnp.int32))
 
-    return map_host_states(numbered, tree)
+    return map_states(HostState, numbered, tree)
 
 
 def with_keys_of(like: PyTree, tree: PyTree, exchanges: Sequence[Exchange], source: str) -> PyTree:
-    """The inverse of :func:`number_exchanges`, with the keys of another tree.
+    """The inverse of :func:`number_exchanges`, with the keys of a tree that has equal positions."""
+    states = iter(find_states(HostState, like))
 
-    Raises:
-        ValueError: If a state was saved with an exchange at another position.
-    """
-    rest = iter([state for _, state in host_states(like)])
-
-    def with_key(fragment: FragmentState, saved: HostState) -> FragmentState:
-        state, position = next(rest), int(saved.key)
+    def with_key(saved: HostState) -> HostState:
+        state, position = next(states), int(saved.key)
         if position != (now := _owner(state, exchanges)[0]):
             raise ValueError(
                 f"{source} was saved with exchange {position} of Checkpoints where the state now "
                 f"has exchange {now}: pass the exchanges in the same order as when it was saved."
             )
-        return fragment._replace(exchange=state)
+        return state
 
-    return map_host_states(with_key, tree)
+    return map_states(HostState, with_key, tree)
 
 
 def awaited(tree: PyTree, exchanges: Sequence[Exchange]) -> list[tuple[Key, list[SentLeaf]]]:
     """The exchanges that the states in a tree wait for, and the leaves that each has sent."""
     found = []
-    for fragment, state in host_states(tree):
-        position, leaves = _owner(state, exchanges)
-        if fragment.posted:
-            found.append(((position, int(fragment.number)), leaves))
+    for fragment in find_states(FragmentState, tree):
+        if isinstance(fragment.exchange, HostState):
+            position, leaves = _owner(fragment.exchange, exchanges)
+            if fragment.posted:
+                found.append(((position, int(fragment.number)), leaves))
     return found
 
 
@@ -135,18 +116,14 @@ def _difference(saved: Sequence[np.ndarray], sent: Sequence[SentLeaf]) -> str | 
     """A text for the first difference between leaves in flight and those that a state sends."""
     if len(saved) != len(sent):
         return f"{len(saved)} leaves, the state sends {len(sent)}"
+    # The wire may differ between steps.
+    wires = {wire_dtype(np.float32, wire) for wire in (None, "bfloat16", "float16")}
     for array, leaf in zip(saved, sent, strict=True):
-        if not _fits(array, leaf):
-            own = f"{np.dtype(leaf.dtype).name}{leaf.shape}"
+        dtype = np.dtype(leaf.dtype)
+        if array.dtype not in wires | {dtype} or array.shape != leaf.shape:
+            own = f"{dtype.name}{leaf.shape}"
             return f"{leaf.name} as {array.dtype.name}{array.shape}, the state sends {own}"
     return None
-
-
-def _fits(array: np.ndarray, leaf: SentLeaf) -> bool:
-    """Whether an array can be a leaf on some wire. The wire may differ between steps."""
-    wires = {wire_dtype(np.float32, wire) for wire in (None, "bfloat16", "float16")}
-    same_dtype = array.dtype in wires | {np.dtype(leaf.dtype)}
-    return same_dtype and array.shape == leaf.shape
 
 
 def _name(key: Key) -> str:

@@ -3,8 +3,6 @@
 A part gets its name when all of it is written. A checkpoint is complete when it has all parts.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Trees as named arrays in the memory of the host, and back."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -17,10 +15,8 @@ _MAX_LISTED = 5  # differences in an error
 def to_host_arrays(tree: PyTree) -> dict[str, np.ndarray]:
     """Copies the leaves of a tree to named arrays; leaves without elements are left out.
 
-    Views would not do: a CPU array may be donated to the next step while a thread writes it.
-
-    Raises:
-        ValueError: For a leaf that is not an array of numbers, such as a typed random key.
+    Views would not do: a CPU array may be donated to the next step while a thread writes it. It
+    raises ValueError for a leaf that is not an array of numbers, such as a typed random key.
 
     >>> to_host_arrays({"layer": [jnp.ones(2), 3]})
     {'layer.0': array([1., 1.], dtype=float32), 'layer.1': array(3)}
@@ -40,15 +36,10 @@ def to_host_arrays(tree: PyTree) -> dict[str, np.ndarray]:
 
 
 def from_host_arrays(arrays: dict[str, np.ndarray], like: PyTree, source: str) -> PyTree:
-    """The inverse of :func:`to_host_arrays`.
+    """The inverse of :func:`to_host_arrays`, with structure, types and placement of ``like``.
 
-    Args:
-        arrays: Arrays by name.
-        like: A tree of arrays and Python numbers, for structure, types and placement.
-        source: Origin of the arrays, for errors.
-
-    Raises:
-        ValueError: If names, shapes or dtypes differ.
+    ``like`` is a tree of arrays and Python numbers. If names, shapes or dtypes differ, it raises
+    ValueError, which names the ``source`` of the arrays.
     """
     wanted = {name: leaf for name, leaf in _named_leaves(like) if np.size(leaf)}
     wrong = [f"{name} is not in the checkpoint" for name in wanted if name not in arrays]

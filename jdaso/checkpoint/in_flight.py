@@ -1,10 +1,7 @@
 """Exchanges in flight as named arrays, and optimizer states without their exchanges."""
 
-from __future__ import annotations
-
 import re
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,13 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdaso.core.state import AveragingState, FragmentState, find_states, map_states
-from jdaso.core.types import (
-    AGREEMENT_NAMES,
-    HEADER_SIZE,
-    HostState,
-    PostedExchange,
-    PyTree,
-)
+from jdaso.core.types import AGREEMENT_NAMES, HEADER_SIZE, PostedExchange, PyTree
 
 #: Position of an :class:`jdaso.Exchange` in the list that Checkpoints was given, and the number
 #: of what it has in flight.
@@ -43,11 +34,7 @@ def posted_to_arrays(posted: InFlight) -> dict[str, Any]:
 
 
 def arrays_to_posted(arrays: dict[str, np.ndarray]) -> InFlight:
-    """The inverse of :func:`posted_to_arrays`.
-
-    Raises:
-        ValueError: For names or shapes that it does not produce.
-    """
+    """The inverse of :func:`posted_to_arrays`; ValueError for other names or shapes."""
     posted = {}
     left = dict(arrays)
     for name in sorted({".".join(name.split(".")[:2]) for name in arrays}):
@@ -84,7 +71,7 @@ def _describe(posted: PostedExchange) -> str:
 
 def remove_exchange_states(tree: PyTree) -> PyTree:
     """A tree without the states of its exchanges, which are of no use to another set of nodes."""
-    return _map_fragments(lambda fragment: fragment._replace(exchange=()), tree)
+    return map_states(FragmentState, lambda fragment: fragment._replace(exchange=()), tree)
 
 
 def is_exchange_state(name: str) -> bool:
@@ -98,14 +85,13 @@ def is_exchange_state(name: str) -> bool:
 
 def reset_exchanges(tree: PyTree, like: PyTree) -> PyTree:
     """A tree with nothing in flight and the states of the exchanges of another tree."""
-    states = find_states(AveragingState, like)
-    idle = iter([fragment.exchange for state in states for fragment in state.fragments])
+    idle = iter(find_states(FragmentState, like))
 
     def reset(fragment: FragmentState) -> FragmentState:
         posted = jnp.zeros_like(fragment.posted)
-        return fragment._replace(posted=posted, exchange=next(idle))
+        return fragment._replace(posted=posted, exchange=next(idle).exchange)
 
-    return _map_fragments(reset, tree)
+    return map_states(FragmentState, reset, tree)
 
 
 def at_step(tree: PyTree, step: int) -> PyTree:
@@ -130,32 +116,3 @@ def at_step(tree: PyTree, step: int) -> PyTree:
         return state._replace(step=jax.device_put(value, state.step.sharding))
 
     return map_states(AveragingState, with_step, tree)
-
-
-def host_states(tree: PyTree) -> list[tuple[FragmentState, HostState]]:
-    """The fragments of a tree whose exchange is kept by the host, and the exchange's state."""
-    return [
-        (fragment, fragment.exchange)
-        for state in find_states(AveragingState, tree)
-        for fragment in state.fragments
-        if isinstance(fragment.exchange, HostState)
-    ]
-
-
-def map_host_states(
-    function: Callable[[FragmentState, HostState], FragmentState], tree: PyTree
-) -> PyTree:
-    """The tree with ``function`` applied to the fragments whose exchange is kept by the host."""
-
-    def mapped(fragment: FragmentState) -> FragmentState:
-        state = fragment.exchange
-        return function(fragment, state) if isinstance(state, HostState) else fragment
-
-    return _map_fragments(mapped, tree)
-
-
-def _map_fragments(function: Callable[[FragmentState], FragmentState], tree: PyTree) -> PyTree:
-    def mapped(state: AveragingState) -> AveragingState:
-        return state._replace(fragments=tuple(map(function, state.fragments)))
-
-    return map_states(AveragingState, mapped, tree)

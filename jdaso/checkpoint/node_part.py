@@ -4,8 +4,6 @@ A disk may lose a file or flip a bit, and a folder may hold files of another pro
 accepted only if their checksums match. Reading executes no code: orbax stores arrays and JSON.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import warnings
@@ -62,8 +60,7 @@ def part_tree(state: dict[str, np.ndarray], posted: InFlight) -> dict[str, Any]:
 def read_part(reader: Any, path: Path) -> NodePart:
     """Reads a part with a :func:`checkpointer` and verifies its checksums.
 
-    Raises:
-        JdasoError: If something is missing, damaged, or not a part. It names the folder.
+    If something is missing, damaged, or not a part, it raises JdasoError, which names the folder.
     """
     with _reads_finish():
         try:
@@ -125,18 +122,13 @@ def _validated(tree: Any) -> NodePart:
 
 
 def _checksums(groups: Mapping[str, dict[str, np.ndarray]]) -> np.ndarray:
-    """uint32, one for each array, in the order of groups and names."""
-    return np.array(
-        [_checksum(name, group[name]) for group in groups.values() for name in sorted(group)],
-        np.uint32,
-    )
-
-
-def _checksum(name: str, array: np.ndarray) -> int:
-    """CRC-32 of name, dtype, shape and bytes."""
-    array = np.asarray(array)
-    about = f"{name} {array.dtype.name} {array.shape}".encode()
-    return zlib.crc32(raw_bytes(array), zlib.crc32(about))
+    """uint32, the CRC-32 of name, dtype, shape and bytes of each array, in the order of names."""
+    checksums = []
+    for group in groups.values():
+        for name, array in sorted(group.items()):
+            about = f"{name} {array.dtype.name} {array.shape}".encode()
+            checksums.append(zlib.crc32(raw_bytes(array), zlib.crc32(about)))
+    return np.array(checksums, np.uint32)
 
 
 def raw_bytes(array: np.ndarray) -> memoryview:

@@ -1,7 +1,5 @@
 """Reading a complete checkpoint: a node's own part, or the mean over all parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,22 +7,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jdaso.checkpoint import in_flight
 from jdaso.checkpoint.agreement import from_first, gathered, on_all
 from jdaso.checkpoint.flight_check import awaited, check_leaves, differences, with_keys_of
 from jdaso.checkpoint.folder import SavedCheckpoint
 from jdaso.checkpoint.host_arrays import from_host_arrays
-from jdaso.checkpoint.in_flight import (
-    InFlight,
-    Key,
-    describe_posted,
-    is_exchange_state,
-    remove_exchange_states,
-    reset_exchanges,
-)
 from jdaso.checkpoint.node_part import NodePart, is_finite, read_part
 from jdaso.cluster.topology import Topology
 from jdaso.core.log import logger
-from jdaso.core.types import Exchange, JdasoError, PyTree, SentLeaf
+from jdaso.core.types import Exchange, JdasoError, PyTree
 
 
 def read_checkpoint(
@@ -36,19 +27,23 @@ def read_checkpoint(
 ) -> PyTree:
     """Reads a complete checkpoint on all processes; collective.
 
-    Raises:
-        JdasoError: On all processes, if the checkpoint is damaged or inconsistent.
-        ValueError: If the leaves of the checkpoint are not those of ``like``.
+    It raises JdasoError on all processes if the checkpoint is damaged or inconsistent, and
+    ValueError if its leaves are not those of ``like``.
     """
     parts, source = checkpoint.parts, str(checkpoint.path)
     purpose = f"the checkpoints in {checkpoint.path.parent}"
     if len(parts) == topology.num_nodes:
         part = on_all(topology, purpose, lambda: read_part(reader, parts[topology.node]))
-        _check_same_exchanges(topology, source, describe_posted(part.in_flight))
+        _check_same_exchanges(topology, source, in_flight.describe_posted(part.in_flight))
         state = from_host_arrays(part.state, like, source)
         state = with_keys_of(like, state, exchanges, source)
         sent = awaited(state, exchanges)
-        on_all(topology, purpose, lambda: _check_posted(sent, part.in_flight, source))
+
+        def check_posted() -> None:
+            if texts := differences([key for key, _ in sent], part.in_flight):
+                raise JdasoError(f"{source} cannot be restored: {'; '.join(texts)}")
+
+        on_all(topology, purpose, check_posted)
         check_leaves(sent, part.in_flight, source)
         for position, exchange in enumerate(exchanges):
             own = {n: posted for (at, n), posted in part.in_flight.items() if at == position}
@@ -62,17 +57,16 @@ def read_checkpoint(
     mean = on_all(topology, purpose, read_mean)
     names = from_first(topology, list(mean))
     mean = {name: from_first(topology, mean.get(name)) for name in names}
-    return reset_exchanges(from_host_arrays(mean, remove_exchange_states(like), source), like)
+    state = from_host_arrays(mean, in_flight.remove_exchange_states(like), source)
+    return in_flight.reset_exchanges(state, like)
 
 
 def mean_of_parts(parts: Sequence[Path], read: Callable[[Path], NodePart]) -> dict[str, np.ndarray]:
     """The mean over the nodes that saved; reads one part after the other.
 
     Parts with numbers that are not finite are left out. Arrays of other dtypes than floating point
-    are those of the first part. The states of exchanges are dropped.
-
-    Raises:
-        JdasoError: If the parts hold different arrays, or all are left out.
+    are those of the first part. The states of exchanges are dropped. It raises JdasoError if the
+    parts hold different arrays, or all are left out.
     """
     first: dict[str, np.ndarray] = {}
     total: dict[str, np.ndarray] = {}
@@ -94,15 +88,8 @@ def mean_of_parts(parts: Sequence[Path], read: Callable[[Path], NodePart]) -> di
     return {
         k: (total[k] / members).astype(v.dtype) if k in total else v
         for k, v in first.items()
-        if not is_exchange_state(k)
+        if not in_flight.is_exchange_state(k)
     }
-
-
-def _check_posted(
-    sent: Sequence[tuple[Key, list[SentLeaf]]], posted: InFlight, source: str
-) -> None:
-    if texts := differences([key for key, _ in sent], posted):
-        raise JdasoError(f"{source} cannot be restored: {'; '.join(texts)}")
 
 
 def _check_same_exchanges(topology: Topology, source: str, own: dict[str, str]) -> None:

@@ -5,8 +5,6 @@ nodes are at the same step, and that the arrays that all nodes share are equal b
 process does this without MPI and holds one part in memory at a time.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import re
@@ -21,42 +19,27 @@ from jdaso.checkpoint.in_flight import Key, describe_posted
 from jdaso.checkpoint.node_part import NodePart, checkpointer, is_finite, raw_bytes, read_part
 from jdaso.core.types import JdasoError
 
-# Fields of an averaging state that differ between nodes.
+# Fields of an averaging state that may differ between nodes. All nodes share some fields of a
+# merge's state. The rest of it may be anything, as a user's own merge has it.
 _LOCAL = re.compile(
-    r"(skipped|left_out|losses|fragments\.\d+\.(sound|exchange|feedback\.residual))(\.|$)"
+    r"(skipped|left_out|losses|fragments\.\d+\.(sound|exchange|feedback\.residual"
+    r"|merge(?!\.(center|anchor|outer)(\.|$))))(\.|$)"
 )
-# Fields of a merge's state that all nodes share. The state of a user's own merge may be anything.
-_SHARED_MERGE = re.compile(r"fragments\.\d+\.merge\.(center|anchor|outer)(\.|$)")
-_MERGE = re.compile(r"fragments\.\d+\.merge(\.|$)")
 _HEAD = ("node", "arrays", "MB", "step", "exchanges", "in flight", "skipped", "left out", "finite")
 
 
 class Summary(NamedTuple):
-    """The summary of one part.
-
-    Attributes:
-        row: Its row of the table.
-        shapes: Shape and dtype of each array.
-        shared: Value or digest of each array that must be equal on all nodes.
-        in_flight: Description of each exchange in flight, by name.
-        defects: Defects of this part alone.
-    """
-
-    row: tuple[str, ...]
-    shapes: dict[str, str]
-    shared: dict[str, str]
-    in_flight: dict[str, str]
-    defects: list[str]
+    row: tuple[str, ...]  # of the table
+    shapes: dict[str, str]  # shape and dtype of each array
+    shared: dict[str, str]  # value or digest of each array that must be equal on all nodes
+    in_flight: dict[str, str]  # description of each exchange in flight, by name
+    defects: list[str]  # of this part alone
 
 
 def verify(path: Path) -> tuple[str, list[str]]:
-    """Verifies a checkpoint, or the newest complete checkpoint of a folder.
+    """A table with a row for each node, and a text for each defect of a checkpoint.
 
-    Returns:
-        A table with a row for each node, and a text for each defect.
-
-    Raises:
-        ValueError: If there is no checkpoint.
+    In a folder, it verifies the newest complete checkpoint. It raises ValueError if there is none.
     """
     checkpoint = _chosen(path)
     if not checkpoint.parts:
@@ -80,7 +63,6 @@ def verify(path: Path) -> tuple[str, list[str]]:
 
 
 def add_command(commands: Any) -> None:
-    """Adds ``verify`` to a parser's commands."""
     parser = commands.add_parser("verify", help="check that training can resume from a checkpoint")
     text = "a checkpoint, or a folder, of which the newest complete checkpoint is verified"
     parser.add_argument("checkpoint", type=Path, help=text)
@@ -108,8 +90,7 @@ def _chosen(path: Path) -> SavedCheckpoint:
     for checkpoint in list_checkpoints(path.parent):
         if checkpoint.path.name == path.name:
             return checkpoint
-    inside = list_checkpoints(path)
-    if not inside:
+    if not (inside := list_checkpoints(path)):
         raise ValueError(f"{path} is not a checkpoint, such as 000001_step_9, and contains none.")
     return max(inside, key=lambda checkpoint: (bool(checkpoint.parts), checkpoint.number))
 
@@ -142,10 +123,10 @@ def _summary(node: int, part: NodePart) -> Summary:
         name: _digest(x)
         for name, x in arrays.items()
         for root in roots
-        if name.startswith(root) and _is_shared(name[len(root) :])
+        if name.startswith(root) and not _LOCAL.match(name[len(root) :])
     }
-    not_finite = [name for name, x in arrays.items() if not is_finite(x)]
-    defects = [f"{name} is not finite" for name in not_finite]
+    defects = [f"{name} is not finite" for name, x in arrays.items() if not is_finite(x)]
+    finite = "no" if defects else "yes"
     defects += differences(_awaited(arrays), part.in_flight)
 
     def number(field: str) -> str:
@@ -154,20 +135,10 @@ def _summary(node: int, part: NodePart) -> Summary:
     size = sum(x.nbytes for x in arrays.values()) / 1e6
     in_flight = ",".join(str(number) for _, number in part.in_flight)
     before, after = (map(number, x) for x in (("step", "exchanges"), ("skipped", "left_out")))
-    row = (str(node), str(len(arrays)), f"{size:.1f}", *before, in_flight, *after)
-    return Summary(
-        row=(*(cell or "-" for cell in row), "no" if not_finite else "yes"),
-        shapes={name: f"{x.dtype.name}{x.shape}" for name, x in arrays.items()},
-        shared=shared,
-        in_flight=describe_posted(part.in_flight),
-        defects=defects,
-    )
-
-
-def _is_shared(field: str) -> bool:
-    if _MERGE.match(field):
-        return _SHARED_MERGE.match(field) is not None
-    return _LOCAL.match(field) is None
+    cells = (str(node), str(len(arrays)), f"{size:.1f}", *before, in_flight, *after, finite)
+    row = tuple(cell or "-" for cell in cells)
+    shapes = {name: f"{x.dtype.name}{x.shape}" for name, x in arrays.items()}
+    return Summary(row, shapes, shared, describe_posted(part.in_flight), defects)
 
 
 def _digest(array: np.ndarray) -> str:
@@ -180,27 +151,23 @@ def _awaited(arrays: dict[str, np.ndarray]) -> list[Key]:
     """The exchanges between processes that the saved states wait for."""
     keys = []
     for name, posted in arrays.items():
-        if match := re.fullmatch(r"(.*fragments\.\d+)\.posted", name):
+        if (match := re.fullmatch(r"(.*fragments\.\d+)\.posted", name)) and posted.all():
             # A virtual cluster has the sums in its state, and no key.
-            position = arrays.get(f"{match[1]}.exchange.key")
-            number = arrays.get(f"{match[1]}.number")
-            if position is None or number is None or not posted.all():
-                continue
-            if position.size == number.size == 1:
-                keys.append((int(position), int(number)))
+            names = (f"{match[1]}.exchange.key", f"{match[1]}.number")
+            numbers = [int(arrays[x]) for x in names if x in arrays and arrays[x].size == 1]
+            if len(numbers) == 2:
+                keys.append((numbers[0], numbers[1]))
     return keys
 
 
 def _differences(first: Summary, other: Summary) -> list[str]:
     """The defects of a part that must equal the first part in some respects."""
     who = f"node {other.row[0]} differs from node {first.row[0]}"
-    if first.shapes != other.shapes:
-        either = sorted(first.shapes | other.shapes)
-        names = [name for name in either if first.shapes.get(name) != other.shapes.get(name)]
-        name = names[0]
+    if different := sorted({name for name, _ in first.shapes.items() ^ other.shapes.items()}):
+        name = different[0]
         return [
             f"{who}: {name} is {other.shapes.get(name, 'missing')}, not "
-            f"{first.shapes.get(name, 'missing')} ({len(names)} arrays differ in shape or type)"
+            f"{first.shapes.get(name, 'missing')} ({len(different)} arrays differ in shape or type)"
         ]
     texts = [
         f"{who}: {name} is {other.shared[name]}, not {x}"

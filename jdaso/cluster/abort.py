@@ -1,7 +1,5 @@
 """Ends all processes of a job when one of them fails, and registers functions for a normal exit."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes
@@ -39,13 +37,10 @@ def abort(comm: Comm, reason: str, status: int) -> None:
 
 
 def abort_alone(reason: str) -> None:
-    """Ends this process, the only one of its job, with status 1.
-
-    SystemExit ends the main thread only. A program of several devices would wait for another
-    thread forever.
-    """
+    """Ends this process, the only one of its job, with status 1."""
     if threading.current_thread() is threading.main_thread():
         raise SystemExit(reason)
+    # SystemExit ends the main thread only. A program of several devices would wait for this one.
     _print_last(f"ending this process: {reason}")
     os._exit(1)
 
@@ -112,10 +107,7 @@ def abort_on_exception(process_name: str, abort_all: Callable[[str], None]) -> N
 
 
 def at_exit(function: Callable[[], object]) -> Callable[[], None]:
-    """Registers ``function`` to run when this process exits, not when a forked child exits.
-
-    Returns a function that removes it again.
-    """
+    """Runs ``function`` when this process exits, not a forked child. The result cancels this."""
     own = os.getpid()
 
     def run() -> None:

@@ -1,7 +1,5 @@
 """The addresses at which other hosts can reach this one, found without configuration."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import ipaddress

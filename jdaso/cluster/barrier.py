@@ -1,7 +1,5 @@
 """A barrier for use outside of training. It has a timeout, which MPI collectives lack."""
 
-from __future__ import annotations
-
 import time
 
 from jdaso.cluster.topology import Topology
@@ -15,11 +13,8 @@ _WARNING_SECONDS, _POLL_SECONDS = 30.0, 1e-3
 def barrier(topology: Topology, what: str, timeout: float = TIMEOUT_SECONDS) -> None:
     """Waits until all processes have called it, so that a collective that follows does not wait.
 
-    Args:
-        what: Purpose of the barrier, quoted in messages.
-
-    Raises:
-        JdasoError: If a process has not called it within ``timeout`` seconds.
+    If one has not called it within ``timeout`` seconds, it raises JdasoError. Messages quote
+    ``what``, the purpose of the barrier.
     """
     if topology.comm is None:
         return

@@ -6,8 +6,6 @@ process is stopped, or its host or network link is down, its connection is silen
 is only slow still sends heartbeats. MPI reports none of this, and waits for a dead process forever.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource
@@ -38,9 +36,8 @@ class Heartbeat:
 
     Args:
         sockets: Connection to rank 0. In rank 0, the connections to all other ranks.
-        describe: ``rank -> text``, names a rank and its host.
-        abort: ``(reason, exit status) -> None``. Called on every process when one has died, was
-            silent for ten minutes, or has asked all to abort.
+        abort: ``(reason, exit status)``. Called on every process when one has died, was silent for
+            ten minutes, or has asked all to abort.
         unconnected: Ranks without a connection.
     """
 
@@ -91,9 +88,9 @@ class Heartbeat:
             peer.send("end", reason[-MAX_MESSAGE_BYTES // 16 :], status)
 
     def tolerate_deaths(self, on_death: Callable[[int], None], silence: bool) -> None:
-        """From now on, a death calls ``on_death`` with the rank and does not abort this process.
+        """From now on a death, and with ``silence`` a long silence, does not abort this process.
 
-        With ``silence``, a long silence does not abort it either.
+        A death calls ``on_death`` with the rank.
         """
         self._on_death.append(on_death)
         self._tolerates_silence |= silence
@@ -193,8 +190,7 @@ def start_heartbeat(
     rank, others = comm.Get_rank(), set(range(1, comm.Get_size()))
     hosts, port, connections = ["no address"], 0, {}
     if rank == 0:
-        listener = _listener(len(others))
-        if listener is None:
+        if (listener := _listener(len(others))) is None:
             comm.bcast(None)
         else:
             hosts, port, secret = addresses(), listener.getsockname()[1], new_secret()

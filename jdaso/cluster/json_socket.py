@@ -1,7 +1,5 @@
 """A connection to another process that carries JSON messages, one per line."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

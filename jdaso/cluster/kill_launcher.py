@@ -10,8 +10,6 @@ So the process that aborts starts this file as a separate program:
 It imports only the standard library, and nothing of jdaso.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -4,8 +4,6 @@ If the launcher and the MPI library do not match, every process gets an MPI worl
 would train alone, without an error. The launcher's environment variables reveal this.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -17,24 +15,15 @@ _COUNT = re.compile(r"[0-9]{1,9}")
 
 
 class Launch(NamedTuple):
-    """How a process was launched.
-
-    Attributes:
-        processes: Number of processes that the launcher started, including this one.
-        launcher: ``"srun"``, ``"mpiexec"`` or ``"none"``.
-        plugin: For srun, its MPI plugin (``--mpi``). For mpiexec, the MPI that it belongs to.
-    """
-
-    processes: int
-    launcher: str
-    plugin: str = ""
+    processes: int  # that the launcher started, including this one
+    launcher: str  # "srun", "mpiexec" or "none"
+    plugin: str = ""  # of srun, its MPI plugin (--mpi); of mpiexec, the MPI that it belongs to
 
 
 def detect_launch(environ: Mapping[str, str]) -> Launch:
     """Detects the launcher of this process from its environment variables.
 
-    Raises:
-        JdasoError: If a variable that must hold a number does not.
+    It raises JdasoError if a variable that must hold a number does not.
 
     >>> detect_launch({"PMI_SIZE": "4", "MPI_LOCALNRANKS": "2"})
     Launch(processes=4, launcher='mpiexec', plugin='MPICH')
@@ -49,7 +38,9 @@ def detect_launch(environ: Mapping[str, str]) -> Launch:
         return Launch(_count(environ, "PMI_SIZE"), "mpiexec", "MPICH")
     # All of them, because a batch shell has variables of the job, but is not one of its tasks.
     if all(variable in environ for variable in _STEP):
-        return Launch(_count(environ, "SLURM_STEP_NUM_TASKS"), "srun", _plugin(environ))
+        plugin = "pmi2" if "PMI_FD" in environ else environ.get("SLURM_MPI_TYPE") or "none"
+        plugin = "pmix" if "PMIX_NAMESPACE" in environ else plugin
+        return Launch(_count(environ, "SLURM_STEP_NUM_TASKS"), "srun", plugin)
     for variable in ("PMI_SIZE", "MPI_LOCALNRANKS"):
         if variable in environ:
             return Launch(_count(environ, variable), "mpiexec")
@@ -63,11 +54,7 @@ def missing_variables(environ: Mapping[str, str], mpich: str | None) -> dict[str
     4096 bytes in lines of text. The fewer of these bytes are zero, the longer the lines are. Slurm
     reads 1024 characters of a line, and MPI_Init waits forever if a line is longer. OFI, the other
     network of pip's MPICH, has short addresses. Among OFI's providers it would prefer sockets,
-    which is no longer maintained, to tcp.
-
-    Args:
-        environ: Environment variables of the process.
-        mpich: Version of MPICH that pip has installed; None if it has not.
+    which is no longer maintained, to tcp. ``mpich`` is the version that pip has installed, or None.
 
     >>> srun = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}
     >>> missing_variables({**srun, "PMI_FD": "10"}, mpich="5.0.2")
@@ -117,12 +104,6 @@ def missing_srun(environ: Mapping[str, str]) -> str | None:
         f"this is the only process of a Slurm job of {tasks} tasks, because srun did not start it. "
         "It trains alone. Put srun before the program, as python -m jdaso sbatch does."
     )
-
-
-def _plugin(environ: Mapping[str, str]) -> str:
-    if "PMIX_NAMESPACE" in environ:
-        return "pmix"
-    return "pmi2" if "PMI_FD" in environ else environ.get("SLURM_MPI_TYPE") or "none"
 
 
 def _count(environ: Mapping[str, str], variable: str) -> int:

@@ -1,7 +1,5 @@
 """The mean of gradients over the devices of one node, and virtual CPU devices for tests."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -127,9 +125,6 @@ def pmean(axis_name: str = LOCAL_AXIS, every: int = 1) -> optax.GradientTransfor
     if every == 1:
         return optax.stateless(lambda updates, params: lax.pmean(updates, axis_name))
 
-    def init(params):
-        return LocalMeanState(jnp.zeros((), jnp.int32))
-
     def update(updates, state, params=None):
         step = state.step + 1
         updates = lax.cond(
@@ -137,7 +132,7 @@ def pmean(axis_name: str = LOCAL_AXIS, every: int = 1) -> optax.GradientTransfor
         )
         return updates, LocalMeanState(step)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(lambda params: LocalMeanState(jnp.int32(0)), update)
 
 
 def use_virtual_devices(num_devices: int) -> None:

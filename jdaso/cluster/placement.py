@@ -1,7 +1,5 @@
 """Assigns processes to nodes. A pure function of what all processes report about themselves."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from jdaso.core.types import JdasoError
@@ -27,14 +25,10 @@ class Placement(NamedTuple):
 def assign_nodes(
     processes: tuple[Process, ...], processes_per_node: int | None
 ) -> tuple[int, tuple[Placement, ...]]:
-    """Assigns processes to nodes, with arguments as in :func:`jdaso.discover_topology`.
+    """The number of processes per node, and the placement of each process.
 
-    Returns:
-        The number of processes per node, and the placement of each process.
-
-    Raises:
-        ValueError: If ``processes_per_node`` is below 1.
-        JdasoError: If processes and devices do not match. The message names the hosts.
+    ``processes_per_node`` and errors are those of :func:`jdaso.discover_topology`. Messages name
+    the hosts.
     """
     hosts: dict[int, list[Process]] = {}
     for process in processes:

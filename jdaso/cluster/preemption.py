@@ -1,9 +1,8 @@
 """Stops a training at the same step on all nodes after a signal has reached one of them."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Sequence
+from typing import Self
 
 from jdaso.core.types import Exchange
 
@@ -39,7 +38,7 @@ class Preemption:
         self._received = False
         self._requested = False
 
-    def __enter__(self) -> Preemption:
+    def __enter__(self) -> Self:
         self._before = [signal.signal(number, self._on_signal) for number in self._signals]
         return self
 

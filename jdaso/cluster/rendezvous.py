@@ -4,8 +4,6 @@ Connections that do not send the secret are closed. A peer that connects but sen
 not delay the others.
 """
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import selectors
@@ -28,7 +26,6 @@ class Secret(NamedTuple):
 
 
 def new_secret() -> Secret:
-    """A random secret."""
     return Secret(secrets.token_bytes(_SECRET_BYTES), secrets.token_bytes(_SECRET_BYTES))
 
 
@@ -100,17 +97,15 @@ def _accept(listener: socket.socket, selector: selectors.BaseSelector) -> None:
 
 
 def _received(connection: socket.socket, size: int) -> bytes:
-    try:
+    with contextlib.suppress(OSError):
         return connection.recv(size)
-    except OSError:
-        return b""
+    return b""
 
 
 def _sent(connection: socket.socket, data: bytes) -> bool:
-    try:
+    with contextlib.suppress(OSError):
         return connection.send(data) == len(data)
-    except OSError:
-        return False
+    return False
 
 
 def _rank(request: bytes, secret: Secret) -> int:

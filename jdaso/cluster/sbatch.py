@@ -1,7 +1,5 @@
 """``python -m jdaso sbatch`` writes a Slurm job script that saves at the time limit and resumes."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import re
@@ -42,38 +40,25 @@ esac"""
 
 
 class JobOptions(NamedTuple):
-    """Options of a job. The names are those of sbatch's options; None is Slurm's default.
-
-    Attributes:
-        min_nodes: Smallest number of nodes to start with, or to restart with; None for ``nodes``.
-        time: Time limit of one run of the job, in sbatch's syntax.
-        command: The program and its arguments.
-        ntasks_per_node: Processes per node: 1, or the number of GPUs.
-        cpus_per_task: Cores per process.
-        mpi: Srun's MPI plugin: pmi2 for MPICH and its derivatives, pmix for Open MPI.
-        signal: Seconds before the time limit at which Slurm sends the signal to save.
-        requeue: Whether the job starts again after it has saved or was killed.
-        retries: Number of restarts in a row after it was killed.
-    """
+    """Options of a job. The names are those of sbatch's options; None is Slurm's default."""
 
     nodes: int
-    time: str
-    command: Sequence[str]
-    min_nodes: int | None = None
-    ntasks_per_node: int = 1
+    time: str  # limit of one run of the job, in sbatch's syntax
+    command: Sequence[str]  # the program and its arguments
+    min_nodes: int | None = None  # the fewest nodes to start or restart with; None: ``nodes``
+    ntasks_per_node: int = 1  # processes per node: 1, or the number of GPUs
     gpus_per_node: int = 0
-    cpus_per_task: int | None = None
-    mpi: str = "pmi2"
-    signal: int = 180
-    requeue: bool = True
-    retries: int = 3
+    cpus_per_task: int | None = None  # cores per process
+    mpi: str = "pmi2"  # srun's plugin: pmi2 for MPICH and its derivatives, pmix for Open MPI
+    signal: int = 180  # seconds before the time limit at which Slurm sends the signal to save
+    requeue: bool = True  # whether the job starts again after it has saved or was killed
+    retries: int = 3  # restarts in a row after it was killed
     job_name: str | None = None
     partition: str | None = None
     account: str | None = None
 
 
 def add_command(commands: Any) -> None:
-    """Adds the subcommand to the parser."""
     parser = commands.add_parser(
         "sbatch",
         help="write a job script for Slurm",
@@ -102,7 +87,6 @@ def add_command(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Prints the job script."""
     options = vars(arguments) | {"command": arguments.words}
     try:
         given = {name: options[name] for name in JobOptions._fields if name in options}
@@ -113,13 +97,11 @@ def run(arguments: argparse.Namespace) -> None:
 
 def check_options(job: JobOptions) -> None:
     """Raises ValueError for an option that Slurm would reject or misunderstand."""
-    for name in ("nodes", "ntasks_per_node", "signal"):
-        check_whole(_option(name), getattr(job, name), 1)
-    for name in ("gpus_per_node", "retries"):
-        check_whole(_option(name), getattr(job, name), 0)
-    for name in ("min_nodes", "cpus_per_task"):
+    for name in ("nodes", "ntasks_per_node", "signal", "min_nodes", "cpus_per_task"):
         if getattr(job, name) is not None:
             check_whole(_option(name), getattr(job, name), 1)
+    for name in ("gpus_per_node", "retries"):
+        check_whole(_option(name), getattr(job, name), 0)
     if job.min_nodes is not None:
         if job.min_nodes > job.nodes:
             raise ValueError(
@@ -175,16 +157,12 @@ def check_options(job: JobOptions) -> None:
 
 
 def parse_time(time: str) -> int:
-    """Converts a time limit in sbatch's syntax to seconds.
-
-    Raises:
-        ValueError: If the time limit is not valid, or below one minute.
+    """Converts a time limit in sbatch's syntax to seconds; ValueError if below one minute.
 
     >>> [parse_time(time) for time in ("30", "30:00", "0:30:00", "1-12", "1-12:00:00")]
     [1800, 1800, 1800, 129600, 129600]
     """
-    match = _TIME.fullmatch(time)
-    if match:
+    if match := _TIME.fullmatch(time):
         days, fields = match["days"], [int(x) for x in time.split("-")[-1].split(":")]
         # Without days, the first of one or two numbers is minutes. After days, it is hours.
         units = (3600, 60, 1) if days or len(fields) == 3 else (60, 1)
@@ -198,10 +176,7 @@ def parse_time(time: str) -> int:
 
 
 def job_script(job: JobOptions) -> str:
-    """Writes a job script.
-
-    Raises:
-        ValueError: If an option is not valid.
+    """The text of a job script; ValueError if an option is not valid.
 
     >>> options = JobOptions(nodes=4, time="04:00:00", command=["python", "train.py", "--resume"])
     >>> print(job_script(options).splitlines()[-1])

@@ -1,7 +1,5 @@
 """The topology of a job: nodes, local devices, and the communicators between them."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -9,21 +7,16 @@ import importlib.metadata
 import os
 import socket
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from jdaso.cluster import launch_environment
 from jdaso.cluster.abort import abort, abort_alone, abort_on_exception, at_exit
 from jdaso.cluster.heartbeat import EXIT_NODE_LOST, Heartbeat, start_heartbeat
-from jdaso.cluster.launch_environment import (
-    detect_launch,
-    explain_single_process,
-    missing_srun,
-    missing_variables,
-)
 from jdaso.cluster.local_devices import LOCAL_AXIS, use_enough_threads
 from jdaso.cluster.placement import Placement, Process, assign_nodes
 from jdaso.core.mpi_types import Comm
@@ -84,14 +77,17 @@ class Topology:
         """The devices of this process as a one-dimensional mesh with the axis ``"local"``."""
         return Mesh(np.array(self.devices), (LOCAL_AXIS,), axis_types=(AxisType.Auto,))
 
-    def restricted_to(self, comm: Comm) -> Topology:
-        """The topology of the processes in ``comm``, one per node; collective."""
-        left = comm.allgather(self.rank)
+    def restricted_to(self, ranks: Sequence[int], comm: Comm) -> Self:
+        """The topology of some processes, one per node, with their communicator.
+
+        They keep their ranks among all processes, which errors and the heartbeat refer to.
+        """
         return dataclasses.replace(
             self,
-            rank=left.index(self.rank),
-            processes=tuple(self.processes[rank] for rank in left),
-            placements=tuple(Placement(node, 0) for node in range(len(left))),
+            rank=ranks.index(self.rank),
+            processes=tuple(self.processes[rank] for rank in ranks),
+            placements=tuple(Placement(node, 0) for node in range(len(ranks))),
+            processes_per_node=1,
             comm=comm,
         )
 
@@ -207,7 +203,7 @@ def discover_topology(processes_per_node: int | None = None) -> Topology:
     devices = visible
     if per_node > 1 and len(visible) > 1:
         devices = (visible[placements[rank].local_rank],)
-    if len(processes) == 1 and (warning := missing_srun(os.environ)):
+    if len(processes) == 1 and (warning := launch_environment.missing_srun(os.environ)):
         warnings.warn(f"jdaso: {warning}", RuntimeWarning, stacklevel=2)
     return Topology(rank, processes, placements, per_node, devices, comm, heartbeat)
 
@@ -233,8 +229,11 @@ def _abort_all(comm: Comm, heartbeat: Heartbeat, reason: str) -> None:
 
 def _world() -> Comm | None:
     """A duplicate of MPI.COMM_WORLD; None for a single process without MPI."""
-    launch = detect_launch(os.environ)
-    os.environ.update(missing_variables(os.environ, _installed("mpich")))  # the import starts MPI
+    launch, mpich = launch_environment.detect_launch(os.environ), None
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        mpich = importlib.metadata.version("mpich")
+    # The import starts MPI.
+    os.environ.update(launch_environment.missing_variables(os.environ, mpich))
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -246,7 +245,8 @@ def _world() -> Comm | None:
         return None
     size = MPI.COMM_WORLD.Get_size()
     if size == 1 and launch.processes > 1:
-        raise JdasoError(explain_single_process(launch, library(MPI), socket.gethostname()))
+        host = socket.gethostname()
+        raise JdasoError(launch_environment.explain_single_process(launch, library(MPI), host))
     if size > 1 and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise JdasoError(
             f"MPI was initialized with thread level {thread_level(MPI)} on {socket.gethostname()}, "
@@ -254,13 +254,6 @@ def _world() -> Comm | None:
             "mpi4py.rc.thread_level at 'multiple', and let only mpi4py initialize MPI."
         )
     return MPI.COMM_WORLD.Dup()
-
-
-def _installed(package: str) -> str | None:
-    """The version of a package; None if it is not installed."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return None
 
 
 def library(mpi: Any) -> str:

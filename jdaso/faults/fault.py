@@ -1,7 +1,5 @@
 """The kinds of faults, and the faults of one process that are due at a step."""
 
-from __future__ import annotations
-
 import enum
 import os
 import signal
@@ -54,10 +52,7 @@ class Fault(NamedTuple):
 
 
 class PendingFaults:
-    """The faults of one process that have not happened yet.
-
-    Raises:
-        ValueError: for a fault with an invalid kind, rank, step or duration, of any process.
+    """The faults of one process that have not happened yet; ValueError for an invalid fault.
 
     >>> pending = PendingFaults([Fault(Kind.STUCK, rank=1, step=12)], rank=1)
     >>> [len(pending.take({Kind.STUCK}, step)) for step in (11, 13, 14)]
@@ -76,7 +71,6 @@ class PendingFaults:
         self._pending = [fault for fault in faults if fault.rank == rank]
 
     def kinds(self) -> set[Kind]:
-        """The kinds of the pending faults."""
         return {fault.kind for fault in self._pending}
 
     def take(self, kinds: Collection[Kind], step: int) -> list[Fault]:
@@ -95,13 +89,14 @@ def die() -> None:
 
 def apply_before_post(fault: Fault, link: Callable[[Fault], None] | None) -> None:
     """Applies a fault that concerns the process or its link, before an exchange is posted."""
-    if fault.kind is Kind.FAIL_BEFORE_POST:
-        die()
-    elif fault.kind is Kind.STUCK:
-        os.kill(os.getpid(), signal.SIGSTOP)
+    signals = {
+        Kind.FAIL_BEFORE_POST: signal.SIGKILL,
+        Kind.STUCK: signal.SIGSTOP,
+        Kind.SIGTERM: signal.SIGTERM,
+    }
+    if fault.kind in signals:
+        os.kill(os.getpid(), signals[fault.kind])
     elif fault.kind is Kind.SLOW_POST:
         time.sleep(fault.seconds)
-    elif fault.kind is Kind.SIGTERM:
-        os.kill(os.getpid(), signal.SIGTERM)
     elif fault.kind in LINK and link is not None:
         link(fault)

@@ -7,8 +7,6 @@ Every process may be given the faults of all processes. It selects those of its 
 for MPI jobs with one device per process. bench/README.md lists how jdaso reacts to each fault.
 """
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import signal
@@ -36,6 +34,33 @@ _OF_EXCHANGES = _BEFORE_POST | {Kind.FAIL_IN_FLIGHT, Kind.FAIL_IN_FINISH}
 # Enough for the small files of a checkpoint, and for no array.
 _FULL_DISK_BYTES = 10_000
 _POLL_SECONDS = 1e-4
+
+
+class _ExchangeCallbacks:
+    """Host callbacks that apply the faults of this process around its exchanges."""
+
+    def __init__(self, pending: PendingFaults, link: Callable[[Fault], None] | None):
+        self._pending, self._link = pending, link
+        self._fatal_numbers: set[int] = set()  # of exchanges whose collection kills this process
+
+    def before_post(self, step: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        due = self._pending.take(_BEFORE_POST, int(step))
+        for fault in due:
+            apply_before_post(fault, self._link)
+        if self._pending.take({Kind.FAIL_IN_FINISH}, int(step)):
+            self._fatal_numbers.add(int(number))
+        wrong_shape = any(fault.kind is Kind.WRONG_SHAPE for fault in due)
+        return np.asarray(step), np.array(wrong_shape, np.int32)
+
+    def after_post(self, step: np.ndarray, following: np.ndarray) -> np.ndarray:
+        if self._pending.take({Kind.FAIL_IN_FLIGHT}, int(step)):
+            die()
+        return np.asarray(following)
+
+    def before_finish(self, number: np.ndarray) -> np.ndarray:
+        if int(number) in self._fatal_numbers:
+            die()
+        return np.asarray(number)
 
 
 def faulty(
@@ -109,33 +134,6 @@ def _with_faults(
     )
 
 
-class _ExchangeCallbacks:
-    """Host callbacks that apply the faults of this process around its exchanges."""
-
-    def __init__(self, pending: PendingFaults, link: Callable[[Fault], None] | None):
-        self._pending, self._link = pending, link
-        self._fatal_numbers: set[int] = set()  # of exchanges whose collection kills this process
-
-    def before_post(self, step: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        due = self._pending.take(_BEFORE_POST, int(step))
-        for fault in due:
-            apply_before_post(fault, self._link)
-        if self._pending.take({Kind.FAIL_IN_FINISH}, int(step)):
-            self._fatal_numbers.add(int(number))
-        wrong_shape = any(fault.kind is Kind.WRONG_SHAPE for fault in due)
-        return np.asarray(step), np.array(wrong_shape, np.int32)
-
-    def after_post(self, step: np.ndarray, following: np.ndarray) -> np.ndarray:
-        if self._pending.take({Kind.FAIL_IN_FLIGHT}, int(step)):
-            die()
-        return np.asarray(following)
-
-    def before_finish(self, number: np.ndarray) -> np.ndarray:
-        if int(number) in self._fatal_numbers:
-            die()
-        return np.asarray(number)
-
-
 class FaultyGradientsState(NamedTuple):
     """The next step, int32."""
 
@@ -161,17 +159,12 @@ def faulty_gradients(faults: Iterable[Fault], rank: int) -> optax.GradientTransf
     PendingFaults(faults, rank)  # checks them
     steps = jnp.array([f.step for f in faults if f.kind is Kind.NAN and f.rank == rank], jnp.int32)
 
-    def init(params: PyTree) -> FaultyGradientsState:
-        del params
-        return FaultyGradientsState(jnp.zeros((), jnp.int32))
-
     def update(updates: PyTree, state: FaultyGradientsState, params: PyTree = None):
-        del params
         bad = jnp.any(steps == state.next_step)
         updates = jax.tree.map(lambda g: jnp.where(bad, jnp.nan, g).astype(g.dtype), updates)
         return updates, FaultyGradientsState(state.next_step + 1)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(lambda params: FaultyGradientsState(jnp.int32(0)), update)
 
 
 class FaultyCheckpoints(Checkpoints):

@@ -23,8 +23,7 @@ from jdaso.passm.layer_order import order_of_use
 from jdaso.passm.memory import Memory, settled, simulated_memory
 from jdaso.passm.methods import assm, passm, passm_plus
 from jdaso.passm.minibatches import minibatches
-from jdaso.passm.mpi_window import shared_memory
-from jdaso.passm.server_groups import server_group
+from jdaso.passm.mpi_window import server_group, shared_memory
 from jdaso.passm.switching import Phase, phases, switches_around
 from jdaso.passm.training import State, Training
 

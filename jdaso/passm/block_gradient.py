@@ -1,7 +1,5 @@
 """Restricted backpropagation: the subgradient of one block of the parameters."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,20 +38,18 @@ def restricted_value_and_grad(loss_fn: Callable, block: Block, has_aux: bool = F
 
     def value_and_grad(params: PyTree, *args: PyTree):
         leaves, structure = jax.tree.flatten(params)
-        whole = functools.partial(_with_leaves, structure, leaves, block)
+        whole = functools.partial(with_leaves, structure, leaves, block)
         value, grads = jax.value_and_grad(
             lambda inside, *args: loss_fn(whole(inside), *args), has_aux=has_aux
         )([leaves[position] for position in block], *args)
-        return value, _with_leaves(structure, [optax.MaskedNode()] * len(leaves), block, grads)
+        return value, with_leaves(structure, [optax.MaskedNode()] * len(leaves), block, grads)
 
     return value_and_grad
 
 
-def _with_leaves(
+def with_leaves(
     structure: Any, leaves: Sequence[Any], positions: Block, replacements: Sequence[Any]
 ) -> PyTree:
     """A tree of these leaves, some of which are replaced."""
-    replaced = list(leaves)
-    for position, leaf in zip(positions, replacements, strict=True):
-        replaced[position] = leaf
-    return jax.tree.unflatten(structure, replaced)
+    replaced = dict(enumerate(leaves)) | dict(zip(positions, replacements, strict=True))
+    return jax.tree.unflatten(structure, replaced.values())

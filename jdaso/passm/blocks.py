@@ -1,7 +1,5 @@
 """Partition of the parameters into blocks of consecutive layers, one for each process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

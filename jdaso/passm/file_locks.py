@@ -1,7 +1,5 @@
 """Locks between processes of one host. The kernel releases those of a process that dies."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import time
@@ -25,8 +23,6 @@ class Locks:
     Args:
         descriptor: Descriptor of a file that each process has opened by itself.
         holders: int64[number of locks], zeros, in shared memory. Rank + 1 of each lock's holder.
-        rank: Rank of this process.
-        describe: Names a rank and its host, for errors.
         timeout: Seconds to wait for a lock.
     """
 
@@ -38,19 +34,15 @@ class Locks:
         describe: Callable[[int], str],
         timeout: float,
     ):
-        self._descriptor = descriptor
-        self._holders = holders
-        self._rank = rank
-        self._describe = describe
-        self._timeout = timeout
+        self._descriptor, self._holders, self._rank = descriptor, holders, rank
+        self._describe, self._timeout = describe, timeout
         self._try_lock(self._liveness_byte(rank))
 
     @contextlib.contextmanager
     def acquire(self, number: int) -> Iterator[None]:
         """Holds a lock for the body of a ``with`` statement.
 
-        Raises:
-            JdasoError: If the last holder died or raised in its body, or after ``timeout`` seconds.
+        It raises JdasoError if the last holder died or raised in its body, or after the timeout.
         """
         deadline = time.monotonic() + self._timeout
         while not self._try_lock(number):
@@ -63,8 +55,7 @@ class Locks:
                 )
             time.sleep(_PAUSE_SECONDS)
         try:
-            holder = int(self._holders[number])
-            if holder != NO_HOLDER:
+            if (holder := int(self._holders[number])) != NO_HOLDER:
                 raise JdasoError(
                     f"{self._describe(holder - 1)} ended while it wrote to block {number} of the "
                     "shared parameters, which are incomplete now. Restart from the last checkpoint."

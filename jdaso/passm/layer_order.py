@@ -1,8 +1,6 @@
 """The order in which a loss uses its parameters: the layers from input to output."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -67,14 +65,14 @@ def _trace_origins(
 
     for equation in program.eqns:
         given = [origin(value) for value in equation.invars]
-        inner = _inner_program(equation)
-        if inner is not None:
+        if (inner := _inner_program(equation)) is not None:
             results = _trace_origins(inner, given, used)
         else:
-            combined = _combined(given)
-            if combined is _DATA:
-                used.update(dict.fromkeys(i for x in given if x is not None for i in sorted(x)))
-            results = [combined] * len(equation.outvars)
+            params = [x for x in given if x is not None]
+            combined = frozenset().union(*params)
+            if _DATA in given:
+                used.update(dict.fromkeys(i for x in params for i in sorted(x)))
+            results = [_DATA if _DATA in given else combined] * len(equation.outvars)
         known.update(zip(equation.outvars, results, strict=True))
     return [origin(value) for value in program.outvars]
 
@@ -88,8 +86,3 @@ def _inner_program(equation: Any) -> Any:
         if hasattr(inner, "eqns") and len(inner.invars) == len(equation.invars):
             return inner
     return None
-
-
-def _combined(origins: Iterable[_Origin]) -> _Origin:
-    given = list(origins)
-    return _DATA if _DATA in given else frozenset().union(*(x for x in given if x is not None))

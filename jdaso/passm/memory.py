@@ -1,7 +1,5 @@
 """The interface of shared parameters, and a simulation of it in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -105,7 +103,6 @@ def settled(memory: Memory) -> PyTree:
 
 
 def shapes(params: PyTree) -> PyTree:
-    """Shapes and dtypes of a tree."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
 
 
@@ -125,7 +122,6 @@ def leaf_views(buffer: np.ndarray, params: PyTree) -> list[np.ndarray]:
 
 
 def write_leaves(arrays: Sequence[np.ndarray], params: PyTree) -> None:
-    """Overwrites the arrays with the leaves of a tree."""
     for array, leaf in zip(arrays, jax.tree.leaves(params), strict=True):
         array[...] = leaf
 

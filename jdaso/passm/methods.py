@@ -1,7 +1,5 @@
 """The methods of the paper: ASSM, PASSM and PASSM+."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Unpack
 

@@ -1,7 +1,5 @@
 """The samples of every process: disjoint minibatches of one common permutation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,11 +1,10 @@
-"""Parameters in memory that the MPI processes of one host share."""
+"""Parameters in memory that the MPI processes of one host share, and groups of processes."""
 
-from __future__ import annotations
-
+import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +16,15 @@ from jdaso.core.tree import outline
 from jdaso.core.types import JdasoError, PyTree
 from jdaso.core.validation import check_number, check_whole
 from jdaso.exchange.transport.collectives import check_alike
+from jdaso.passm import memory
 from jdaso.passm.file_locks import Locks
-from jdaso.passm.memory import (
-    Memory,
-    add_updates,
-    copy_tree,
-    leaf_views,
-    num_bytes,
-    shapes,
-    simulated_memory,
-    write_leaves,
-)
 
 _PAUSE_SECONDS = 1e-3
 
 
 def shared_memory(
     topology: Topology, params: PyTree, num_servers: int | None = None, timeout: float = 600.0
-) -> Memory:
+) -> memory.Memory:
     """Parameters in one window of ``MPI.Win.Allocate_shared``; collective over all processes.
 
     All processes must run on one host. With ``num_servers``, only the first ranks update, and rank
@@ -65,17 +55,17 @@ def shared_memory(
     (0, 1)
     """
     check_number("timeout", timeout, above=True)
-    servers = check_num_servers(num_servers, len(topology.processes))
+    servers = _check_num_servers(num_servers, len(topology.processes))
     if len(topology.processes) == 1:
-        return simulated_memory(params)[0]
+        return memory.simulated_memory(params)[0]
     _check_one_host(topology)
     window = _SharedWindow(topology, params, servers, timeout)
-    return Memory(
+    return memory.Memory(
         topology.rank % servers,
         servers,
         writes=topology.rank < servers,
         members=len(topology.processes) // servers,
-        params=shapes(params),
+        params=memory.shapes(params),
         read=window.read,
         add=window.add,
         barrier=window.barrier,
@@ -83,7 +73,38 @@ def shared_memory(
     )
 
 
-def check_num_servers(num_servers: int | None, processes: int) -> int:
+def server_group(topology: Topology, num_servers: int) -> Topology:
+    """The group of processes that this one averages gradients with (passm Sec. 4).
+
+    "A single GPU hosts multiple concurrent processes working as asynchronous PSs. Each PS can have
+    multiple slaves": rank r belongs to server ``r mod num_servers``, and is the server itself if
+    r is below ``num_servers``. Collective over all processes.
+
+    Args:
+        topology: From :func:`jdaso.discover_topology`.
+        num_servers: Number of servers. It divides the number of processes.
+
+    Returns:
+        A topology of the server, which is node 0, and its slaves. Pass an exchange over it as
+        ``group`` to :func:`assm`, :func:`passm` and :func:`passm_plus`.
+
+    Raises:
+        ValueError: If ``num_servers`` does not divide the number of processes.
+
+    >>> import jdaso
+    >>> group = server_group(jdaso.discover_topology(), num_servers=1)
+    >>> jdaso.mpi_exchange(group).num_nodes
+    1
+    """
+    _check_num_servers(num_servers, len(topology.processes))
+    if topology.comm is None:
+        return topology
+    server = topology.rank % num_servers
+    ranks = range(server, len(topology.processes), num_servers)
+    return topology.restricted_to(ranks, topology.comm.Split(server, topology.rank))
+
+
+def _check_num_servers(num_servers: int | None, processes: int) -> int:
     """The number of servers; raises ValueError unless it divides the number of processes."""
     if num_servers is None:
         return processes
@@ -104,20 +125,20 @@ class _SharedWindow:
 
         self._comm = topology.duplicate_comm()
         self._describe, self._rank = topology.describe, topology.rank
-        self._params, self._timeout = shapes(params), timeout
+        self._params, self._timeout = memory.shapes(params), timeout
         check_alike(self._comm.allgather(outline(params)), self._describe)
-        processes, begin = self._comm.Get_size(), num_bytes(params)
+        processes, begin = self._comm.Get_size(), memory.num_bytes(params)
         size = begin + 8 * (servers + processes)
         on_host: Any = self._comm.Split_type(MPI.COMM_TYPE_SHARED, key=self._rank)
         self._window = MPI.Win.Allocate_shared(size if self._rank == 0 else 0, 1, comm=on_host)
-        memory: Any = self._window.Shared_query(0)[0]
-        buffer = np.frombuffer(memory, np.uint8)
-        self._arrays = leaf_views(buffer, params)
-        numbers = buffer[begin : begin + 8 * (servers + processes)].view(np.int64)
+        shared: Any = self._window.Shared_query(0)[0]
+        buffer = np.frombuffer(shared, np.uint8)
+        self._arrays = memory.leaf_views(buffer, params)
+        numbers = buffer[begin:size].view(np.int64)
         holders, self._barriers = numbers[:servers], numbers[servers:]
         self._window.Lock_all(MPI.MODE_NOCHECK)  # an epoch for the whole training
         if self._rank == 0:
-            write_leaves(self._arrays, params)
+            memory.write_leaves(self._arrays, params)
             numbers[:] = 0
         self._locks = Locks(self._open_file(), holders, self._rank, self._describe, timeout)
         at_exit(self._locks.announce_exit)  # MPI_Finalize would wait for the others
@@ -127,18 +148,14 @@ class _SharedWindow:
 
     def read(self) -> PyTree:
         self._window.Sync()
-        return copy_tree(self._arrays, self._params)
+        return memory.copy_tree(self._arrays, self._params)
 
     def add(self, number: int, updates: Mapping[int, Any], locked: bool) -> None:
         # Waiting for the device takes longest, so it is done before the lock is acquired.
         given = {position: np.asarray(update) for position, update in updates.items()}
-        if not locked:
-            add_updates(self._arrays, given)
+        with self._locks.acquire(number) if locked else contextlib.nullcontext():
             self._window.Sync()
-            return
-        with self._locks.acquire(number):
-            self._window.Sync()
-            add_updates(self._arrays, given)
+            memory.add_updates(self._arrays, given)
             self._window.Sync()
 
     def barrier(self) -> None:
@@ -151,13 +168,13 @@ class _SharedWindow:
             ended = {rank for rank in missing if not self._locks.is_alive(rank)}
             problem = ""
             if ended := ended.intersection(self._missing(own)):
-                problem = f"waits at a barrier for {self._names(ended)}, which ended without it"
+                problem = f"waits at a barrier for {self._names(*ended)}, which ended without it"
             elif time.monotonic() > deadline:
-                problem = f"waited {self._timeout:g} s at a barrier for {self._names(missing)}"
+                problem = f"waited {self._timeout:g} s at a barrier for {self._names(*missing)}"
             if problem:
                 raise JdasoError(
-                    f"{self._name()} {problem}. All processes must call barrier and settled "
-                    "equally often."
+                    f"{self._describe(self._rank)} {problem}. All processes must call barrier and "
+                    "settled equally often."
                 )
             time.sleep(_PAUSE_SECONDS)
 
@@ -170,11 +187,8 @@ class _SharedWindow:
         self._window.Sync()
         return [rank for rank, reached in enumerate(self._barriers) if reached < count]
 
-    def _name(self) -> str:
-        return self._describe(self._rank)
-
-    def _names(self, ranks: Iterable[int]) -> str:
-        return ", ".join(self._describe(rank) for rank in sorted(ranks))
+    def _names(self, *ranks: int) -> str:
+        return ", ".join(map(self._describe, sorted(ranks)))
 
     def _open_file(self) -> int:
         """Opens the file of the locks in all processes and unlinks it."""
@@ -188,7 +202,7 @@ class _SharedWindow:
             descriptor = os.open(path, os.O_RDWR)
         except OSError as error:
             raise JdasoError(
-                f"{self._name()} cannot open {path}, the lock file of this host: "
+                f"{self._describe(self._rank)} cannot open {path}, the lock file of this host: "
                 f"{error.strerror}. Set the same TMPDIR for all processes."
             ) from error
         self._comm.Barrier()

@@ -1,7 +1,5 @@
 """The steps at which PASSM+ updates the whole model or a block, and their learning rates."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The steps of all methods: read shared parameters, compute, write (passm Algorithm 1)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypedDict
@@ -16,7 +14,7 @@ from jdaso.core.fragments import part
 from jdaso.core.tree import all_finite, is_masked
 from jdaso.core.types import Exchange, JdasoError, Leaves, PyTree
 from jdaso.core.validation import check_choice, check_positive, check_share
-from jdaso.passm.block_gradient import restricted_value_and_grad
+from jdaso.passm.block_gradient import restricted_value_and_grad, with_leaves
 from jdaso.passm.blocks import Block, check_blocks
 from jdaso.passm.memory import Memory
 from jdaso.passm.switching import Phase
@@ -105,7 +103,7 @@ def make_training(
 
     def init(*args: PyTree) -> State:
         written = positions[True in method.kinds]
-        zeros = jax.tree.map(_zeros, part(memory.params, list(written)))
+        zeros = jax.tree.map(jnp.zeros_like, part(memory.params, list(written)))
         if args:
             leaves = jax.tree.leaves(zeros, is_leaf=is_masked)
             for whole in method.kinds:
@@ -121,8 +119,7 @@ def make_training(
         leaves, structure = jax.tree.flatten(state.momentum, is_leaf=is_masked)
         old = [leaves[i] for i in inside]
         value, new, updates, finite = computes[phase.whole](params, old, rate, *args)
-        finite = bool(finite)
-        if not finite and nonfinite == "raise":
+        if not (finite := bool(finite)) and nonfinite == "raise":
             raise JdasoError(
                 f"{method.name}: a subgradient of process {memory.process} is not finite at its "
                 f"step {state.step}; nothing was written. Lower the learning rate, or use "
@@ -132,10 +129,8 @@ def make_training(
             update_at = dict(zip(inside, map(np.asarray, updates), strict=True))
             for number in turns if phase.whole else [memory.process]:
                 memory.add(number, {i: update_at[i] for i in blocks[number]}, method.locked)
-        for i, u in zip(inside, new, strict=True):
-            leaves[i] = u
-        new_momentum = jax.tree.unflatten(structure, leaves)
-        return State(state.step + 1, new_momentum, state.skipped + (not finite)), value
+        momenta = with_leaves(structure, leaves, inside, new)
+        return State(state.step + 1, momenta, state.skipped + (not finite)), value
 
     return Training(init, step)
 
@@ -196,7 +191,3 @@ def _rate_at(learning_rate: float | Callable[[int], float], step: int) -> float:
     if not 0 <= rate < math.inf:
         raise ValueError(f"learning_rate must be at least 0 and finite, got {rate} at step {step}.")
     return rate
-
-
-def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
-    return jnp.zeros(like.shape, like.dtype)

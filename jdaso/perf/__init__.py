@@ -1,8 +1,8 @@
 """The cost model of exchanges, and measurements for it.
 
 It imports :mod:`jdaso.exchange`, :mod:`jdaso.cluster` and :mod:`jdaso.core`. Its commands are
-``python -m jdaso tune`` and ``python -m jdaso predict``. Times are
-in seconds, sizes in bytes, bandwidths in bytes per second.
+``python -m jdaso tune`` and ``python -m jdaso predict``. In all of its modules, times are in
+seconds, sizes in bytes, bandwidths in bytes per second.
 """
 
 from jdaso.perf.model import (

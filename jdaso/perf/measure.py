@@ -1,7 +1,5 @@
 """Measures exchanges of several sizes: their time, their copies, and how they slow computing."""
 
-from __future__ import annotations
-
 import functools
 import statistics
 import time
@@ -19,17 +17,9 @@ _WIDTH = 512  # of the matrices whose products simulate training
 
 
 class Measured(NamedTuple):
-    """Results of :func:`sweep`.
-
-    Attributes:
-        exchanges: Pairs (bytes, seconds in the background), one for each exchange.
-        overhead: Seconds of copies before and after one of the largest exchanges.
-        slowdown: Seconds by which one of the largest exchanges in flight slows computing.
-    """
-
-    exchanges: list[tuple[float, float]]
-    overhead: float
-    slowdown: float
+    exchanges: list[tuple[float, float]]  # bytes and seconds in the background of each exchange
+    overhead: float  # seconds of copies before and after one of the largest exchanges
+    slowdown: float  # seconds by which one of the largest exchanges in flight slows computing
 
     @property
     def largest(self) -> float:
@@ -84,12 +74,13 @@ def sweep(
             break
     # Computing must last longer than the exchange, which it slows as well.
     compute = matrix_products(longest(1.5 * expected))
-    alone, beside = [], []
+    alone: list[float] = []
+    beside: list[float] = []
     for _ in range(repeats):
         comm.Barrier()
         alone.append(elapsed(compute))
         comm.Barrier()
-        beside.append(elapsed_beside(exchange_once, compute))
+        exchange_once(lambda: beside.append(elapsed(compute)))
         if longest(time.monotonic() - begin) > seconds:
             break
     # The median of each node comes first: the longest single time may be a disturbance.
@@ -101,12 +92,10 @@ def sweep(
 def prepare(
     exchange: Exchange, elements: int, wire: str
 ) -> Callable[[Callable[[], object]], tuple[float, float]]:
-    """Prepares an exchange of ``elements`` float32 numbers.
+    """A function ``exchange_once(meanwhile)`` for exchanges of ``elements`` float32 numbers.
 
-    Returns:
-        A function ``exchange_once(meanwhile)``. It posts the exchange, calls ``meanwhile`` and
-        collects the result. It returns the seconds the exchange was in flight, and the seconds
-        of the copies before and after.
+    It posts an exchange, calls ``meanwhile`` and collects the result. It returns the seconds the
+    exchange was in flight, and the seconds of the copies before and after.
     """
     leaf = jnp.zeros(elements, jnp.float32)
     header = jnp.zeros(HEADER_SIZE, jnp.float32).at[0].set(1.0)
@@ -139,15 +128,6 @@ def matrix_products(seconds: float) -> Callable[[], object]:
     products(matrix, few).block_until_ready()  # compiles
     number = max(1, round(few * seconds / elapsed(lambda: products(matrix, few))))
     return lambda: products(matrix, number)
-
-
-def elapsed_beside(
-    exchange_once: Callable[[Callable[[], object]], object], compute: Callable[[], object]
-) -> float:
-    """Seconds of ``compute`` with an exchange in flight."""
-    seconds: list[float] = []
-    exchange_once(lambda: seconds.append(elapsed(compute)))
-    return seconds[0]
 
 
 def elapsed(compute: Callable[[], object]) -> float:

@@ -1,9 +1,4 @@
-"""A model of the step time with exchanges, and the period and delay that hide them.
-
-Times are in seconds, sizes in bytes, bandwidths in bytes per second.
-"""
-
-from __future__ import annotations
+"""A model of the step time with exchanges, and the period and delay that hide them."""
 
 import math
 from collections.abc import Callable
@@ -221,10 +216,9 @@ def predict(
     broadcast = 0.0
     if nodes > 1 and gpus_per_node > 1:
         broadcast = network.local_latency + total_bytes / network.local_bandwidth
-    if algorithm == "allreduce_gradients":
-        period = 1 if period is None else period
     if period is None:
-        period = recommend(alone, exchange_time).period
+        every_step = algorithm == "allreduce_gradients"
+        period = 1 if every_step else recommend(alone, exchange_time).period
     check_whole("period", period, 1)
     delay = ALGORITHMS[algorithm].delay(period) if delay is None else delay
     if (algorithm == "allreduce_gradients" and period > 1) or (algorithm in _BLOCKING and delay):

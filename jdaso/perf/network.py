@@ -1,9 +1,4 @@
-"""A model of the links between nodes: the time of an all-reduce, and a fit to measurements.
-
-Times are in seconds, sizes in bytes, bandwidths in bytes per second.
-"""
-
-from __future__ import annotations
+"""A model of the links between nodes: the time of an all-reduce, and a fit to measurements."""
 
 import math
 from collections import defaultdict
@@ -114,7 +109,9 @@ def allreduce_time(
     check_number("num_bytes", num_bytes)
     check_whole("nodes", nodes, 1)
     check_whole("gpus_per_node", gpus_per_node, 1)
-    _check_network(network)
+    for name, value in network._asdict().items():
+        if name != "local_bandwidth" or value != math.inf:
+            check_number(f"network.{name}", value, above="bandwidth" in name)
     messages, volume = _passes(pattern, nodes)
     between = messages * network.latency + volume * num_bytes / network.bandwidth
     messages, volume = _passes(pattern, gpus_per_node)
@@ -187,10 +184,3 @@ def fit(measured: Iterable[tuple[float, float]], nodes: int, pattern: str = "dir
             "they do not determine the bandwidth. Measure larger exchanges, on idle nodes."
         )
     return Network(float(latency), float(1 / inverse))
-
-
-def _check_network(network: Network) -> None:
-    for name, value in network._asdict().items():
-        if name == "local_bandwidth" and value == math.inf:
-            continue
-        check_number(f"network.{name}", value, above="bandwidth" in name)

@@ -1,7 +1,5 @@
 """``python -m jdaso predict``: step times and scaling of all algorithms, as in DaSGD's Fig. 7."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from pathlib import Path
@@ -17,11 +15,12 @@ DILOCO_PERIOD = 500  # H of its paper, arXiv:2311.08105
 HELP = "predict step times and scaling of all algorithms"
 NOTES = """\
 Columns: step time, and efficiency, which is the step time on one node divided by it (every node \
-has a batch of its own). The period is {period}, and {diloco} for diloco; allreduce_gradients \
-exchanges at every step. The delay is {delay} for dasgd, {daso} for daso, and the period for \
-easgd; the others block. The wire is {wire}. {share:.0%} of daso's steps are warm-up and \
-cool-down, which block as well. With dasgd, an exchange over {nodes} nodes takes {seconds:.4g} s, \
-which is {steps:.2g} steps."""
+has a batch of its own). The period is {dasgd.period}, and {diloco.period} for diloco; \
+allreduce_gradients exchanges at every step. The delay is {dasgd.delay} for dasgd, {daso.delay} \
+for daso, and the period for easgd; the others block. The wire is {wire}. \
+{args.blocking_share:.0%} of daso's steps are warm-up and cool-down, which block as well. With \
+dasgd, an exchange over {args.max_nodes} nodes takes {dasgd.exchange_time:.4g} s, which is \
+{steps:.2g} steps."""
 NO_COSTS = """\
 --overhead and --slowdown are 0, so this does not include copies to the host, or the time that \
 moving messages takes from computing. tune measures both."""
@@ -31,63 +30,37 @@ compare --pattern ring, which counts a latency for each."""
 
 
 def add_command(commands: Any) -> None:
-    """Adds the subcommand to a parser."""
     parser = commands.add_parser("predict", help=HELP)
-    add_model(parser, required=True)
+    add_model(parser)
     add = parser.add_argument
     add("--step-time", type=float, required=True, help="seconds of a step on one node")
     add("--bandwidth", type=float, required=True, help="Gbit/s between nodes; see tune")
     add("--latency", type=float, default=0.0, help="seconds, between nodes; see tune (default: 0)")
     add("--gpus-per-node", type=int, default=1, help="requires --local-bandwidth (default: 1)")
-    add(
-        "--local-bandwidth",
-        type=float,
-        default=math.inf,
-        help="Gbit/s between GPUs of a node (default: the step time includes it)",
-    )
+    local_help = "Gbit/s between GPUs of a node (default: the step time includes it)"
+    add("--local-bandwidth", type=float, default=math.inf, help=local_help)
     add("--max-nodes", type=nodes, default=4096, help="largest number of nodes (default: 4096)")
     add("--wire", choices=FLOAT32_WIRES, help="dtype between nodes (default: each algorithm's)")
-    add(
-        "--pattern",
-        choices=MODELLED_PATTERNS,
-        default="direct",
-        help="pattern of the all-reduce; tree and butterfly as in DaSGD (default: direct)",
-    )
+    pattern_help = "pattern of the all-reduce; tree and butterfly as in DaSGD (default: direct)"
+    add("--pattern", choices=MODELLED_PATTERNS, default="direct", help=pattern_help)
     add("--period", type=int, help="(default: the recommended one for --max-nodes)")
     add("--delay", type=int, help="(default: period - 1 for dasgd, a quarter of it for daso)")
-    add(
-        "--overhead",
-        type=float,
-        default=0.0,
-        help="seconds of copies per exchange, which no delay hides; see tune (default: 0)",
-    )
-    add(
-        "--slowdown",
-        type=float,
-        default=0.0,
-        help="seconds by which an exchange in flight slows computing; see tune (default: 0)",
-    )
-    add(
-        "--blocking-share",
-        type=float,
-        default=1 / 9,
-        help="share of daso's steps in warm-up and cool-down, 0 to 1 (default: 10 of 90 epochs)",
-    )
+    overhead_help = "seconds of copies per exchange, which no delay hides; see tune (default: 0)"
+    add("--overhead", type=float, default=0.0, help=overhead_help)
+    slowdown_help = "seconds by which an exchange in flight slows computing; see tune (default: 0)"
+    add("--slowdown", type=float, default=0.0, help=slowdown_help)
+    share_help = "share of daso's steps in warm-up and cool-down, 0 to 1 (default: 10 of 90 epochs)"
+    add("--blocking-share", type=float, default=1 / 9, help=share_help)
     add("--out", type=Path, help="file for the picture, requires matplotlib (default: predict.png)")
     parser.set_defaults(run=run)
 
 
-def add_model(parser: argparse.ArgumentParser, required: bool) -> None:
-    """Adds the two options for the size of a model."""
-    size = parser.add_mutually_exclusive_group(required=required)
-    size.add_argument("--parameters", type=number, help="number of parameters, such as 25.6e6")
-    size.add_argument(
-        "--megabytes",
-        dest="parameters",
-        metavar="MB",
-        type=megabytes,
-        help="size of the float32 parameters instead of their number",
-    )
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Adds the two options for the size of a model, one of which is required."""
+    add = parser.add_mutually_exclusive_group(required=True).add_argument
+    add("--parameters", type=number, help="number of parameters, such as 25.6e6")
+    text = "size of the float32 parameters instead of their number"
+    add("--megabytes", dest="parameters", metavar="MB", type=megabytes, help=text)
 
 
 # argparse shows the names of these functions in its errors: "invalid number value".
@@ -104,7 +77,6 @@ def megabytes(text: str) -> int:
 
 
 def nodes(text: str) -> int:
-    """Parses a number of nodes."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return int(text)
@@ -120,18 +92,14 @@ def run(args: argparse.Namespace) -> None:
     for place, nodes in enumerate(node_counts(args.max_nodes)):
         cells = (predictions[name][place] for name in ALGORITHMS)
         rows.append((str(nodes), *(f"{p.step_time:.4g} s {p.efficiency:4.0%}" for p in cells)))
-    last = predictions["dasgd"][-1]
     print(text_table(rows))
     notes = NOTES.format(
-        period=last.period,
-        delay=last.delay,
-        daso=predictions["daso"][-1].delay,
-        diloco=predictions["diloco"][-1].period,
-        share=args.blocking_share,
-        nodes=args.max_nodes,
+        dasgd=predictions["dasgd"][-1],
+        daso=predictions["daso"][-1],
+        diloco=predictions["diloco"][-1],
+        args=args,
         wire=args.wire or "float32, and bfloat16 for allreduce_gradients",
-        seconds=last.exchange_time,
-        steps=last.exchange_time / predictions["dasgd"][0].step_time,
+        steps=predictions["dasgd"][-1].exchange_time / predictions["dasgd"][0].step_time,
     )
     print(f"\n{notes}")
     if args.overhead == args.slowdown == 0:
@@ -170,20 +138,12 @@ def predict_all(args: argparse.Namespace) -> dict[str, list[Prediction]]:
             "--step-time includes the communication within a node."
         )
 
+    same = ("step_time", "gpus_per_node", "wire", "pattern", "overhead", "slowdown")
+    options: dict[str, Any] = {name: getattr(args, name) for name in same}
+    options |= {"num_parameters": args.parameters, "network": network}
+
     def predict(name: str, nodes: int, **schedule: Any) -> Prediction:
-        return perf.predict(
-            name,
-            nodes,
-            num_parameters=args.parameters,
-            step_time=args.step_time,
-            network=network,
-            gpus_per_node=args.gpus_per_node,
-            wire=args.wire,
-            pattern=args.pattern,
-            overhead=args.overhead,
-            slowdown=args.slowdown,
-            **schedule,
-        )
+        return perf.predict(name, nodes, **options, **schedule)
 
     most = predict("dasgd", args.max_nodes, period=args.period, delay=args.delay)
     schedules: dict[str, dict[str, Any]] = {name: {"period": most.period} for name in ALGORITHMS}

@@ -1,7 +1,5 @@
 """``python -m jdaso tune``: measures exchanges between nodes and recommends period and delay."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import statistics
@@ -28,7 +26,6 @@ DISTURBED = 0.5
 
 
 def add_command(commands: Any) -> None:
-    """Adds the subcommand to a parser."""
     parser = commands.add_parser(
         "tune",
         help=HELP,
@@ -36,26 +33,15 @@ def add_command(commands: Any) -> None:
         "bandwidth, the costs of an exchange, and the recommended period and delay. Start one "
         "process on each node, as for training.",
     )
-    add_model(parser, required=True)
-    add = parser.add_argument
+    add_model(parser)
+    add, as_there = parser.add_argument, "as for jdaso.mpi_exchange (default: %(default)s)"
     add("--step-time", type=float, help="seconds of a training step on one node")
     add("--wire", choices=FLOAT32_WIRES, default="float32", help="(default: float32)")
-    add(
-        "--pattern",
-        choices=PATTERNS,
-        default="direct",
-        help="as for jdaso.mpi_exchange (default: direct)",
-    )
-    add(
-        "--senders", choices=SENDERS, default="one", help="as for jdaso.mpi_exchange (default: one)"
-    )
+    add("--pattern", choices=PATTERNS, default="direct", help=as_there)
+    add("--senders", choices=SENDERS, default="one", help=as_there)
     add("--repeats", type=int, default=5, help="exchanges of each size (default: 5)")
-    add(
-        "--seconds",
-        type=float,
-        default=60.0,
-        help="time limit; sizes that would take longer are omitted (default: 60)",
-    )
+    limit = "time limit; sizes that would take longer are omitted (default: 60)"
+    add("--seconds", type=float, default=60.0, help=limit)
     parser.set_defaults(run=run)
 
 
@@ -102,10 +88,10 @@ def report(args: argparse.Namespace, topology: Topology, measured: Measured) -> 
     else:
         if share > 1:
             exchange_time = perf.allreduce_time(size, nodes, network=network, pattern=args.pattern)
-        lines.append(
-            f"latency    {network.latency:.3g} s, includes all that does not grow with the size"
-        )
-        lines.append(f"bandwidth  {8e-9 * network.bandwidth:.3g} Gbit/s")
+        lines += [
+            f"latency    {network.latency:.3g} s, includes all that does not grow with the size",
+            f"bandwidth  {8e-9 * network.bandwidth:.3g} Gbit/s",
+        ]
         next_command = (
             f"\nHow it scales: python -m jdaso predict --parameters {args.parameters} "
             f"{f'--wire {args.wire} ' * (args.wire != 'float32')}"
@@ -130,8 +116,7 @@ def report(args: argparse.Namespace, topology: Topology, measured: Measured) -> 
         lines.append(f"For a recommendation, give --step-time. Delay {', '.join(delays)}.")
     else:
         lines += advice(args.step_time, exchange_time, overhead, slowdown, args.wire)
-    hosts = len({process.host for process in topology.processes})
-    if hosts < nodes:
+    if (hosts := len({process.host for process in topology.processes})) < nodes:
         lines.append(
             f"This did not measure a network: {nodes} nodes share {hosts} "
             f"host{'s' * (hosts > 1)}, so messages went through memory."

@@ -1,7 +1,5 @@
 """A worker's connection to the server: requests and replies, heartbeats, and the exit."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Sequence
@@ -15,21 +13,17 @@ from jdaso.cluster.topology import Topology
 from jdaso.core.mpi_types import Comm
 from jdaso.core.types import JdasoError
 from jdaso.exchange.transport.operation import Operation, WaitState
+from jdaso.exchange.transport.peers import ExitProtocol
 from jdaso.exchange.transport.progress import Progress
 from jdaso.exchange.transport.request import Request
 
 _RETRY_SECONDS = 0.1
 
 
-class Connection:
+class Connection(ExitProtocol):
     """Sends requests to the server. At exit, it waits until all workers have ended.
 
-    Args:
-        topology: All processes.
-        comm: Communicator over all workers that only servers and connections use.
-        timeout: Seconds after which a request without a reply is an error.
-        heartbeat_seconds: Seconds between two heartbeats.
-        policy: How this worker exits.
+    Only servers and connections use ``comm``. No rank ``exited``, as the server exits last.
     """
 
     def __init__(
@@ -60,29 +54,15 @@ class Connection:
         contributes: bool = True,
         fingerprint: int = 0,
     ) -> Request:
-        """Submits a request and returns at once."""
         operation = self._request(kind, parts, contributes, fingerprint)
         return self._progress.submit(operation, description, measured=kind == frames.EXCHANGE)
 
     def wait(self, request: Request) -> np.ndarray:
-        """Waits for the content of a reply.
-
-        Raises:
-            JdasoError: If the server refuses the request or does not reply in time.
-        """
+        """The content of a reply; JdasoError if the server refuses, or does not reply in time."""
         return self._progress.wait(request)
 
-    def wait_timed(self, request: Request) -> tuple[np.ndarray, float]:
-        """Like :meth:`wait`, also returns the seconds of waiting."""
-        since = time.monotonic()
-        return self.wait(request), time.monotonic() - since
-
-    def exited(self) -> frozenset[int]:
-        """No rank, because the server exits after its workers."""
-        return frozenset()
-
     def announce_exit(self) -> None:
-        """Announces the exit of this worker to the server, and waits until all have ended."""
+        """Tells the server that this worker exits, and waits until all have ended."""
         while (gone := self._request_end()) is None:
             time.sleep(_RETRY_SECONDS)
         self._ended.set()
@@ -122,8 +102,7 @@ class Connection:
         received = message.Irecv(reply)
         while not (received.Test() and sent.Test()):
             yield WaitState(frozenset({frames.SERVER}), progressed=True)
-        parsed = frames.unpack(reply)
-        if parsed.kind == frames.REFUSAL:
+        if (parsed := frames.unpack(reply)).kind == frames.REFUSAL:
             raise JdasoError(frames.decode(parsed.content))
         return parsed.content
 

@@ -1,7 +1,5 @@
 """The server's side of the network: receives the frames of all workers, and sends the replies."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time
@@ -32,11 +30,6 @@ def serve(comm: Comm, server: CenterServer, liveness: Liveness) -> Operation:
 
     A worker that ends repeats its request until no worker is active. The reply then names the
     workers that are gone, because MPI cannot be finalized without them.
-
-    Args:
-        comm: Communicator over all workers that only servers and connections use.
-        server: The centre.
-        liveness: The states of the workers.
     """
     mailbox = _Mailbox(comm)
     notified: set[int] = set()
@@ -55,8 +48,11 @@ def serve(comm: Comm, server: CenterServer, liveness: Liveness) -> Operation:
                 continue
             if frame.kind == frames.END:
                 liveness.set_ended(worker, failed=not frame.contributes)
-                mailbox.send(worker, _end_reply(frame.request, liveness))
-                notified |= set() if liveness.active() else {worker}
+                gone = None
+                if not liveness.active():
+                    gone = sorted(liveness.gone)
+                    notified.add(worker)
+                mailbox.send(worker, frames.pack(frames.REPLY, frame.request, frames.encode(gone)))
             elif frame.kind != frames.ALIVE:
                 for receiver, reply in server.handle(worker, frame):
                     mailbox.send(receiver, reply)
@@ -68,12 +64,6 @@ def serve(comm: Comm, server: CenterServer, liveness: Liveness) -> Operation:
         if now > deadline:  # a worker that had ended died before it was notified
             return
         yield WaitState(frozenset(), progressed)
-
-
-def _end_reply(request: int, liveness: Liveness) -> np.ndarray:
-    """The reply to a worker that ends: None while others are active, then the workers gone."""
-    gone = None if liveness.active() else sorted(liveness.gone)
-    return frames.pack(frames.REPLY, request, frames.encode(gone))
 
 
 class _Mailbox:

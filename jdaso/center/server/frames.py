@@ -4,10 +4,9 @@ A frame is one MPI message that consists of a head and a content. A malformed fr
 not affect the frames after it.
 """
 
-from __future__ import annotations
-
 import json
 import math
+import struct
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,34 +21,16 @@ EXCHANGE, JOIN, READ, WRITE, ALIVE, END, REPLY, REFUSAL = range(8)
 # The rank of the process that runs the server.
 SERVER = 0
 _MAGIC = 0x6A64
-_HEAD = np.dtype(
-    [
-        ("magic", "<i4"),
-        ("kind", "<i4"),
-        ("request", "<i4"),
-        ("contributes", "<i4"),
-        ("fingerprint", "<i8"),
-        ("length", "<i8"),
-    ]
-)
+# Magic number, kind, request, contributes, fingerprint, and length of the content.
+_HEAD = struct.Struct("<4i2q")
 
 
 class Frame(NamedTuple):
-    """A parsed frame.
-
-    Attributes:
-        kind: One of the kinds above.
-        request: Number of the request, which its reply repeats.
-        contributes: Whether the server applies the message.
-        fingerprint: Checksum of rule and shapes.
-        content: uint8, the bytes of the message, or a result of :func:`encode`.
-    """
-
-    kind: int
-    request: int
-    contributes: bool
-    fingerprint: int
-    content: np.ndarray
+    kind: int  # one of the kinds above
+    request: int  # number of the request, which its reply repeats
+    contributes: bool  # whether the server applies the message
+    fingerprint: int  # checksum of rule and shapes
+    content: np.ndarray  # uint8, the bytes of the message, or a result of :func:`encode`
 
 
 def pack(
@@ -62,28 +43,24 @@ def pack(
     """A frame, uint8, whose content is the concatenation of arrays."""
     contents = [part.reshape(-1).view(np.uint8) for part in parts]
     length = sum(len(content) for content in contents)
-    head = np.array([(_MAGIC, kind, request, contributes, fingerprint, length)], _HEAD)
-    return np.concatenate([head.view(np.uint8), *contents])
+    head = _HEAD.pack(_MAGIC, kind, request, contributes, fingerprint, length)
+    return np.concatenate([np.frombuffer(head, np.uint8), *contents])
 
 
 def unpack(frame: np.ndarray) -> Frame:
-    """Parses a frame.
-
-    Raises:
-        ValueError: If the message is not a frame, or its length is not that in its head.
+    """Parses a frame; ValueError if it is none, or its length is not that in its head.
 
     >>> frame = pack(READ, 7, [np.float32([1, 2])])
     >>> unpack(frame).request, unpack(frame).content.view(np.float32).tolist()
     (7, [1.0, 2.0])
     """
-    if len(frame) < _HEAD.itemsize:
+    if len(frame) < _HEAD.size:
         raise ValueError(f"a message of {len(frame)} bytes is too short for a frame")
-    head = frame[: _HEAD.itemsize].view(_HEAD)[0]
-    content = frame[_HEAD.itemsize :]
-    if head["magic"] != _MAGIC or head["length"] != len(content):
+    head, content = frame[: _HEAD.size].tobytes(), frame[_HEAD.size :]
+    magic, kind, request, contributes, fingerprint, length = _HEAD.unpack(head)
+    if magic != _MAGIC or length != len(content):
         raise ValueError(f"a message of {len(frame)} bytes does not match its head")
-    kind, request = int(head["kind"]), int(head["request"])
-    return Frame(kind, request, bool(head["contributes"]), int(head["fingerprint"]), content)
+    return Frame(kind, request, bool(contributes), fingerprint, content)
 
 
 def copy_content(content: np.ndarray, vectors: Sequence[np.ndarray]) -> None:
@@ -122,8 +99,7 @@ def encode(value: Any) -> list[np.ndarray]:
 def decode(content: np.ndarray) -> Any:
     """The inverse of :func:`encode`, except that tuples become lists.
 
-    Raises:
-        ValueError: If :func:`encode` cannot have produced the content.
+    It raises ValueError if :func:`encode` cannot have produced the content.
 
     >>> value = decode(unpack(pack(READ, 7, encode(["a", None, np.float32([1, 2])]))).content)
     >>> value[:2], value[2].tolist()

@@ -1,18 +1,12 @@
 """Which workers are active, and which have ended, died, or been silent for too long."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 
 class Liveness:
     """The state of each worker, from its messages and its exit.
 
-    Args:
-        workers: The number of workers.
-        describe: ``(worker) -> text``, names a worker.
-        gone_after: Seconds of silence after which a worker counts as gone.
-        now: The current time in seconds, of any clock.
+    A worker counts as gone after ``gone_after`` seconds of silence. Times are those of any clock.
 
     >>> liveness = Liveness(2, "rank {}".format, gone_after=5, now=0)
     >>> liveness.message_from(0, now=4); liveness.update(now=6)
@@ -35,7 +29,6 @@ class Liveness:
         self._last_message = dict.fromkeys(range(workers), now)
 
     def message_from(self, worker: int, now: float) -> None:
-        """Records that a worker has sent a message."""
         self._last_message[worker] = now
 
     def set_ended(self, worker: int, failed: bool = False) -> None:

@@ -1,27 +1,19 @@
 """A centre over MPI: a thread of node 0 is the server, and every process is a worker."""
 
-from __future__ import annotations
-
+import dataclasses
 import math
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdaso.center.server import frames
+from jdaso.center.server import frames, worker_exit
 from jdaso.center.server.connection import Connection
 from jdaso.center.server.event_loop import serve
 from jdaso.center.server.liveness import Liveness
-from jdaso.center.server.state_machine import CenterServer
-from jdaso.center.server.worker_exit import (
-    ServerExit,
-    ignore_death_signal,
-    server_policy,
-    worker_policy,
-)
+from jdaso.center.server.state_machine import CenterServer, Record
 from jdaso.center.server.worker_transport import WorkerTransport
 from jdaso.center.types import Center, CenterState, ServerRule, map_state, no_broadcast
 from jdaso.cluster.topology import Topology
@@ -45,7 +37,7 @@ def mpi_center(
     timeout: float = 600.0,
     gone_after: float = 30.0,
     native: bool | None = None,
-    record: Callable[[int, list[np.ndarray]], None] | None = None,
+    record: Record | None = None,
 ) -> Center:
     """Workers are MPI processes, each with its own clock, and a thread of node 0 is the server.
 
@@ -104,11 +96,12 @@ def mpi_center(
     comm = topology.duplicate_comm()
     serves = topology.rank == frames.SERVER
     hosted = _start_server(topology, comm, gone_after, record) if serves else None
-    policy = server_policy(topology) if serves else worker_policy(topology)
-    ignore_death_signal()
+    policy = (worker_exit.server_policy if serves else worker_exit.worker_policy)(topology)
+    worker_exit.ignore_death_signal()
     connection = Connection(topology, comm, timeout, gone_after / _HEARTBEATS, policy)
     transport = WorkerTransport(topology, connection, policy.abort)
-    center = _MpiCenter(topology, transport, native, hosted)
+    program = JitInterface(transport, native, Shardings(None, topology.mesh))
+    center = _MpiCenter(topology.num_nodes, transport, program, hosted)
     return Center(
         topology.num_nodes,
         in_turns=False,
@@ -128,28 +121,15 @@ class _HostedServer(NamedTuple):
     liveness: Liveness
 
 
+@dataclasses.dataclass
 class _MpiCenter:
-    """The functions of a :class:`Center` over MPI.
+    """The functions of a :class:`Center` over MPI."""
 
-    Args:
-        topology: All processes.
-        transport: Sends the messages of this worker.
-        native: Whether compiled code copies the leaves.
-        hosted: The server, if it runs in this process.
-    """
-
-    def __init__(
-        self,
-        topology: Topology,
-        transport: WorkerTransport,
-        native: bool,
-        hosted: _HostedServer | None,
-    ):
-        self._num_workers = topology.num_nodes
-        self._transport = transport
-        self._program = JitInterface(transport, native, Shardings(None, topology.mesh))
-        self._hosted = hosted
-        self._rule: ServerRule | None = None
+    _num_workers: int
+    _transport: WorkerTransport
+    _program: JitInterface
+    _hosted: _HostedServer | None
+    _rule: ServerRule | None = None
 
     def make_exchange(self, rule: ServerRule) -> Exchange:
         if self._rule is not None:
@@ -158,17 +138,11 @@ class _MpiCenter:
             )
         _check_keeps_dtypes(rule)
         self._rule = rule
-        self._transport.set_rule(rule.name)
+        self._transport.rule_name = rule.name
         if self._hosted is not None:
             self._hosted.server.rule = rule
-        return Exchange(
-            self._num_workers,
-            None,
-            self._init_exchange,
-            self._program.start,
-            self._program.finish,
-            no_broadcast,
-        )
+        start, finish = self._program.start, self._program.finish
+        return Exchange(self._num_workers, None, self._init_exchange, start, finish, no_broadcast)
 
     def _init_exchange(self, params: PyTree) -> jax.Array:
         if jax.tree.leaves(params):  # optax.tree_map_params calls init on an empty tree
@@ -220,11 +194,8 @@ class _MpiCenter:
 
 def _to_lists(state: CenterState) -> CenterState:
     """A state with lists of leaves, as on the server, in place of trees."""
-    return map_state(_arrays, state)._replace(clock=np.int32(state.clock))
-
-
-def _arrays(tree: PyTree) -> list[np.ndarray]:
-    return [np.asarray(x) for x in split(tree)[0]]
+    lists = map_state(lambda tree: [np.asarray(x) for x in split(tree)[0]], state)
+    return lists._replace(clock=np.int32(state.clock))
 
 
 def _check_keeps_dtypes(rule: ServerRule) -> None:
@@ -246,10 +217,7 @@ def _check_keeps_dtypes(rule: ServerRule) -> None:
 
 
 def _start_server(
-    topology: Topology,
-    comm: Comm,
-    gone_after: float,
-    record: Callable[[int, list[np.ndarray]], None] | None,
+    topology: Topology, comm: Comm, gone_after: float, record: Record | None
 ) -> _HostedServer:
     """Starts the thread of the server, which ends after all workers."""
     server = CenterServer(topology.num_nodes, topology.describe, record)
@@ -265,6 +233,6 @@ def _start_server(
             topology.abort(f"the centre failed: {type(error).__name__}: {error}")
             raise
 
-    exit_protocol = ServerExit(topology, liveness)
-    Progress(topology, math.inf, exit_protocol, topology.abort).submit(operation(), "the centre")
+    at_exit = worker_exit.ServerExit(topology, liveness)
+    Progress(topology, math.inf, at_exit, topology.abort).submit(operation(), "the centre")
     return _HostedServer(server, liveness)

@@ -3,8 +3,6 @@
 It does not use the network. An invalid frame is refused and does not affect other workers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -20,22 +18,19 @@ from jdaso.exchange.transport.collectives import check_alike
 
 # Frames to send, each with its receiver.
 Replies = list[tuple[int, np.ndarray]]
+# Called with a worker and its message.
+Record = Callable[[int, list[np.ndarray]], None]
 
 
 class CenterServer:
     """The state of the centre, and the number of exchanges of each worker.
 
-    Args:
-        num_workers: p in the papers.
-        describe: ``(worker) -> text``, names a worker in errors.
-        record: ``(worker, message)``, called in order for each message that the rule has applied.
+    ``describe(worker)`` names a worker in errors. ``record(worker, message)`` is called in order
+    for each message that the rule has applied.
     """
 
     def __init__(
-        self,
-        num_workers: int,
-        describe: Callable[[int], str],
-        record: Callable[[int, list[np.ndarray]], None] | None = None,
+        self, num_workers: int, describe: Callable[[int], str], record: Record | None = None
     ):
         self.rule: ServerRule | None = None
         self.exchanges = dict.fromkeys(range(num_workers), 0)
@@ -128,10 +123,7 @@ class CenterServer:
         replies = [(worker, _reply(frame, frames.encode(self._state.center)))]
         early, self._early_joins = self._early_joins, []
         for other, request in early:
-            try:
-                replies += self._join(other, request)
-            except Exception as error:
-                replies.append((other, self._refusal(other, request, error)))
+            replies += self.handle(other, request)
         return replies
 
     def _check_outline(self, worker: int, outline: list[str]) -> None:

@@ -1,7 +1,5 @@
 """How a worker exits without stopping the others, also where MPI would wait for a dead process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -12,23 +10,14 @@ from typing import NamedTuple
 from jdaso.center.server.liveness import Liveness
 from jdaso.cluster.topology import Topology
 from jdaso.core.log import logger
+from jdaso.exchange.transport.peers import ExitProtocol
 
 
-class ServerExit:
-    """The exit protocol of the server's progress thread; see :class:`ExitProtocol`.
-
-    Args:
-        topology: All processes.
-        liveness: The states of the workers.
-    """
+class ServerExit(ExitProtocol):
+    """The exit of the server's progress thread, which is after that of its workers."""
 
     def __init__(self, topology: Topology, liveness: Liveness):
-        self._topology = topology
-        self._liveness = liveness
-
-    def exited(self) -> frozenset[int]:
-        """No rank, because the server exits after its workers."""
-        return frozenset()
+        self._topology, self._liveness = topology, liveness
 
     def announce_exit(self) -> None:
         """Exits. The workers know it already."""
@@ -36,18 +25,11 @@ class ServerExit:
 
 
 class ExitPolicy(NamedTuple):
-    """How a process leaves the training.
+    """How a process leaves the training."""
 
-    Attributes:
-        abort: ``(reason)``, ends this worker after an error that it cannot raise.
-        finish: ``(gone)``, called at exit when all workers have ended, with the workers that are
-            gone.
-        failed: Whether this worker ends by an exception.
-    """
-
-    abort: Callable[[str], None]
-    finish: Callable[[Sequence[int]], None]
-    failed: Callable[[], bool]
+    abort: Callable[[str], None]  # (reason), ends this worker after an error that it cannot raise
+    finish: Callable[[Sequence[int]], None]  # (workers gone), when all others have ended
+    failed: Callable[[], bool]  # whether this worker ends by an exception
 
 
 def server_policy(topology: Topology) -> ExitPolicy:

@@ -1,7 +1,6 @@
 """A worker's side of a centre over MPI: posts messages to the server, and collects its replies."""
 
-from __future__ import annotations
-
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -28,10 +27,7 @@ class _Posted(NamedTuple):
 class WorkerTransport:
     """Posts a worker's messages to the server, and returns its replies; see :class:`Transport`.
 
-    Args:
-        topology: All processes.
-        connection: The connection to the server.
-        abort: ``(reason)``, ends this worker.
+    ``abort(reason)`` ends this worker.
     """
 
     def __init__(self, topology: Topology, connection: Connection, abort: Callable[[str], None]):
@@ -39,15 +35,11 @@ class WorkerTransport:
         self._connection = connection
         self._abort = abort
         self._name = topology.describe(topology.rank)
-        self._rule = ""
+        self.rule_name = ""  # of the rule that the server must apply
         self._pool = BufferPool()
         self._table: ExchangeTable[_Posted] = ExchangeTable()
         self.pending = self._table.pending
         self._report = empty_report()
-
-    def set_rule(self, name: str) -> None:
-        """Sets the name of the rule that the server must apply."""
-        self._rule = name
 
     def restart_numbers(self) -> None:
         """Allows the numbers of exchanges to start again."""
@@ -66,7 +58,6 @@ class WorkerTransport:
         )
 
     def reserve(self, number: int, layout: Layout) -> StagingBuffers:
-        """Returns the staging buffers of a message that is about to be posted."""
         table = self._table
         with table.lock:
             if number <= table.highest:
@@ -82,35 +73,33 @@ class WorkerTransport:
             return self.pending.add(number, self._pool.acquire(layout.specs), layout)
 
     def post(self, number: int, step: int, header: np.ndarray) -> None:
-        """Posts the message in the reserved buffers, and returns without waiting."""
         with self._table.lock:
-            staging = self.pending.filled(number)
-            if staging is None:
+            if (staging := self.pending.filled(number)) is None:
                 return
             request = self._connection.submit(
                 frames.EXCHANGE,
                 f"exchange {number} with the centre, posted by {self._name} after step {step},",
                 [vector for vector, _ in staging.pairs],
                 contributes=bool(header[0] > 0),
-                fingerprint=frames.fingerprint(self._rule, staging.specs),
+                fingerprint=frames.fingerprint(self.rule_name, staging.specs),
             )
             self._report["bytes_sent"] += sum(vector.nbytes for vector, _ in staging.pairs)
             self._table.post(number, _Posted(request, staging))
 
     def collect(self, number: int, readers: int) -> tuple[StagingBuffers, np.ndarray]:
-        """Waits for a reply, and forgets it when ``readers`` devices have collected it.
+        """The staging buffers, which hold the reply as sums, and the header.
 
-        Returns:
-            The staging buffers, which hold the reply as sums, and the header.
+        The reply is forgotten when ``readers`` devices have collected it.
         """
-        posted = self._table.find(number, readers)
-        if posted is None:
+        if (posted := self._table.find(number, readers)) is None:
             raise JdasoError(
                 f"exchange {number} with the centre is not in flight in {self._name}: the "
                 "optimizer state is from before a restart, or was stepped twice. Call jdaso.drain "
                 "before saving."
             )
-        content, seconds = self._connection.wait_timed(posted.request)
+        since = time.monotonic()
+        content = self._connection.wait(posted.request)
+        seconds = time.monotonic() - since
         with self._table.lock:
             first, last = self._table.collect(number, readers)
             if first:
@@ -123,5 +112,4 @@ class WorkerTransport:
         return posted.staging, np.array(reply_header(posted.staging.finite()), np.float32)
 
     def abort_on_error(self) -> AbstractContextManager[None]:
-        """Ends this worker on an error if it has several devices."""
         return abort_on_error(self._topology, self._abort)

@@ -1,6 +1,6 @@
 """Moves messages between processes over MPI, from a progress thread. Imports ``exchange/host``.
 
-- ``mpi_transport``: posts and collects exchanges. ``statistics``: their timing.
+- ``mpi_transport``: posts and collects exchanges, with their timing.
 - ``progress``: the thread that polls. ``operation``, ``request``, ``deadlines``: what it polls.
 - ``collectives``: sums a staging buffer. ``handshake``: compares nodes before that.
 - ``all_reduce``, ``patterns``, ``point_to_point``: the sum as point-to-point messages.

@@ -6,8 +6,6 @@ member sends 2 (P-1)/P of the vector's bytes, the least that an all-reduce can. 
 the wire format, all members get the same bits, and point-to-point messages tell which peer is late.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import cycle, pairwise
 
@@ -30,7 +28,7 @@ def all_reduce(
     first_tag: int,
     pattern: str = "direct",
 ) -> Operation:
-    """Sums a vector over the members of a communicator.
+    """Sums a vector over the members of a communicator; returns the bytes sent by this member.
 
     Args:
         comm: Communicator that nothing else uses meanwhile.
@@ -39,10 +37,6 @@ def all_reduce(
         owned: The elements that each member sums. Elements of no member are not exchanged.
         chunk_elements: Largest number of elements of one message.
         first_tag: Messages use the tags ``first_tag ... first_tag + 2 * WINDOW - 1``.
-        pattern: A key of ``PATTERNS``.
-
-    Returns:
-        Bytes sent by this member.
     """
     longest = max(shard.stop - shard.start for shard in owned)
     # A message of halving holds the chunks of half the members. A member of direct receives one

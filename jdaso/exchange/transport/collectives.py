@@ -3,10 +3,10 @@
 Each operation yields the ranks of its communicator that it waits for.
 """
 
-from __future__ import annotations
-
+import hashlib
 import math
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -64,47 +64,31 @@ def any_true(comm: Comm, flag: bool) -> Operation:
     return any(bool(other[0]) for other in flags)
 
 
-def compare(
-    comm: Comm, outline: Sequence[str], digest: bytes, describe: Callable[[int], str]
-) -> Operation:
-    """Raises on every member if the outlines of the members' trees differ.
+def compare(comm: Comm, outline: Sequence[str], describe: Callable[[int], str]) -> Operation:
+    """Raises on every member if the outlines of the members' trees, a line per leaf, differ.
 
-    Args:
-        comm: Communicator over all processes.
-        outline: One line per leaf.
-        digest: Hash of the outline. Whole outlines are sent only if the digests differ.
-        describe: Names a rank in messages.
+    Whole outlines are sent only if their digests differ.
     """
-    digests = yield from gather(comm, np.frombuffer(digest, np.uint8).copy(), _DIGEST_TAG)
+    text = "\n".join(outline).encode()
+    digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8).copy()
+    digests = yield from gather(comm, digest, _DIGEST_TAG)
     if all(np.array_equal(digests[0], other) for other in digests):
         return
-    text = np.frombuffer("\n".join(outline).encode(), np.uint8).copy()
     lengths = yield from gather(comm, np.array([len(text)], np.int64), _OUTLINE_TAG)
-    longest = max(int(length[0]) for length in lengths)
-    padded = np.zeros(longest, np.uint8)
-    padded[: len(text)] = text
-    texts = yield from gather(comm, padded, _OUTLINE_TAG)
-    outlines = [
-        raw[: int(length[0])].tobytes().decode().split("\n")
-        for raw, length in zip(texts, lengths, strict=True)
-    ]
-    check_alike(outlines, describe)
+    padded = text.ljust(max(int(length[0]) for length in lengths), b"\0")
+    texts = yield from gather(comm, np.frombuffer(padded, np.uint8).copy(), _OUTLINE_TAG)
+    check_alike([raw.tobytes().rstrip(b"\0").decode().split("\n") for raw in texts], describe)
 
 
 def check_alike(outlines: Sequence[Sequence[str]], describe: Callable[[int], str]) -> None:
     """Raises JdasoError with rank and leaf if the outlines of the members' trees differ."""
-    first = outlines[0]
     for rank, other in enumerate(outlines):
-        if list(other) == list(first):
-            continue
-        index = 0
-        while index < min(len(first), len(other)) and first[index] == other[index]:
-            index += 1
-        a, b = (lines[index] if index < len(lines) else "no such leaf" for lines in (first, other))
-        raise JdasoError(
-            f"the nodes' parameters differ: {describe(0)} has {a}, {describe(rank)} has {b}. "
-            "Build the same model on every node."
-        )
+        for a, b in zip_longest(outlines[0], other, fillvalue="no such leaf"):
+            if a != b:
+                raise JdasoError(
+                    f"the nodes' parameters differ: {describe(0)} has {a}, {describe(rank)} has "
+                    f"{b}. Build the same model on every node."
+                )
 
 
 def gather(comm: Comm, own: np.ndarray, tag: int) -> Operation:

@@ -1,7 +1,5 @@
 """The communicators of exchanges, and the operation that runs an exchange over them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np
@@ -18,17 +16,9 @@ from jdaso.exchange.transport.request import Request, completed
 
 
 class IndexCommunicators(NamedTuple):
-    """The communicators of one local index.
-
-    Attributes:
-        nodes: One process of each node. None in a process that does not send for this index.
-        within_node: The processes of this node. None if a node is one process.
-        sender: Local rank of the processes that send for this index.
-    """
-
-    nodes: Comm | None
-    within_node: Comm | None
-    sender: int
+    nodes: Comm | None  # one process of each node; None in one that does not send for this index
+    within_node: Comm | None  # the processes of this node; None if a node is one process
+    sender: int  # local rank of the processes that send for this index
 
 
 class ExchangeCommunicators:
@@ -41,14 +31,10 @@ class ExchangeCommunicators:
         # A consensus must not receive messages of exchanges that are in flight.
         self._consensus = _by_index(topology, 1)
         self._handshakes = topology.duplicate_comm()
-        placements, own = topology.placements, topology.placements[topology.rank]
-        ranks = range(len(placements))
         # World ranks in the order of the members of each communicator.
-        self._own_node = sorted(
-            (rank for rank in ranks if placements[rank].node == own.node),
-            key=lambda rank: placements[rank].local_rank,
-        )
-        self._by_node = sorted(ranks, key=lambda rank: placements[rank].node)
+        places = topology.placements
+        self._by_node = sorted(range(len(places)), key=lambda rank: places[rank])
+        self._own_node = [rank for rank in self._by_node if places[rank].node == topology.node]
 
     def queue(self, number: int) -> int:
         """The queue of an exchange. Exchanges of a queue share communicators and run in order."""
@@ -61,7 +47,6 @@ class ExchangeCommunicators:
         return self._used_by(number)[0].nodes
 
     def all(self) -> list[Comm]:
-        """All communicators of this process."""
         by_index = self._by_index + self._consensus
         nested = [comm for index in by_index for comm in (index.nodes, index.within_node)]
         return [self._handshakes, *filter(None, nested)]

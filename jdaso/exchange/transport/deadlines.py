@@ -1,7 +1,5 @@
 """Deadlines of operations, derived from the durations of earlier ones."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import deque
@@ -37,7 +35,6 @@ class Deadlines:
         self._median = self._deviation = 0.0
 
     def note(self, seconds: float) -> None:
-        """Records the duration of an operation."""
         self._seconds.append(seconds)
         if len(self._seconds) >= _ENOUGH:
             self._median = statistics.median(self._seconds)

@@ -1,7 +1,5 @@
 """A barrier at exit. Processes announce that they exit, so that no peer waits for them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 
@@ -19,9 +17,7 @@ _REMINDER_SECONDS = 60.0
 class ExitBarrier:
     """Sends one byte from every process to every other process when it exits.
 
-    Args:
-        comm: Communicator over all processes that nothing else uses.
-        states: ``(ranks) -> text``, names ranks and tells whether each is alive.
+    Nothing else uses ``comm``. ``states(ranks)`` names ranks and tells whether each is alive.
     """
 
     def __init__(self, comm: Comm, states: Callable[[frozenset[int]], str]):
@@ -42,7 +38,6 @@ class ExitBarrier:
         self._announced_at: dict[int, float] = {}
 
     def exited(self) -> frozenset[int]:
-        """The ranks that have exited and whose messages have all arrived."""
         now = time.monotonic()
         for rank in [rank for rank, request in self._expected.items() if request.Test()]:
             del self._expected[rank]

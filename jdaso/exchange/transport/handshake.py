@@ -1,7 +1,5 @@
 """Compares what the processes are about to exchange, and sums the headers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -38,7 +36,6 @@ _SUMMED = slice(None, -len(AGREEMENT_NAMES))
 
 
 def exchange_name(number: int) -> str:
-    """The name of an exchange in messages."""
     return "a consensus" if number == UNCOUNTED else f"exchange {number}"
 
 
@@ -53,21 +50,17 @@ def handshake(
 ) -> Operation:
     """Sends a record of the exchange to all members, compares theirs, and sums the headers.
 
-    An error is found here, before any sum is computed. The communicator is the same for every
-    exchange. Otherwise the records of nodes at different exchanges would not meet.
+    If records differ, it raises JdasoError, which names two ranks and the value of each, before
+    any sum is computed. The communicator is the same for every exchange. Otherwise the records of
+    nodes at different exchanges would not meet.
 
     Args:
-        comm: Communicator over all processes, used for handshakes only.
         fingerprint: Checksum of the shapes and dtypes of the exchanged arrays.
         step: Optimizer step after which it was posted.
-        header: float32[HEADER_SIZE].
         contributors: Ranks whose headers are summed, one per node.
 
     Returns:
         The header, float32[HEADER_SIZE], with the sums and this process's agreement numbers.
-
-    Raises:
-        JdasoError: If records differ. The message names two ranks and the value of each.
     """
     record = np.zeros(1, _RECORD)
     record[0] = (number, step, fingerprint, header)

@@ -1,8 +1,5 @@
 """Collective calls that the program makes on the host, outside of exchanges."""
 
-from __future__ import annotations
-
-import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -61,18 +58,16 @@ class HostCollectives:
             )
             return copies
 
-        copies: list[np.ndarray] = self._run(from_root, "a broadcast")
-        return copies
+        return self._run(from_root, "a broadcast")
 
     def compare(self, outline: Sequence[str]) -> None:
         """Raises JdasoError, on every node, if the outlines of the nodes' trees differ."""
-        digest = hashlib.sha256("\n".join(outline).encode()).digest()
-        self._run(
-            lambda: collectives.compare(
-                self._membership.collectives, outline, digest, self._membership.topology.describe
-            ),
-            "the comparison of parameters",
-        )
+
+        def compare() -> Operation:
+            describe = self._membership.topology.describe
+            return collectives.compare(self._membership.collectives, outline, describe)
+
+        self._run(compare, "the comparison of parameters")
 
     def _current_rank(self, node: int) -> int:
         """The rank of the first process of a node, as it was numbered at the start."""

@@ -1,7 +1,5 @@
 """The processes that are alive, and their communicators."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from jdaso.cluster.topology import Topology
@@ -15,19 +13,9 @@ from jdaso.exchange.transport.ulfm import is_process_failure
 
 
 class Membership:
-    """Replaces all communicators after the death of a process, if the job continues.
+    """Replaces all communicators after the death of a process, if the job ``shrinks``.
 
-    Args:
-        timeout: Seconds after which a repair fails.
-        shrinks: Whether the job continues without processes that have died.
-
-    Attributes:
-        initial: All processes at the start.
-        topology: The processes that are alive.
-        exchanges: The communicators of exchanges.
-        collectives: Communicator of broadcasts and comparisons, which must not receive messages
-            of exchanges in flight.
-        flags: Communicator of ``any_true``.
+    A repair fails after ``timeout`` seconds.
     """
 
     def __init__(
@@ -37,7 +25,7 @@ class Membership:
         self._log, self._watchdog = None, None
         if shrinks:
             self._log, self._watchdog = CompletionLog(), RepairWatchdog(timeout)
-        self.initial = topology
+        self.initial = topology  # all processes at the start
         self._connect(topology)
         self.exit_barrier = ExitBarrier(topology.duplicate_comm(), topology.states)
 
@@ -71,10 +59,11 @@ class Membership:
         return make() if self._log is None else self._log.until_complete(make, comm, queue)
 
     def _connect(self, topology: Topology) -> None:
-        self.topology = topology
+        self.topology = topology  # the processes that are alive
         self.exchanges = ExchangeCommunicators(topology, self._options)
+        # Broadcasts and comparisons must not receive messages of exchanges in flight.
         self.collectives = topology.duplicate_comm()
-        self.flags = topology.duplicate_comm()
+        self.flags = topology.duplicate_comm()  # of ``any_true``
 
     def _reconnect(self, topology: Topology) -> None:
         assert self._log is not None

@@ -1,16 +1,15 @@
-"""Posts and collects the exchanges of one process."""
-
-from __future__ import annotations
+"""Posts and collects the exchanges of one process, and measures them."""
 
 import itertools
 import time
+from collections import deque
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import numpy as np
 
 from jdaso.core.log import logger
-from jdaso.core.types import UNCOUNTED, ExchangeRecord, JdasoError, PostedExchange
+from jdaso.core.types import UNCOUNTED, ExchangeRecord, JdasoError, PostedExchange, empty_report
 from jdaso.core.wire import describe_narrow_wires
 from jdaso.exchange.host.buffers import BufferPool, StagingBuffers
 from jdaso.exchange.host.exchange_table import ExchangeTable
@@ -21,7 +20,43 @@ from jdaso.exchange.transport.membership import Membership
 from jdaso.exchange.transport.operation import Operation
 from jdaso.exchange.transport.progress import Progress
 from jdaso.exchange.transport.request import Request
-from jdaso.exchange.transport.statistics import Statistics
+
+
+class Statistics:
+    """Sums over all exchanges, and the records of the last thousand.
+
+    >>> statistics = Statistics()
+    >>> times = np.zeros((), [("copy_to_host", "<f8", (2,)), ("copy_to_device", "<f8", (2,))])
+    >>> never = (0.0, 0.0)
+    >>> statistics.note(ExchangeRecord(1, 3, 80, never, (5.0, 7.0), (6.5, 7.0), never), times)
+    >>> statistics.report()
+    {'exchanges': 1, 'bytes_sent': 80, 'seconds_blocked': 0.5, 'seconds_in_flight': 2.0}
+    """
+
+    def __init__(self) -> None:
+        self._report = empty_report()
+        self._records: deque[tuple[ExchangeRecord, np.ndarray]] = deque(maxlen=1000)
+
+    def note(self, record: ExchangeRecord, copy_times: np.ndarray) -> None:
+        """Adds an exchange. Its copy times are read later, when its copies have ended."""
+        self._report["exchanges"] += 1
+        self._report["bytes_sent"] += record.bytes_sent
+        self._report["seconds_blocked"] += record.wait[1] - record.wait[0]
+        self._report["seconds_in_flight"] += record.transfer[1] - record.transfer[0]
+        self._records.append((record, copy_times))
+
+    def report(self) -> dict[str, float]:
+        """Exchanges collected, bytes sent, seconds in flight, and seconds that training waited."""
+        return dict(self._report)
+
+    def last(self) -> list[ExchangeRecord]:
+        return [
+            record._replace(
+                copy_to_host=tuple(times["copy_to_host"].tolist()),
+                copy_to_device=tuple(times["copy_to_device"].tolist()),
+            )
+            for record, times in self._records
+        ]
 
 
 class _Posted(NamedTuple):
@@ -46,13 +81,11 @@ class MpiTransport:
         self.statistics = Statistics()
 
     def forget(self) -> None:
-        """Frees the buffers of all exchanges."""
         self._table.clear()
         self._last_of_queue.clear()
         self._pool = BufferPool()
 
     def abort_on_error(self) -> AbstractContextManager[None]:
-        """Aborts the job on an error if this process has several devices."""
         topology = self._membership.topology
         return abort_on_error(topology, topology.abort)
 
@@ -61,7 +94,6 @@ class MpiTransport:
         self._restarted = True
 
     def reserve(self, number: int, layout: Layout) -> StagingBuffers:
-        """Returns the staging buffer of an exchange that is about to be posted."""
         table = self._table
         with table.lock:
             if (staging := self.pending.join(number)) is not None:
@@ -84,7 +116,6 @@ class MpiTransport:
             return self.pending.add(number, make(layout.specs), layout)
 
     def post(self, number: int, step: int, header: np.ndarray) -> None:
-        """Posts the exchange once all senders have filled the buffer; does not wait."""
         with self._table.lock:
             staging, header = self.pending.filled(number), np.array(header)
             if staging is None:
@@ -100,12 +131,11 @@ class MpiTransport:
                 communicators = self._membership.exchanges
                 return communicators.exchange(number, step, header, staging, before)
 
+            operation = self._membership.repeated(
+                exchange, lambda: self._membership.exchanges.agreement(number), f"queue {queue}"
+            )
             request = self._progress.submit(
-                self._membership.repeated(
-                    exchange,
-                    lambda: self._membership.exchanges.agreement(number),
-                    f"queue {queue}",
-                ),
+                operation,
                 f"{exchange_name(number)}, posted by {self._name} after step {step},",
                 measured=number != UNCOUNTED,
             )
@@ -115,14 +145,12 @@ class MpiTransport:
         logger.debug("%s posted %s after step %d, %d bytes", self._name, name, step, size)
 
     def collect(self, number: int, readers: int) -> tuple[StagingBuffers, np.ndarray]:
-        """Waits for an exchange, and forgets it when ``readers`` devices have collected it.
+        """Waits for the staging buffer and the summed header of an exchange.
 
-        Returns:
-            The staging buffer and the summed header. The buffer keeps the sums until its record
-            says that each reader has copied them.
+        The exchange is forgotten when ``readers`` devices have collected it. The buffer keeps the
+        sums until its record says that each of them has copied the sums.
         """
-        posted = self._table.find(number, readers)
-        if posted is None:
+        if (posted := self._table.find(number, readers)) is None:
             raise JdasoError(
                 f"{exchange_name(number)} is not in flight in {self._name}: the optimizer state is "
                 "from before a restart, or was stepped twice. Save and restore with "
@@ -134,7 +162,10 @@ class MpiTransport:
         with self._table.lock:
             first, last = self._table.collect(number, readers)
             if first and number != UNCOUNTED:
-                record = _record(number, posted, sent, (since, until))
+                began, never = posted.request.started_at, (0.0, 0.0)  # copies are timed later
+                transfer = (began, began + posted.request.seconds)
+                waited = (since, until)
+                record = ExchangeRecord(number, posted.step, sent, never, transfer, waited, never)
                 self.statistics.note(record, posted.staging.record)
             if last:
                 self._pool.release(posted.staging, readers, reuse=number != UNCOUNTED)
@@ -187,10 +218,3 @@ def _saved(posted: _Posted) -> PostedExchange:
     layout = posted.staging.layout
     leaves = layout.join(posted.staging.leaves)
     return PostedExchange(posted.step, posted.header, leaves, layout.int8)
-
-
-def _record(number: int, posted: _Posted, sent: int, wait: tuple[float, float]) -> ExchangeRecord:
-    """The record of an exchange, except for the times of its copies."""
-    transfer = (posted.request.started_at, posted.request.started_at + posted.request.seconds)
-    never = (0.0, 0.0)
-    return ExchangeRecord(number, posted.step, sent, never, transfer, wait, never)

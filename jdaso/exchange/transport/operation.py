@@ -1,7 +1,5 @@
 """Operations of the progress thread: generators that yield what they wait for."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -13,20 +11,10 @@ WINDOW = 8
 
 
 class WaitState(NamedTuple):
-    """What an operation waits for.
-
-    Attributes:
-        ranks: Ranks of the communicator whose messages are missing.
-        progressed: Whether the operation has progressed since its previous state.
-        requests: MPI requests. If there are any, the operation can continue only after one of them
-            has completed.
-        needs_repair: Whether the operation can continue only after the communicators are repaired.
-    """
-
-    ranks: frozenset[int]
-    progressed: bool = False
-    requests: tuple[MpiRequest, ...] = ()
-    needs_repair: bool = False
+    ranks: frozenset[int]  # of the communicator, whose messages are missing
+    progressed: bool = False  # since its previous state
+    requests: tuple[MpiRequest, ...] = ()  # if not empty, it waits for one of them to complete
+    needs_repair: bool = False  # it can continue only after the communicators are repaired
 
 
 class Repaired(Exception):

@@ -4,8 +4,6 @@ Each sums the given elements of each member's shard, and returns the bytes sent.
 ``halving``, a wire narrower than the sum rounds at every message.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

@@ -1,26 +1,15 @@
 """The other processes, as a progress thread sees them: late, exited, or dead."""
 
-from __future__ import annotations
-
 import time
 from typing import Protocol
 
 from jdaso.cluster.topology import Topology
 from jdaso.core.log import logger
 from jdaso.core.types import JdasoError
+from jdaso.exchange.transport.membership import Membership
 from jdaso.exchange.transport.request import Request
 
 _POLL_SECONDS = 0.5
-
-
-class Recovery(Protocol):
-    """Repairs communicators after the death of a process; see ``Membership``."""
-
-    def can_repair(self, error: BaseException) -> bool:
-        """Whether an error of MPI reports a death that the other processes can survive."""
-
-    def repair(self) -> Topology:
-        """Connects the remaining processes; called by the progress thread, collective."""
 
 
 class ExitProtocol(Protocol):
@@ -28,6 +17,7 @@ class ExitProtocol(Protocol):
 
     def exited(self) -> frozenset[int]:
         """The ranks that have exited and whose messages have all arrived."""
+        return frozenset()
 
     def announce_exit(self) -> None:
         """Announces that this process exits, and waits until it may."""
@@ -37,7 +27,7 @@ class Peers:
     """The processes of a topology that have not died. Without a recovery, a death is an error."""
 
     def __init__(
-        self, topology: Topology, exit_protocol: ExitProtocol, recovery: Recovery | None = None
+        self, topology: Topology, exit_protocol: ExitProtocol, recovery: Membership | None = None
     ):
         self.topology = topology
         self.recovery = recovery
@@ -92,7 +82,6 @@ class Peers:
             logger.warning(text, request.description, seconds, topology.states(missing))
 
     def repair(self) -> None:
-        """Continues with the remaining processes."""
         assert self.recovery is not None
         self.topology, self.exited = self.recovery.repair(), frozenset()
 

@@ -1,7 +1,5 @@
 """Messages between two members of a communicator, and the conversion of their contents."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from jdaso.core.mpi_types import Comm, MpiRequest

@@ -6,8 +6,6 @@ operation and sleeps in between. Each poll takes time from training, so it polls
 slow network.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,8 +15,9 @@ from jdaso.cluster.abort import at_exit
 from jdaso.cluster.topology import Topology
 from jdaso.core.types import JdasoError
 from jdaso.exchange.transport.deadlines import Deadlines
+from jdaso.exchange.transport.membership import Membership
 from jdaso.exchange.transport.operation import Operation, WaitState
-from jdaso.exchange.transport.peers import ExitProtocol, Peers, Recovery
+from jdaso.exchange.transport.peers import ExitProtocol, Peers
 from jdaso.exchange.transport.request import Request
 
 # After a longer pause between two polls, the process was stopped or the machine was suspended.
@@ -35,13 +34,39 @@ _POLLS_PER_PROGRESS = 4
 _POLL_SECONDS_AWAITED = 5e-5
 
 
+class Polling:
+    """Chooses the pause between two polls. It grows while no operation progresses."""
+
+    def __init__(self) -> None:
+        self._pause = _SHORTEST_SECONDS
+        self.reset()
+
+    def reset(self) -> None:
+        """Restarts both clocks after an idle time."""
+        self.polled_at = self._progressed_at = time.monotonic()
+
+    def start(self) -> float:
+        """Starts a poll, and returns the seconds since the previous one."""
+        before, self.polled_at = self.polled_at, time.monotonic()
+        return self.polled_at - before
+
+    def pause(self, states: Sequence[WaitState]) -> float:
+        """Seconds until the next poll of operations in these states."""
+        quiet = (self.polled_at - self._progressed_at) / _POLLS_PER_PROGRESS
+        if any(state.progressed for state in states):
+            self._pause, self._progressed_at = max(quiet, _SHORTEST_SECONDS), self.polled_at
+        else:
+            self._pause = max(quiet, self._pause)
+        serving = not all(state.requests for state in states)
+        self._pause = min(self._pause, _LONGEST_SERVING_SECONDS if serving else _LONGEST_SECONDS)
+        return self._pause
+
+
 class Progress:
     """One thread that advances all operations of one exchange.
 
     Args:
-        topology: All processes.
         timeout: Least seconds until an operation fails.
-        exit_protocol: Reports the exits of other processes, and announces that of this one.
         abort: ``(reason)``, ends the job if an operation cannot complete at exit, or if it fails
             and nobody awaits it.
         recovery: Repairs communicators after a death. None: operations fail.
@@ -53,7 +78,7 @@ class Progress:
         timeout: float,
         exit_protocol: ExitProtocol,
         abort: Callable[[str], None],
-        recovery: Recovery | None = None,
+        recovery: Membership | None = None,
     ):
         self._abort = abort
         self._peers = Peers(topology, exit_protocol, recovery)
@@ -82,11 +107,7 @@ class Progress:
         return request
 
     def wait(self, request: Request) -> Any:
-        """Waits for an operation, at most until its deadline; returns its result.
-
-        Raises:
-            JdasoError: If the operation failed or is late. The message names the missing ranks.
-        """
+        """The result of an operation; JdasoError with the missing ranks if it failed or is late."""
         with self._changed:
             self._waiters += 1
             request.awaited = True
@@ -108,8 +129,7 @@ class Progress:
             self._changed.notify()
         self._forget()
         self._thread.join()
-        errors = [str(request.error) for request in unfinished if request.error is not None]
-        if errors:
+        if errors := [str(request.error) for request in unfinished if request.error is not None]:
             self._abort(
                 f"{self._peers.own_name} failed: exit with an exchange in flight that cannot "
                 f"complete: {'; '.join(errors)}"
@@ -180,31 +200,3 @@ class Progress:
                     f"{self._peers.own_name} failed, and its program does not wait for the "
                     f"result: {request.error}"
                 )
-
-
-class Polling:
-    """Chooses the pause between two polls. It grows while no operation progresses."""
-
-    def __init__(self) -> None:
-        self._pause = _SHORTEST_SECONDS
-        self.reset()
-
-    def reset(self) -> None:
-        """Restarts both clocks after an idle time."""
-        self.polled_at = self._progressed_at = time.monotonic()
-
-    def start(self) -> float:
-        """Starts a poll, and returns the seconds since the previous one."""
-        before, self.polled_at = self.polled_at, time.monotonic()
-        return self.polled_at - before
-
-    def pause(self, states: Sequence[WaitState]) -> float:
-        """Seconds until the next poll of operations in these states."""
-        quiet = (self.polled_at - self._progressed_at) / _POLLS_PER_PROGRESS
-        if any(state.progressed for state in states):
-            self._pause, self._progressed_at = max(quiet, _SHORTEST_SECONDS), self.polled_at
-        else:
-            self._pause = max(quiet, self._pause)
-        serving = not all(state.requests for state in states)
-        self._pause = min(self._pause, _LONGEST_SERVING_SECONDS if serving else _LONGEST_SECONDS)
-        return self._pause

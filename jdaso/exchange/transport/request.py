@@ -1,7 +1,5 @@
 """A submitted operation with its deadline and its result."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -15,10 +13,8 @@ from jdaso.exchange.transport.operation import Operation, Repaired, WaitState
 class Request:
     """A submitted operation; ``done`` is set when it has returned or failed.
 
-    Args:
-        operation: The operation, advanced by the progress thread.
-        description: Subject of error messages, such as ``"exchange 3, posted by rank 0,"``.
-        measured: Whether its duration sets the deadlines of later operations.
+    The ``description`` is the subject of error messages, such as ``"exchange 3, posted by rank
+    0,"``. If ``measured``, the operation's duration sets the deadlines of later ones.
     """
 
     def __init__(
@@ -61,13 +57,11 @@ class Request:
             self.step(lambda: self._operation.throw(Repaired()))
 
     def postpone(self, seconds: float) -> None:
-        """Moves the start, the warning and the deadline to a later time."""
         self.started_at += seconds
         self.warn_at += seconds
         self.deadline += seconds
 
     def fail(self, error: BaseException) -> None:
-        """Ends the operation with an error."""
         self.error, self.failed_at = error, time.monotonic()
         self.done.set()
 

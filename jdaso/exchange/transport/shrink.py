@@ -10,8 +10,6 @@ References:
     High Performance Computing Applications 27, 2013.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections import Counter
@@ -52,15 +50,10 @@ class CompletionLog:
     ) -> Operation:
         """Repeats an operation after each repair until all processes have completed it.
 
-        Args:
-            make: Creates the operation for the processes that are alive.
-            comm: Returns their communicator.
-            queue: Operations of one queue agree over the same communicator.
-
-        Returns:
-            The result of the operation.
+        ``make`` creates the operation for the processes that are alive, ``comm`` returns their
+        communicator. Operations of one ``queue`` agree over the same communicator.
         """
-        entry, result = None, None
+        entry = result = None
         while entry not in self._complete:
             try:
                 result = yield from make()
@@ -83,12 +76,9 @@ class CompletionLog:
 
 
 class RepairWatchdog:
-    """Aborts the job if a repair takes too long.
+    """Aborts the job if a repair takes more than ``timeout`` seconds.
 
     Its thread starts here, because the interpreter starts none at exit, when a process may die.
-
-    Args:
-        timeout: Seconds that a repair may take.
     """
 
     def __init__(self, timeout: float):
@@ -148,11 +138,7 @@ def repair(
 ) -> None:
     """Connects the remaining processes, and logs which have died; collective over the remaining.
 
-    Args:
-        before: The processes before the death.
-        communicators: Those in use, which are revoked.
-        connect: Creates new communicators over the remaining processes; collective.
-        watchdog: Aborts the job if this takes too long.
+    It revokes ``communicators``, which are in use. ``connect`` creates new ones, collectively.
     """
     assert before.comm is not None
     own = before.describe(before.rank)
@@ -173,7 +159,7 @@ def _connect_remaining(
         comm = comm.Shrink()
         revoked, connected = [comm], False
         try:
-            topology = before.restricted_to(comm)
+            topology = before.restricted_to(comm.allgather(before.rank), comm)
             connect(topology)
             connected = True
         except Exception as error:  # another process has died

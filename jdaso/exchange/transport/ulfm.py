@@ -1,7 +1,5 @@
 """Requirements on MPI's fault tolerance, and workarounds for it."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import threading
