@@ -35,9 +35,9 @@ def agreement_numbers(plan: Plan, schedule: PyTree, shared: PyTree) -> jax.Array
 def fingerprint(tree: PyTree) -> jax.Array:
     """A number that differs, with high probability, if the bits of two trees differ.
 
-    It sums the 32-bit words of a leaf with odd weights, modulo 2^32, along each axis. It detects the
-    change of any single word, but for about one in 2^24, and most changes of several words. It does
-    not detect the change of the signs of an even number of words.
+    It sums the 32-bit words of a leaf with odd weights, modulo 2^32, along each axis. It detects
+    the change of any single word, but for about one in 2^24, and most changes of several words. It
+    does not detect the change of the signs of an even number of words.
 
     Returns:
         int32 scalar in [0, 2^24), 0 if the tree has no leaf.
