@@ -146,7 +146,7 @@ def _elastic_merge(alpha: float) -> Merge:
 
     def on_post(leaves: Leaves, center: Leaves) -> Leaves:
         return [
-            (x - alpha * (x.astype(c.dtype) - c)).astype(x.dtype)
+            (x.astype(c.dtype) - alpha * (x.astype(c.dtype) - c)).astype(x.dtype)
             for x, c in zip(leaves, center, strict=True)
         ]
 

@@ -86,7 +86,7 @@ def compress(
             value = x.astype(r.dtype) + r
             sent = value.astype(wire_dtype(x.dtype, wire)).astype(x.dtype)
         message.append(sent)
-        kept.append(jnp.where(sound, _finite_or_zero(value - sent), r))
+        kept.append(jnp.where(sound, _finite_or_zero(value - sent.astype(r.dtype)), r))
     return message, [kept]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -18,14 +19,24 @@ def is_float(leaf: Any) -> bool:
     """Whether a leaf is exchanged. Integers and booleans are not.
 
     Raises:
-        ValueError: for complex leaves, because no wire format is defined for them.
+        ValueError: for complex leaves, because no wire format is defined for them, and for floats
+            of less than 8 bits or without a sign.
     """
-    if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
+    dtype = jnp.result_type(leaf)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
         raise ValueError(
-            f"complex parameters are not supported, got a leaf of dtype {jnp.result_type(leaf)}: "
+            f"complex parameters are not supported, got a leaf of dtype {dtype}: "
             "store the real and the imaginary part as two leaves."
         )
-    return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return False
+    # Without NaN, nobody would notice that a node's parameters are not finite.
+    if jnp.finfo(dtype).bits < 8 or np.dtype(dtype).name == "float8_e8m0fnu":
+        raise ValueError(
+            f"a leaf of dtype {dtype} cannot be averaged, which requires a sign and NaN: store it "
+            "as float8_e5m2, float8_e4m3fn or a wider dtype."
+        )
+    return True
 
 
 def is_masked(node: PyTree) -> bool:

@@ -30,14 +30,22 @@ def test_a_sum_too_large_for_the_wire_survives_the_way_back(dtype):
     np.testing.assert_allclose(back, total, rtol=float(limits.eps))
 
 
-def test_leaves_of_eight_bits_are_averaged():
-    tx = jdaso.local_sgd(jdaso.axis_exchange("node", 4), period=1)
+@pytest.mark.parametrize("wire", [None, "int8"])
+def test_leaves_of_eight_bits_are_averaged(wire):
+    tx = jdaso.local_sgd(jdaso.axis_exchange("node", 4, wire=wire), period=1)
     params = jnp.array([[384.0], [256.0], [320.0], [320.0]]).astype(jnp.float8_e4m3fn)
     step = jax.vmap(lambda s, x: tx.update(jnp.zeros_like(x), s, x), axis_name="node")
     updates, state = step(jax.vmap(tx.init)(params), params)
     moved = params.astype(jnp.float32) + updates.astype(jnp.float32)
     assert moved.tolist() == [[320.0]] * 4
     assert state.left_out.tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("dtype", ["float4_e2m1fn", "float8_e8m0fnu"])
+def test_leaves_that_cannot_be_averaged_are_refused(dtype):
+    tx = jdaso.dasgd(jdaso.axis_exchange("node", 4), 2, 1)
+    with pytest.raises(ValueError, match=f"{dtype} cannot be averaged.*store it as float8_e5m2"):
+        tx.init({"w": jnp.ones(2, dtype)})
 
 
 def test_widening_bfloat16_by_shifting_bits_is_the_cast():

@@ -7,15 +7,18 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import daso, first_params, gradients, loss, make_step, saved_leaves
+import optax
+from common import SGD, first_params, gradients, loss, make_step, saved_leaves
 from jax.sharding import PartitionSpec as P
 
 import jdaso
+from jdaso.core.tree import is_float
 from jdaso.exchange.host import ffi_bridge, jit_interface
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--devices", type=int, default=1)
 parser.add_argument("--dtypes", nargs="+", default=["float32"])
+parser.add_argument("--x64", action="store_true", help="with numbers of 64 bits")
 parser.add_argument("--wire", default="float32")
 parser.add_argument("--blocking-wire", default="bfloat16")
 parser.add_argument("--fragments", type=int, default=1)
@@ -24,6 +27,7 @@ parser.add_argument(
     "--stand-in", help="library with the code for CUDA devices and a simulated driver"
 )
 arguments = parser.parse_args()
+jax.config.update("jax_enable_x64", arguments.x64)
 if arguments.devices > 1:
     jdaso.cluster.use_virtual_devices(arguments.devices)
 topology = jdaso.discover_topology(processes_per_node=1)
@@ -43,11 +47,18 @@ def bits(tree):
     return [np.asarray(x).tobytes() for x in saved_leaves(tree)]
 
 
+def integers_of(tree):
+    """Copies, because steps donate the arrays."""
+    return [np.array(x) for x in jax.tree.leaves(tree) if not is_float(x)]
+
+
 def run(native):
     """The state after every step."""
     exchange = jdaso.mpi_exchange(topology, native=native)
     wires = {"wire": arguments.wire, "blocking_wire": arguments.blocking_wire}
-    tx = daso(exchange, schedule, fragments=arguments.fragments, **wires)
+    averaging = jdaso.daso(exchange, schedule, fragments=arguments.fragments, **wires)
+    # Integers are not trained. Their gradients are added to them as they are.
+    tx = optax.chain(optax.masked(SGD, lambda tree: jax.tree.map(is_float, tree)), averaging)
     step = make_step(tx)
     if arguments.devices > 1:
         step = jax.shard_map(step, mesh=topology.mesh, in_specs=P(), out_specs=P(), check_vma=False)
@@ -57,13 +68,17 @@ def run(native):
     state = tx.init(params)
     first = (params, state, gradients(params, topology.node, 0), loss(topology.node, 0))
     # JAX dispatches programs with effects, such as callbacks, on a slower path.
-    assert bool(jax.make_jaxpr(step)(*first).effects) == (not native)
+    called = not native or "float64" in arguments.dtypes
+    assert bool(jax.make_jaxpr(step)(*first).effects) == called
+    integers = integers_of(params)
     history = []
     blocked = library.stand_in_blocking_bytes() if arguments.stand_in else 0
     for t in range(30):
         grads = gradients(params, topology.node, t)
-        if t == 20 and topology.node == 1:  # its momentum stays infinite, so it is left out
-            grads = jax.tree.map(lambda g: g * jnp.inf, grads)
+        if t == 20 and topology.node == 1:  # its momentum stays infinite, so it makes no more steps
+            grads = jax.tree.map(lambda g: g * jnp.inf if is_float(g) else g, grads)
+        if t < 20 or topology.node == 0:
+            integers = [x + g for x, g in zip(integers, integers_of(grads), strict=True)]
         params, state = jax.block_until_ready(step(params, state, grads, loss(topology.node, t)))
         history.append(bits((params, jdaso.core.averaging_state(state))))
         if t % 5 < 3:  # after a step whose copies may be under way
@@ -75,6 +90,7 @@ def run(native):
         if t % 5 == 4:  # not after every step, because it waits for copies
             posted = {number: (p.step, p.leaves) for number, p in exchange.posted().items()}
             history[-1] += [b"in flight", *bits(posted)]
+    assert bits(integers_of(params)) == bits(integers), "integers are not exchanged"
     assert exchange.report()["exchanges"] > 10
     assert (int(jdaso.core.averaging_state(state).skipped) > 0) == (topology.node == 1)
     return history
@@ -82,8 +98,9 @@ def run(native):
 
 def run_with_callbacks():
     """The states with host callbacks, computed once for all libraries."""
-    options = f"{arguments.devices} {arguments.dtypes} {arguments.wire} {arguments.blocking_wire}"
-    name = f"{options} {arguments.fragments} {topology.node}"
+    wires = f"{arguments.wire} {arguments.blocking_wire}"
+    numbers = f"{'-'.join(arguments.dtypes)} {arguments.x64} {wires}"
+    name = f"{arguments.devices} {numbers} {arguments.fragments} {topology.node}"
     kept = Path(arguments.callbacks, name)
     if not kept.exists():
         kept.write_bytes(pickle.dumps(run(False)))
