@@ -28,8 +28,8 @@ def pytest_configure(config):
     """Keeps compiled programs, and compiles them without optimizations, in a fraction of the time.
 
     Programs of this process are kept between runs. Programs of children are kept for this run
-    only, because a child that is killed may leave half a file behind. ``make test-all`` compiles
-    with optimizations.
+    only, because a child that is killed may leave half a file behind. JDASO_TEST_CACHE names a
+    folder to keep those as well. ``make test-all`` compiles with optimizations.
     """
     logging.getLogger("jdaso").propagate = True  # to pytest's caplog
     if "JDASO_TEST_OPTIMIZED" not in os.environ:
@@ -41,7 +41,11 @@ def pytest_configure(config):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     if not hasattr(config, "workerinput"):  # workers of xdist inherit the variables
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jdaso-tests-")
+        kept = os.environ.get("JDASO_TEST_CACHE")
+        if kept:
+            Path(kept).mkdir(parents=True, exist_ok=True)
+        folder = kept or tempfile.mkdtemp(prefix="jdaso-tests-")
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
@@ -53,7 +57,7 @@ def _xla_accepts(flag):
 
 
 def pytest_unconfigure(config):
-    if not hasattr(config, "workerinput"):
+    if not hasattr(config, "workerinput") and not os.environ.get("JDASO_TEST_CACHE"):
         shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
