@@ -1,5 +1,7 @@
 """A process that dies is named by all others; one that is silent or slow is called what it is."""
 
+import signal
+
 import pytest
 from launch import mpiexec, passes
 
@@ -28,7 +30,8 @@ def test_death_that_the_launcher_notices_ends_all_as_well():
 
 def test_uncaught_exception_is_told_by_all():
     ended = mpiexec(PROCESSES, "death.py", "exception", timeout=60)
-    assert ended.returncode == 1, ended.output
+    # On a busy machine, MPICH's launcher may report the signal with which it ended the others.
+    assert ended.returncode in (1, signal.SIGKILL), ended.output
     said = [line for line in ended.output.splitlines() if ENDING in line]
     assert len(said) == PROCESSES, ended.output
     assert all("rank 1 (" in line and "ZeroDivisionError: what went wrong" in line for line in said)
