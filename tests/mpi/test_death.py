@@ -9,6 +9,8 @@ import jdaso
 
 PROCESSES = 3
 ENDING = "jdaso: ending all processes: "
+# On a busy machine, MPICH's launcher may report the signal with which it ended the other processes.
+KILLED = signal.SIGKILL
 
 
 @pytest.mark.parametrize(
@@ -30,8 +32,7 @@ def test_death_that_the_launcher_notices_ends_all_as_well():
 
 def test_uncaught_exception_is_told_by_all():
     ended = mpiexec(PROCESSES, "death.py", "exception", timeout=60)
-    # On a busy machine, MPICH's launcher may report the signal with which it ended the others.
-    assert ended.returncode in (1, signal.SIGKILL), ended.output
+    assert ended.returncode in (1, KILLED), ended.output
     said = [line for line in ended.output.splitlines() if ENDING in line]
     assert len(said) == PROCESSES, ended.output
     assert all("rank 1 (" in line and "ZeroDivisionError: what went wrong" in line for line in said)
@@ -39,7 +40,7 @@ def test_uncaught_exception_is_told_by_all():
 
 def test_stopped_process_is_called_silent_and_given_up():
     ended = mpiexec(PROCESSES, "death.py", "stopped", timeout=60)
-    assert ended.returncode == jdaso.cluster.EXIT_NODE_LOST, ended.output
+    assert ended.returncode in (jdaso.cluster.EXIT_NODE_LOST, KILLED), ended.output
     assert "is late, for 3 s now: it waits for rank 1 (" in ended.output
     assert "silent: stopped, or its host or link is down" in ended.output
     assert "did not complete within 6 s: nothing came from rank 1 (" in ended.output
