@@ -32,6 +32,7 @@ def test_the_heuristic_gives_the_papers_switches(drops, total, first, table):
 def test_adjacent_windows_are_merged_and_the_end_is_no_switch():
     assert switches_around([28, 35, 98], 100) == [40, 93]
     assert switches_around([], 100, first=1.0) == []
+    assert switches_around([10], 100) == [25]  # the window is inside the first quarter
     assert switches_around([50, 75], 100, window=0) == [25]
     share = np.mean([phases(switches_around([50, 75], 100), 4)(step).whole for step in range(100)])
     assert share == pytest.approx(0.25 + 0.1 + 0.1)

@@ -139,9 +139,14 @@ def test_sums_of_other_leaves_are_an_error(bridge, shapes, message):
 
 
 def test_buffers_of_other_leaves_are_an_error(bridge, transport):
-    transport.reserve = lambda number, layout: StagingBuffers([*layout.specs] * 2)
+    def reserve(number, layout):
+        staging = StagingBuffers([*layout.specs] * 2)
+        return transport.pending.add(number, staging, staging.layout)
+
+    transport.reserve = reserve
     with pytest.raises(jax.errors.JaxRuntimeError, match="exchange 0 has 2 leaves, the program"):
         post(bridge, jnp.ones(3))
+    assert 0 not in transport.pending  # nobody waits until it is posted
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, ValueError])
