@@ -178,6 +178,21 @@ def test_a_worker_with_nonfinite_parameters_starts_again_from_the_centre(make, t
     assert state.left_out.tolist() == [0, 1, 0]
 
 
+@pytest.mark.parametrize(
+    ("make", "turn"), [(jdaso.center.async_easgd, 2), (jdaso.center.downpour, 1)]
+)
+def test_a_worker_that_was_left_out_adopts_the_reply(make, turn):
+    """Its gradient is not finite at the turn at which it sends, and 0 at the next one."""
+    start, noise, gradient = random_run()
+    tx = optax.chain(optax.sgd(LR), make(jdaso.center.simulated_center(1), 2, delay=1))
+    sent = start
+    for before in range(turn):
+        sent = sent - LR * gradient(before, sent)
+    noise[turn], noise[turn + 1] = np.nan, CURVATURE * sent
+    _, cluster = run(tx, start, noise[: turn + 2], round_robin(1, turn + 2), workers=1)
+    np.testing.assert_allclose(joined(cluster.params)[0], start, atol=1e-6)
+
+
 def test_drain_applies_the_force_in_flight():
     """The worker moves back by as much as the centre moved."""
     start, noise, _ = random_run()

@@ -232,6 +232,18 @@ def test_a_message_arrives_after_any_bytes_in_any_pieces(pieces, numbers):
     assert receiver.closed
 
 
+def test_a_line_that_is_too_long_is_no_message():
+    ours, theirs = socket.socketpair()
+    receiver, messages = JsonSocket(ours, 1), []
+    line = json.dumps(["beat", "x" * 2 * MAX_MESSAGE_BYTES]).encode() + b"\n"
+    with ours, theirs:
+        for piece in [line[: len(line) // 2], line[len(line) // 2 :], b'["bye"]\n']:
+            theirs.sendall(piece)
+            for _ in range(3):  # a call reads at most MAX_MESSAGE_BYTES
+                messages += receiver.read()
+    assert messages == [["bye"]]
+
+
 def test_sending_does_not_block_if_the_peer_does_not_read():
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -55,15 +55,15 @@ def bridge(transport):
     bridge.close()
 
 
-def post(bridge, *leaves, number=0, parts=None):
-    specs = [LeafSpec(leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves]
+def post(bridge, *leaves, number=0, parts=None, wire=None, header=HEADER):
+    specs = [LeafSpec(leaf.shape, np.dtype(wire or leaf.dtype)) for leaf in leaves]
 
     @jax.jit
     def program(leaves):
         token = jnp.int32(0)
         for part in parts or [slice(0, len(leaves))]:
             sent = leaves[part]
-            token = bridge.post(unsharded(specs), 0, sent, token, number, 0, HEADER, part)
+            token = bridge.post(unsharded(specs), 0, sent, token, number, 0, header, part)
         return token
 
     return jax.block_until_ready(program(list(leaves)))
@@ -89,6 +89,36 @@ def test_what_is_posted_is_collected(bridge):
     first, second = collect(bridge, (3,), (2, 2))
     assert first.tolist() == [0, 1, 2]
     assert second.tolist() == [[1, 1], [1, 1]]
+
+
+def test_float32_is_rounded_to_bfloat16_as_a_cast_does(bridge):
+    ties = np.arange(1, 100, dtype=np.uint32) * 0x8000 + 0x3F800000
+    special = np.array([0, 0x80000000, 1, 0x7F7FFFFF, 0x7F800000, 0xFF800000], np.uint32)
+    nan = np.array([0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001], np.uint32)
+    any_bits = np.random.default_rng(0).integers(0, 2**32, 4096, np.uint32)
+    x = np.concatenate([ties, special, nan, any_bits]).view(np.float32)
+    post(bridge, jnp.asarray(x), wire=jnp.bfloat16)
+    (copied,) = collect(bridge, x.shape)
+    with np.errstate(invalid="ignore"):
+        expected = x.astype(jnp.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(copied, expected)
+
+
+@pytest.mark.parametrize("wire", [jnp.float32, jnp.bfloat16])
+def test_a_device_that_does_not_contribute_sends_zeros(bridge, wire):
+    post(bridge, jnp.array([1.0, jnp.nan]), wire=wire, header=HEADER.at[0].set(0))
+    assert collect(bridge, (2,))[0].tolist() == [0, 0]
+
+
+def test_each_device_that_has_read_the_sums_is_counted_once(bridge, transport):
+    post(bridge, jnp.ones(1), jnp.ones(2))
+    for reads in (1, 2):
+        collect(bridge, (1,), (2,), parts=[slice(0, 1), slice(1, 2)])
+        assert transport.posted[0].record["reads"] == reads
+    record = transport.posted[0].record
+    times = [*record["copy_to_host"], *record["copy_to_device"]]
+    assert times == sorted(times)
+    assert times[0] > 0
 
 
 def test_parts_are_posted_and_collected_one_after_the_other(bridge, transport):
