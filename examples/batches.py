@@ -47,7 +47,10 @@ def train_indices(
 
 
 def test_indices(num_images: int, part: int, num_parts: int, batch_size: int) -> np.ndarray:
-    """One process's part of all images, of shape (steps, batch_size). -1 fills the last batch."""
+    """The positions of the images that one process tests, an array of shape (steps, batch_size).
+
+    The last batch is filled up with -1, which stands for no image.
+    """
     steps = -(-num_images // (num_parts * batch_size))
     order = np.full(steps * num_parts * batch_size, -1)
     order[:num_images] = np.arange(num_images)

@@ -252,8 +252,8 @@ def _check_together(config: Config) -> None:
         raise SystemExit(f"--warmup-epochs must be less than --epochs {epochs}, got {warmup}.")
     if warmup + cooldown > epochs:
         raise SystemExit(
-            f"--warmup-epochs and --cooldown-epochs must not exceed --epochs {epochs}, got "
-            f"{warmup} and {cooldown}."
+            f"--warmup-epochs plus --cooldown-epochs must not exceed --epochs {epochs}, got "
+            f"{warmup} + {cooldown}."
         )
     if config.delay is not None and config.delay > config.period:
         raise SystemExit(f"--delay must not exceed --period {config.period}, got {config.delay}.")
@@ -261,14 +261,16 @@ def _check_together(config: Config) -> None:
     if config.decay == "step" and not steps:
         raise SystemExit("--decay step needs --decay-epochs, such as 30 60 80.")
     if steps != sorted({epoch for epoch in steps if warmup <= epoch < epochs}):
-        raise SystemExit(f"--decay-epochs must rise within [{warmup}, {epochs}), got {steps}.")
+        raise SystemExit(f"--decay-epochs must increase within [{warmup}, {epochs}), got {steps}.")
     if config.moments == "reset" and (config.fragments or 1) > 1:
         raise SystemExit(
             f"--moments reset needs --fragments 1, got {config.fragments}: each merge "
             "would reset all moments."
         )
     if config.on_failure == "shrink" and config.sync in SHARED:
-        raise SystemExit(f"--on-failure shrink has no effect with --sync {config.sync}.")
+        raise SystemExit(
+            f"--on-failure shrink has no effect with --sync {config.sync}; leave it out."
+        )
     if config.nesterov and config.sync == "eamsgd":
         raise SystemExit(
             "--nesterov has no effect with --sync eamsgd, which uses Nesterov's momentum."
@@ -276,7 +278,8 @@ def _check_together(config: Config) -> None:
     if config.nesterov and config.sync in SHARED:
         raise SystemExit(f"--nesterov has no effect with --sync {config.sync}; leave it out.")
     if list(config.switches) != sorted({epoch for epoch in config.switches if epoch < epochs}):
-        raise SystemExit(f"--switches must rise within [1, {epochs}), got {list(config.switches)}.")
+        switches = list(config.switches)
+        raise SystemExit(f"--switches must increase within [1, {epochs}), got {switches}.")
     if config.nesterov and config.momentum == 0:
         raise SystemExit("--nesterov needs a --momentum above 0, got 0.")
 

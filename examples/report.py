@@ -128,7 +128,7 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
 
 
 class Axis(NamedTuple):
-    """A horizontal axis: its label, and the size of its unit."""
+    """A horizontal axis: its label, and its unit in steps or seconds, such as 60 for minutes."""
 
     label: str
     unit: float

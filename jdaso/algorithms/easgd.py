@@ -96,7 +96,7 @@ def easgd_center(opt_state: PyTree) -> PyTree:
     """
     state = averaging_state(opt_state).fragments[0].merge
     if not isinstance(state, ElasticState):
-        raise ValueError("opt_state has no centre: it is not the state of easgd or eamsgd.")
+        raise ValueError("opt_state has no centre: pass the state of jdaso.easgd or jdaso.eamsgd.")
     return state.center
 
 
@@ -117,7 +117,10 @@ def elastic_averaging(
     source = "alpha"
     if alpha is None:
         if period is None:
-            raise ValueError(f"{name} requires alpha if a schedule replaces the period.")
+            raise ValueError(
+                f"{name} requires alpha if a schedule replaces the period, because its default is "
+                "beta / (P period); got None."
+            )
         alpha, source = beta / (nodes * period), "beta / (P period)"
     check_positive("alpha", alpha)
     limit = 2 / (nodes + 1)

@@ -192,7 +192,7 @@ class Checkpoints:
         return folder.part_path(self._folder.path, number, step, here.node, here.num_nodes)
 
     def _update_topology(self) -> None:
-        """Takes over the processes that are left, where a job continues after a death."""
+        """Uses the topology of the remaining processes after a death that the job survived."""
         for exchange in self._exchanges:
             self._topology = exchange.topology() or self._topology
 

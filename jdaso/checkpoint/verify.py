@@ -19,8 +19,8 @@ from jdaso.checkpoint.in_flight import Key, describe_posted
 from jdaso.checkpoint.node_part import NodePart, checkpointer, is_finite, raw_bytes, read_part
 from jdaso.core.types import JdasoError
 
-# Fields of an averaging state that may differ between nodes. All nodes share some fields of a
-# merge's state. The rest of it may be anything, as a user's own merge has it.
+# Fields of an averaging state that may differ between nodes. Of the state of a merge, only the
+# fields center, anchor and outer must be equal. Merges that users write may have any others.
 _LOCAL = re.compile(
     r"(skipped|left_out|losses|fragments\.\d+\.(sound|exchange|feedback\.residual"
     r"|merge(?!\.(center|anchor|outer)(\.|$))))(\.|$)"

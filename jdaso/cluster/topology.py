@@ -112,7 +112,7 @@ class Topology:
     def duplicate_comm(self) -> Comm:
         """A new communicator over all processes, with messages of its own; collective."""
         if self.comm is None:
-            raise JdasoError("this needs MPI: start the program with mpiexec or srun.")
+            raise JdasoError("this requires MPI: install mpi4py, and start with mpiexec or srun.")
         return _created(self.comm.Dup)
 
     def group_communicators(self, count: int | None = None) -> list[Comm | None]:

@@ -88,7 +88,8 @@ def recommend(step_time: float, exchange_time: float) -> Recommendation:
     steps = exchange_time / step_time
     if not math.isfinite(steps):
         raise ValueError(
-            f"exchange_time={exchange_time} s is too many steps of step_time={step_time} s."
+            f"exchange_time must be a finite number of steps, got {exchange_time} s and step_time="
+            f"{step_time} s. Give both in seconds."
         )
     delay = int(exchange_time // step_time) + 1
     return Recommendation(period=delay + 1, delay=delay)

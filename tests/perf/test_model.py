@@ -326,7 +326,7 @@ def test_all_reduce_of_several(pattern, nodes, latencies, share):
         (lambda: predicted("allreduce_gradients", period=4), "blocks .* period=4"),
         (lambda: predicted(nodes=12, pattern="halving"), "power of two for nodes, got 12"),
         (lambda: predicted(wire="int8", pattern="ring"), "direct with wire int8, got 'ring'"),
-        (lambda: perf.recommend(1e-300, 1e300), "too many steps of step_time=1e-300 s"),
+        (lambda: perf.recommend(1e-300, 1e300), "number of steps, got .* step_time=1e-300 s"),
     ],
 )
 def test_wrong_numbers_name_the_argument(function, message):

@@ -44,7 +44,7 @@ def serve(comm: Comm, server: CenterServer, liveness: Liveness) -> Operation:
             try:
                 frame = frames.unpack(message)
             except ValueError as error:  # the request to refuse is unknown
-                logger.warning("center: rank %d sent %s", worker, error)
+                logger.warning("center: what rank %d sent is ignored: %s", worker, error)
                 continue
             if frame.kind == frames.END:
                 liveness.set_ended(worker, failed=not frame.contributes)

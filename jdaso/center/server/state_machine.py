@@ -153,5 +153,7 @@ def _checked(new: CenterState, old: CenterState) -> CenterState:
             f"{outline(new)}, expected {outline(old)}."
         )
     if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new)) or new.clock < 0:
-        raise ValueError("the written state must be finite, and its clock at least 0.")
+        raise ValueError(
+            f"the written state must be finite, and its clock at least 0, got clock {new.clock}."
+        )
     return new

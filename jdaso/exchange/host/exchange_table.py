@@ -86,7 +86,8 @@ class ReservedExchanges:
             if not self._changed.wait_for(lambda: not others(), _SECONDS):
                 raise JdasoError(
                     f"exchange {min(others())} was reserved but not posted within {_SECONDS:g} s: "
-                    "copying the parameters to the host has failed or hangs."
+                    "copying the parameters to the host has failed or hangs. Look for an earlier "
+                    "error of this process."
                 )
 
 

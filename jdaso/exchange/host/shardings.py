@@ -159,7 +159,7 @@ class Shardings:
         self.mesh, self._has_mesh = mesh, True
 
     def _spec_of(self, leaf: Any) -> PartitionSpec:
-        """The spec of an array that exists; unsharded while tracing."""
+        """How an array is sharded on the mesh. Tracers and arrays elsewhere count as unsharded."""
         sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and sharding.mesh == self.mesh:
             return sharding.spec

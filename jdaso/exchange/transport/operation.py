@@ -1,4 +1,8 @@
-"""Operations of the progress thread: generators that yield what they wait for."""
+"""Operations: communication in several steps, as generators that the progress thread advances.
+
+An operation posts MPI requests. Whenever it must wait for them, it yields a :class:`WaitState`
+instead, and the thread resumes it later. Its result is what the generator returns.
+"""
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from itertools import islice
@@ -21,7 +25,6 @@ class Repaired(Exception):
     """Thrown into running operations after the communicators have been repaired."""
 
 
-# Yields a state whenever it cannot continue, and returns its result.
 Operation = Generator[WaitState, None, Any]
 
 
@@ -47,8 +50,8 @@ def in_world_ranks(operation: Operation, ranks: Sequence[int]) -> Operation:
 def interleave(operations: Iterable[Operation]) -> Operation:
     """Runs operations interleaved, and returns the sum of their results.
 
-    An operation starts when all but the last WINDOW operations before it have completed. A limit
-    on the number of active operations would let the others run far ahead of a late one.
+    Operation i starts when the operations up to i - WINDOW have completed, so none runs further
+    ahead of a late one than that. A limit on the number of active operations would allow it.
     """
     rest = enumerate(operations)
     active: dict[int, Operation] = {}

@@ -146,5 +146,5 @@ def test_a_worker_that_dies_before_it_may_exit_is_not_waited_for_long(server):
 def test_a_malformed_message_is_logged_and_ignored(server, caplog, frame):
     server.comm.to_receive.append((1, frame))
     assert not server.finished()
-    assert f"center: rank 1 sent a message of {len(frame)} bytes" in caplog.text
+    assert f"center: what rank 1 sent is ignored: a message of {len(frame)} bytes" in caplog.text
     assert server.sends(1, END) == [(1, REPLY, None)]
