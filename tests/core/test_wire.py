@@ -82,6 +82,7 @@ def test_complex_parameters_are_refused():
         ({"on_failure": "shrink", "pattern": "halving"}, "on_failure='shrink' reduces"),
         ({"senders": "two"}, "senders must be one of one, all, got 'two'"),
         ({"pattern": "ring", "wire": "int8"}, "the wire int8 requires pattern='direct'"),
+        ({"same_bits": False, "wire": "int8"}, "same_bits=False allows nodes to differ"),
     ],
 )
 def test_mpi_exchange_refuses_bad_options(option, message):

@@ -13,7 +13,7 @@ from jdaso.exchange.host import ffi_bridge
 from jdaso.exchange.host.buffers import StagingBuffers
 from jdaso.exchange.host.exchange_table import ExchangeTable
 from jdaso.exchange.host.ffi_bridge import FfiBridge
-from jdaso.exchange.host.layout import LeafSpec, unsharded
+from jdaso.exchange.host.layout import Layout, LeafSpec, Placement, unsharded
 
 pytestmark = pytest.mark.skipif(
     ffi_bridge.unavailable_reason() is not None, reason="no compiled code"
@@ -131,8 +131,33 @@ def test_parts_are_posted_and_collected_one_after_the_other(bridge, transport):
         assert [x.tolist() for x in sums] == [x.tolist() for x in leaves]
 
 
+def test_devices_copy_their_parts_in_any_order(bridge, transport):
+    """Leaves of 1 and 2 numbers for each of two devices, which copy each leaf as a part."""
+    specs = [LeafSpec((n,), np.dtype("float32")) for n in (1, 1, 2, 2)]
+    placements = [[Placement(i + device, 0, 1) for i in (0, 2)] for device in (0, 1)]
+    layout = Layout(tuple(specs), tuple(map(tuple, placements)), unsharded(specs).bounds)
+    staging = transport.posted[0] = StagingBuffers(specs)
+    staging.layout = layout
+    for total, value in zip(staging.sums, (1, 2, 3, 4), strict=True):
+        total[...] = value
+
+    @jax.jit
+    def program(token):
+        found = []
+        for leaf, size in enumerate((1, 2)):
+            for device in (0, 1):
+                part, like = slice(leaf, leaf + 1), [jax.ShapeDtypeStruct((size,), jnp.float32)]
+                sums, _, token = bridge.collect(2, device, like, token, 0, part, leaf == 1)
+                found += sums
+        return found
+
+    found = jax.block_until_ready(program(jnp.int32(0)))
+    assert [x.tolist() for x in found] == [[1], [2], [3, 3], [4, 4]]
+
+
 def test_closing_ends_an_exchange_between_two_parts(bridge):
     post(bridge, jnp.ones(1), jnp.ones(2))
+    collect(bridge, (1,), (2,), parts=[slice(0, 1)])
     bridge.close()
     with pytest.raises(jax.errors.JaxRuntimeError, match="the exchange is closed"):
         collect(bridge, (1,), (2,), parts=[slice(1, 2)])

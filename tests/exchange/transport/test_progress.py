@@ -1,6 +1,7 @@
 """The progress thread: deadlines, suspended processes, and errors that nobody awaits."""
 
 import queue
+import threading
 import time
 
 import pytest
@@ -43,6 +44,25 @@ def progress(aborts):
     made = Progress(Topology(), TIMEOUT, ExitBarrier(), aborts.put)
     yield made
     made.close()
+
+
+def test_only_the_exit_of_a_process_that_is_missing_fails_an_operation(progress, monkeypatch):
+    exited, polled = {2}, threading.Event()
+
+    def exited_ranks(barrier):
+        polled.set()
+        return frozenset(exited)
+
+    monkeypatch.setattr(ExitBarrier, "exited", exited_ranks)
+    looks = iter([False] * 5 + [True])
+    submitted = progress.submit(
+        waiting_until(lambda: polled.is_set() and next(looks)), "an exchange"
+    )
+    assert progress.wait(submitted) == "done"
+    exited.add(1)
+    progress._peers._poll_after = 0.0
+    with pytest.raises(JdasoError, match="an exchange cannot complete: rank 1 exited without"):
+        progress.wait(progress.submit(waiting_until(lambda: False), "an exchange"))
 
 
 def waiting_until(condition):
