@@ -18,20 +18,10 @@ import grain
 import numpy as np
 from absl import flags
 from data import Batch, Split
+from image_folders import epoch_batches, steps_per_epoch
 
 MAX_THREADS = 16
 WORKER_THREADS = 2  # per worker process, so that one reads while the other decodes
-
-
-def steps_per_epoch(num_images: int, num_parts: int, batch_size: int) -> int:
-    """The number of training steps of an epoch, the same in every process."""
-    steps = num_images // (num_parts * batch_size)
-    if steps == 0:
-        raise ValueError(
-            f"batch_size: {num_parts} processes take {batch_size} images each at every step, but "
-            f"there are {num_images} images in all; choose a smaller batch."
-        )
-    return steps
 
 
 def train_indices(
@@ -41,9 +31,7 @@ def train_indices(
 
     Images that do not fill a batch on every process are left out. They differ in every epoch.
     """
-    steps = steps_per_epoch(num_images, num_parts, batch_size)
-    order = np.random.default_rng((seed, epoch)).permutation(num_images)
-    return order[: steps * num_parts * batch_size].reshape(steps, num_parts, batch_size)[:, part]
+    return epoch_batches(num_images, num_parts, batch_size, seed, epoch)[:, part]
 
 
 def test_indices(num_images: int, part: int, num_parts: int, batch_size: int) -> np.ndarray:

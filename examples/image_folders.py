@@ -114,12 +114,26 @@ def batches(num_images: int, nodes: int, batch_size: int, epochs: int, seed: int
     >>> batches(num_images=100, nodes=4, batch_size=8, epochs=2).shape
     (6, 4, 8)
     """
+    return np.concatenate(
+        [epoch_batches(num_images, nodes, batch_size, seed, epoch) for epoch in range(epochs)]
+    )
+
+
+def epoch_batches(
+    num_images: int, nodes: int, batch_size: int, seed: int, epoch: int
+) -> np.ndarray:
+    """The steps of one epoch of :func:`batches`."""
+    steps = steps_per_epoch(num_images, nodes, batch_size)
+    order = np.random.default_rng((seed, epoch)).permutation(num_images)
+    return order[: steps * nodes * batch_size].reshape(steps, nodes, batch_size)
+
+
+def steps_per_epoch(num_images: int, nodes: int, batch_size: int) -> int:
+    """The number of steps of an epoch, the same on every node."""
     steps = num_images // (nodes * batch_size)
     if steps == 0:
         raise ValueError(
-            f"batch_size: {nodes} nodes take {batch_size} images each at every step, but there are "
-            f"{num_images} images in all; choose fewer nodes or a smaller batch."
+            f"batch_size must be at most {num_images // nodes}, because {nodes} nodes or processes "
+            f"share {num_images} images, got {batch_size}; choose a smaller batch."
         )
-    orders = [np.random.default_rng((seed, e)).permutation(num_images) for e in range(epochs)]
-    taken = [order[: steps * nodes * batch_size] for order in orders]
-    return np.stack(taken).reshape(epochs * steps, nodes, batch_size)
+    return steps

@@ -13,6 +13,7 @@ import numpy as np
 import optimizers
 from config import SHARED, Config
 from flax import nnx
+from image_folders import steps_per_epoch
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from shared_model import SharedModel
@@ -66,7 +67,7 @@ def set_up(config: Config, topology: jdaso.Topology, task: Task) -> tuple[Setup,
     world = jdaso.mpi_exchange(topology, on_failure=config.on_failure)
     num_processes, num_devices = len(topology.processes), topology.mesh.size
     batch_size = config.batch_size * num_devices
-    epoch_steps = batches.steps_per_epoch(task.dataset.train.size, num_processes, batch_size)
+    epoch_steps = steps_per_epoch(task.dataset.train.size, num_processes, batch_size)
     optimizer = optimizers.create(config, world, epoch_steps)
     train_step, count = make_steps(task, optimizer, topology)
     shared, steps_together, settled = None, num_devices * num_processes, _as_it_is

@@ -112,7 +112,7 @@ def nesterov(name: str, inner: Averaging, learning_rate: Any, momentum: Any) -> 
         result = apply_step(engine, local, grads, nested, x, **extra_args)
         velocity, delta, rate = result.optimizer
         new = EamsgdState(velocity, delta, rate, result.averaging)
-        return result._replace(params=_ahead(result.params, new)), new
+        return result._replace(params=_map_floats(jnp.add, result.params, _lead(new))), new
 
     def apply(grads, state, params, **extra_args):
         result, new = step(grads, state, params, **extra_args)
@@ -120,10 +120,7 @@ def nesterov(name: str, inner: Averaging, learning_rate: Any, momentum: Any) -> 
 
     def update(grads, state, params=None, **extra_args):
         result, new = step(grads, state, params, updates_needed=True, **extra_args)
-        still = jax.tree.map(jnp.zeros_like, params)
-        own = _map_floats(
-            lambda u, w, v: u + (w - v), result.updates, _ahead(still, new), _ahead(still, state)
-        )
+        own = _map_floats(lambda u, w, v: u + (w - v), result.updates, _lead(new), _lead(state))
         return updates_of(engine, result._replace(updates=own), params), new
 
     def finish(params, state):
@@ -156,14 +153,12 @@ def eamsgd_eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
     >>> float(params + updates), float(jdaso.eamsgd_eval_params(state, params + updates))
     (2.5, 3.0)
     """
-    state = find_state(EamsgdState, opt_state)
-    delta = state.momentum
-    return _map_floats(lambda y, v: y - delta.astype(v.dtype) * v, params, state.velocity)
+    return _map_floats(jnp.subtract, params, _lead(find_state(EamsgdState, opt_state)))
 
 
-def _ahead(x: PyTree, state: EamsgdState) -> PyTree:
-    """The look-ahead point ``y = x + delta v``."""
-    return _map_floats(lambda x, v: x + state.momentum.astype(v.dtype) * v, x, state.velocity)
+def _lead(state: EamsgdState) -> PyTree:
+    """``y - x = delta v``."""
+    return _map_floats(lambda v: state.momentum.astype(v.dtype) * v, state.velocity)
 
 
 def _map_floats(function: Callable[..., jax.Array], tree: PyTree, *rest: PyTree) -> PyTree:

@@ -58,15 +58,13 @@ def describe_posted(posted: InFlight) -> dict[str, str]:
     >>> describe_posted({(0, 7): PostedExchange(3, np.zeros(HEADER_SIZE, "f4"), [np.ones(2)])})
     {'0.7': 'step 3, [0, 0, 0, 0, 0], 1 leaf (20e9ac1a)'}
     """
-    return {f"{key[0]}.{key[1]}": _describe(exchange) for key, exchange in posted.items()}
-
-
-def _describe(posted: PostedExchange) -> str:
-    agreed = [int(x) for x in posted.header[-len(AGREEMENT_NAMES) :]]
-    shapes = "; ".join(f"{leaf.dtype.name}{leaf.shape}" for leaf in posted.leaves)
-    leaves = "1 leaf" if len(posted.leaves) == 1 else f"{len(posted.leaves)} leaves"
-    wire = " in int8" if posted.int8 else ""
-    return f"step {posted.step}, {agreed}, {leaves}{wire} ({zlib.crc32(shapes.encode()):08x})"
+    texts = {}
+    for (position, number), (step, header, leaves, int8) in posted.items():
+        agreed = [int(x) for x in header[-len(AGREEMENT_NAMES) :]]
+        checksum = zlib.crc32("; ".join(f"{x.dtype.name}{x.shape}" for x in leaves).encode())
+        what = ("1 leaf" if len(leaves) == 1 else f"{len(leaves)} leaves") + " in int8" * int8
+        texts[f"{position}.{number}"] = f"step {step}, {agreed}, {what} ({checksum:08x})"
+    return texts
 
 
 def remove_exchange_states(tree: PyTree) -> PyTree:

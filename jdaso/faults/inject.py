@@ -110,16 +110,15 @@ def _with_faults(
         posted_step, wrong_shape = io_callback(
             callbacks.before_post, (scalar, scalar), step, number
         )
+
+        def send(xs: Leaves):
+            return exchange.start(state, number, posted_step, xs, header, wire)
+
         if Kind.WRONG_SHAPE in pending.kinds():
-            state, following = lax.cond(
-                wrong_shape > 0,
-                lambda xs: exchange.start(state, number, posted_step, _longer(xs), header, wire),
-                lambda xs: exchange.start(state, number, posted_step, xs, header, wire),
-                leaves,
-            )
+            sent = lax.cond(wrong_shape > 0, lambda xs: send(_longer(xs)), send, leaves)
         else:
-            state, following = exchange.start(state, number, posted_step, leaves, header, wire)
-        return state, io_callback(callbacks.after_post, scalar, step, following)
+            sent = send(leaves)
+        return sent[0], io_callback(callbacks.after_post, scalar, step, sent[1])
 
     def finish(state, number, like: Leaves):
         if not isinstance(number, int):

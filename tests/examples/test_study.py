@@ -119,7 +119,9 @@ def test_what_is_in_flight_at_the_end_is_merged(data):
 
 
 def test_too_few_images_are_refused(data):
-    with pytest.raises(ValueError, match=r"8 nodes take 500 images each .* there are 1437"):
+    with pytest.raises(
+        ValueError, match=r"at most 179, because 8 nodes .* share 1437 images, got 500"
+    ):
         study.batches(len(data.labels), nodes=8, batch_size=500, epochs=1)
 
 
