@@ -8,6 +8,7 @@ for MPI jobs with one device per process. bench/README.md lists how jdaso reacts
 """
 
 import contextlib
+import functools
 import resource
 import signal
 import threading
@@ -110,14 +111,16 @@ def _with_faults(
         posted_step, wrong_shape = io_callback(
             callbacks.before_post, (scalar, scalar), step, number
         )
-
-        def send(xs: Leaves):
-            return exchange.start(state, number, posted_step, xs, header, wire)
-
+        send = functools.partial(exchange.start, state, number, posted_step)
         if Kind.WRONG_SHAPE in pending.kinds():
-            sent = lax.cond(wrong_shape > 0, lambda xs: send(_longer(xs)), send, leaves)
+            sent = lax.cond(
+                wrong_shape > 0,
+                lambda xs: send(_longer(xs), header, wire),
+                lambda xs: send(xs, header, wire),
+                leaves,
+            )
         else:
-            sent = send(leaves)
+            sent = send(leaves, header, wire)
         return sent[0], io_callback(callbacks.after_post, scalar, step, sent[1])
 
     def finish(state, number, like: Leaves):
