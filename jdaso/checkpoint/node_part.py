@@ -1,13 +1,11 @@
 """One node's part of a checkpoint: named arrays, a checksum for each, written by orbax.
 
-A disk may lose a file or flip a bit, and a folder may hold files of another program. Arrays are
-accepted only if their checksums match. Reading executes no code: orbax stores arrays and JSON.
+A folder may hold files of another program. Reading executes no code: orbax stores arrays and JSON.
 """
 
 import asyncio
 import contextlib
 import warnings
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdaso.checkpoint.checksums import checksums
 from jdaso.checkpoint.in_flight import InFlight, arrays_to_posted, posted_to_arrays
 from jdaso.core.types import JdasoError
 
@@ -54,7 +53,7 @@ def part_tree(state: dict[str, np.ndarray], posted: InFlight) -> dict[str, Any]:
         at: {name: np.asarray(x) for name, x in group.items()} for at, group in groups.items()
     }
     written = {at: group for at, group in groups.items() if group}
-    return {**written, "checksums": _checksums(groups)}
+    return {**written, "checksums": checksums(groups)}
 
 
 def read_part(reader: Any, path: Path) -> NodePart:
@@ -112,28 +111,13 @@ def _validated(tree: Any) -> NodePart:
             if not is_number:
                 raise ValueError(f"{name} is not an array of numbers")
             group[name] = np.asarray(x)
-    computed, saved = _checksums(groups), np.asarray(tree.get("checksums", ()))
+    computed, saved = checksums(groups), np.asarray(tree.get("checksums", ()))
     if computed.shape != saved.shape:
         raise ValueError(f"there are {computed.size} arrays and {saved.size} checksums")
     if (changed := computed != saved).any():
         names = [name for group in groups.values() for name in sorted(group)]
         raise ValueError(f"the checksum of {names[int(changed.argmax())]} does not match")
     return NodePart(groups["state"], arrays_to_posted(groups["in_flight"]))
-
-
-def _checksums(groups: Mapping[str, dict[str, np.ndarray]]) -> np.ndarray:
-    """uint32, the CRC-32 of name, dtype, shape and bytes of each array, in the order of names."""
-    checksums = []
-    for group in groups.values():
-        for name, array in sorted(group.items()):
-            about = f"{name} {array.dtype.name} {array.shape}".encode()
-            checksums.append(zlib.crc32(raw_bytes(array), zlib.crc32(about)))
-    return np.array(checksums, np.uint32)
-
-
-def raw_bytes(array: np.ndarray) -> memoryview:
-    """The bytes of an array of any dtype."""
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def is_finite(array: np.ndarray) -> bool:

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jdaso.checkpoint.checksums import raw_bytes
 from jdaso.checkpoint.flight_check import differences
 from jdaso.checkpoint.folder import SavedCheckpoint, describe_incomplete, list_checkpoints
 from jdaso.checkpoint.in_flight import Key, describe_posted
-from jdaso.checkpoint.node_part import NodePart, checkpointer, is_finite, raw_bytes, read_part
+from jdaso.checkpoint.node_part import NodePart, checkpointer, is_finite, read_part
 from jdaso.core.types import JdasoError
 
 # Fields of an averaging state that may differ between nodes. Of the state of a merge, only the
