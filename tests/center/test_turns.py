@@ -193,6 +193,27 @@ def test_a_worker_that_was_left_out_adopts_the_reply(make, turn):
     np.testing.assert_allclose(joined(cluster.params)[0], start, atol=1e-6)
 
 
+MAKE = {
+    "async_easgd": lambda center, **how: jdaso.center.async_easgd(center, 1, **how),
+    "async_eamsgd": lambda center, **how: jdaso.center.async_eamsgd(center, 1, LR, 0.9, **how),
+    "downpour": lambda center, **how: jdaso.center.downpour(center, 1, **how),
+    "adownpour": lambda center, **how: jdaso.center.adownpour(center, 1, **how),
+    "mvadownpour": lambda center, **how: jdaso.center.mvadownpour(center, 1, **how),
+    "mdownpour": lambda center, **how: jdaso.center.mdownpour(center, 0.1, 0.9, **how),
+}
+
+
+@pytest.mark.parametrize("method", MAKE)
+def test_gradients_that_are_not_finite_are_an_error_where_that_is_asked_for(method):
+    center = jdaso.center.simulated_center(1)
+    with pytest.raises(ValueError, match=r"nonfinite must be one of .*, got 'stop'"):
+        MAKE[method](center, nonfinite="stop")
+    tx = MAKE[method](center, nonfinite="raise")
+    params = jnp.ones(2)
+    with pytest.raises(Exception, match=f"{method}: updates or parameters are not finite at step"):
+        jax.block_until_ready(tx.update(jnp.full(2, jnp.nan), tx.init(params), params))
+
+
 def test_drain_applies_the_force_in_flight():
     """The worker moves back by as much as the centre moved."""
     start, noise, _ = random_run()
