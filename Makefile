@@ -2,6 +2,7 @@
 # make test-fast  runs the tests that need one process; 4 minutes
 # make test   passes lint, types and the tests of a contributor; 12 minutes
 # make test-all  adds whole trainings, and compiles with optimizations
+# make docs   builds the documentation in docs/_build/html
 # make bench  prints two of the tables of bench/README.md
 PYTHON ?= python3
 MPI ?= mpich
@@ -12,7 +13,7 @@ export PATH := $(BIN):$(PATH)
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 
-.PHONY: demo test-fast test test-all lint bench clean
+.PHONY: demo test-fast test test-all lint docs bench clean
 
 # mpi4jax is built from source: mpicc must be on PATH first, hence an earlier pip call for the
 # MPI runtime. Its build takes any nvcc on PATH for a sign of CUDA beside it; CUDA_PATH set to an
@@ -52,9 +53,17 @@ test: lint
 test-all: lint
 	JDASO_TEST_OPTIMIZED=1 $(PYTEST) 2 $(BY_FILE) $(STARTERS) $(OTHERS)
 
+docs: $(VENV)/.docs-installed
+	$(BIN)/python docs/figures.py
+	$(BIN)/python -m sphinx -q -W --keep-going -j auto docs docs/_build/html
+
+$(VENV)/.docs-installed: $(VENV)/.installed
+	$(BIN)/pip install -q --disable-pip-version-check -e '.[docs]'
+	touch $@
+
 bench: $(VENV)/.installed
 	mpiexec -n 2 $(BIN)/python bench/overlap.py
 	$(BIN)/python bench/overhead.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info runs
+	rm -rf $(VENV) build dist docs/_build *.egg-info runs

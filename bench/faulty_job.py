@@ -22,7 +22,7 @@ ORPHAN_SECONDS, CLEANUP_SECONDS = 5.0, 10.0
 MARK = "JDASO_FAULTS"
 WHEN_IT_ENDS = "status=$?; echo exit status $status; [ $status = 137 ] && kill -STOP $$"
 UNNOTICED = ["sh", "-c", f'"$@"; {WHEN_IT_ENDS}; exit $status', "-"]
-# Lets mpiexec keep the other workers when one is killed, see README.md.
+# Lets mpiexec keep the other workers when one is killed, see docs/algorithms/center.md.
 INDEPENDENT = ["sh", "-c", 'trap "" USR1; "$@"; exit $?', "-"]
 
 

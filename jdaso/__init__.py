@@ -20,7 +20,7 @@ from jdaso.exchange.axis import axis_exchange, single_exchange
 from jdaso.exchange.mpi import mpi_exchange
 from jdaso.schedules import constant, cycling
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [  # noqa: RUF022  grouped by purpose
     # Algorithms. Put each last in a chain, allreduce_gradients first, and eamsgd alone.

@@ -109,7 +109,7 @@ def process_mean(topology: Topology) -> Callable[[PyTree], PyTree] | None:
 
 
 def _library() -> Any:
-    """mpi4jax, without its warning about a newer JAX; README explains under Installation."""
+    """mpi4jax, without its warning about a newer JAX; see docs/guides/installing.md."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"\nThe latest supported JAX version")

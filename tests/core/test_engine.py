@@ -351,7 +351,7 @@ def test_averaging_state_needs_exactly_one():
 
 
 def test_an_optimizer_with_momentum_recovers_when_it_is_protected_by_itself():
-    """As README advises. Otherwise the momentum stays NaN, and every later step is skipped."""
+    """As the guides advise. Otherwise the momentum stays NaN, and every later step is skipped."""
     optimizer = optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), 10)
     tx = optax.chain(optimizer, jdaso.daso(jdaso.axis_exchange("node", 3), jdaso.constant(4, 2)))
 

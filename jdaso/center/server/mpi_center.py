@@ -49,9 +49,10 @@ def mpi_center(
       At exit, it waits until all workers have ended, because MPI requires that.
     - If a worker is killed, node 0 logs it and the others continue, provided that the launcher
       does not stop them: use ``srun`` without ``-K``, or MPICH's ``mpiexec
-      -disable-auto-cleanup`` with a shell in between, see README. MPI cannot be finalized after
-      that. All others therefore exit abruptly at the end, with status 0, or 1 after an exception,
-      and an argument of ``sys.exit`` is ignored. Node 0 must survive.
+      -disable-auto-cleanup`` with a shell in between, see the page of the centre in the
+      documentation. MPI cannot be finalized after that. All others therefore exit abruptly at the
+      end, with status 0, or 1 after an exception, and an argument of ``sys.exit`` is ignored. Node
+      0 must survive.
     - A worker that starts late calls ``join`` at that time, and starts from the current centre.
 
     This function is collective over all processes; ``join`` and all later calls are not. A centre

@@ -1,4 +1,4 @@
-"""Every dotted name of jdaso in the Markdown files exists, and README's classes for flax work."""
+"""The classes for flax in the guide on models compute what flax computes."""
 
 import re
 from pathlib import Path
@@ -7,67 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from flax import linen, nnx
 from flax.training import train_state
 
 import jdaso
 
-ROOT = Path(__file__).parents[1]
-NAME = re.compile(r"(?<![\w./~-])jdaso((?:\.[A-Za-z_]\w*)+)")
-IMPORT = re.compile(r"^from (jdaso[\w.]*) import ([\w, ]+)$", re.MULTILINE)
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "models.md"
 
 
-def names(text: str) -> set[str]:
-    """The dotted names in a text, among them those that an import line gives."""
-    imported = {
-        f"{module}.{name.strip()}"
-        for module, listed in IMPORT.findall(text)
-        for name in listed.split(",")
-    }
-    return {f"jdaso{rest}" for rest in NAME.findall(text)} | imported
-
-
-def resolves(name: str) -> bool:
-    """Whether getattr finds the name, as it does for a user who has imported only jdaso."""
-    found = jdaso
-    for part in name.split(".")[1:]:
-        if not hasattr(found, part):
-            return False
-        found = getattr(found, part)
-    return True
-
-
-@pytest.mark.parametrize("file", ["README.md", "bench/README.md"])
-def test_names_resolve(file):
-    text = (ROOT / file).read_text()
-    found = names(text)
-    assert found
-    assert [name for name in sorted(found) if not resolves(name)] == []
-
-
-@pytest.mark.parametrize("file", ["README.md", "bench/README.md"])
-def test_modules_of_commands_exist(file):
-    text = (ROOT / file).read_text()
-    paths = set(re.findall(r"(?:python|\()\s*((?:examples|bench)/[\w/]+\.\w+)", text))
-    assert paths
-    assert [path for path in sorted(paths) if not (ROOT / path).is_file()] == []
-
-
-def test_a_missing_name_is_found():
-    assert names("`jdaso.daso` and\nfrom jdaso.faults import Kind, gone\n") == {
-        "jdaso.daso",
-        "jdaso.faults",
-        "jdaso.faults.Kind",
-        "jdaso.faults.gone",
-    }
-    assert resolves("jdaso.faults.Kind")
-    assert not resolves("jdaso.faults.gone")
-
-
-def class_of_readme(name: str) -> type:
-    """Executes the block of README that defines a class."""
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+def class_of_guide(name: str) -> type:
+    """Executes the block of the guide that defines a class."""
+    blocks = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(), re.M | re.S)
     (block,) = (block for block in blocks if f"class {name}(" in block)
     assert len(block.splitlines()) <= 12
     scope = {"jdaso": jdaso}
@@ -89,7 +39,7 @@ def assert_close(found, expected):
     )
 
 
-def test_train_state_of_readme_computes_what_that_of_flax_computes():
+def test_train_state_of_the_guide_computes_what_that_of_flax_computes():
     model, tx = linen.Dense(1), optimizer()
 
     def train(kind, **options):
@@ -105,14 +55,14 @@ def test_train_state_of_readme_computes_what_that_of_flax_computes():
             state = step(state)
         return state
 
-    mine, flax = train(class_of_readme("TrainState"), value=0.5), train(train_state.TrainState)
+    mine, flax = train(class_of_guide("TrainState"), value=0.5), train(train_state.TrainState)
     assert int(mine.step) == STEPS
     assert_close((mine.params, mine.opt_state.optimizer), (flax.params, flax.opt_state.optimizer))
     assert float(mine.opt_state.averaging.losses[0]) == 0.5 * STEPS
     assert int(jdaso.metrics(mine.opt_state).exchanges) == 2
 
 
-def test_nnx_optimizer_of_readme_computes_what_that_of_flax_computes():
+def test_nnx_optimizer_of_the_guide_computes_what_that_of_flax_computes():
     tx = optimizer()
 
     def train(kind):
@@ -131,7 +81,7 @@ def test_nnx_optimizer_of_readme_computes_what_that_of_flax_computes():
         return params, nnx.as_pure(owner.opt_state)
 
     (params, state), (expected, expected_state) = map(
-        train, (class_of_readme("Optimizer"), nnx.Optimizer)
+        train, (class_of_guide("Optimizer"), nnx.Optimizer)
     )
     assert_close((params, state.optimizer), (expected, expected_state.optimizer))
     assert int(jdaso.metrics(state).in_flight) == 0
