@@ -3,9 +3,9 @@
     mpirun --with-ft ulfm -n 3 python bench/shrink.py [--megabytes 40] [--pairs 9]
     mpirun --with-ft ulfm -n 6 python bench/shrink.py --deaths
 
-Needs Open MPI 5, see "Continue without a node" in docs/guides/faults.md. The first command measures the mean
-over all nodes in pairs, with an exchange that ends all processes when one dies and with one that
-continues. In the second command the last process dies, either before a mean or while it takes
+Needs Open MPI 5, see "Continue without a node" in docs/guides/faults.md. The first command measures
+the mean over all nodes in pairs, with an exchange that ends all processes when one dies and with
+one that continues. In the second command the last process dies, either before a mean or while it takes
 part. The script prints the seconds until the other processes have their mean without it. Then the
 next process dies, until two are left.
 """
