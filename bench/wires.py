@@ -1,4 +1,4 @@
-"""Measures bytes and seconds of an exchange with every pattern and wire dtype.
+"""Measures bytes and seconds of an exchange with every wire dtype.
 
     mpiexec -n 4 python bench/wires.py [--megabytes 10] [--processes-per-node 2]
     python bench/lab/lab.py run --pin -- python bench/wires.py          the same on shaped links
@@ -47,9 +47,9 @@ def main() -> None:
     in_lab = min(comm.allgather(len({process.host for process in topology.processes}) == nodes))
     say = print if topology.rank == 0 else lambda *_, **__: None
 
-    def measure(wire: str, pattern: str, senders: str) -> tuple[float, float, float]:
+    def measure(wire: str, senders: str) -> tuple[float, float, float]:
         """Returns the busiest node's counted bytes and bytes on eth0, and seconds, per exchange."""
-        exchange = jdaso.mpi_exchange(topology, pattern=pattern, senders=senders)
+        exchange = jdaso.mpi_exchange(topology, senders=senders)
         tx = jdaso.chain(optax.sgd(1.0), jdaso.allreduce_gradients(exchange, wire=wire))
 
         @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -75,21 +75,16 @@ def main() -> None:
 
     say(machine())
     say(f"{nodes} nodes of {options.processes_per_node} processes; {count} parameters")
-    say("| pattern, senders | wire | fewest, MB | counted / fewest | eth0 / fewest | seconds |")
+    say("| senders | wire | fewest, MB | counted / fewest | eth0 / fewest | seconds |")
     say("|---|---|---|---|---|---|", flush=True)
-    patterns = ["direct", "ring"] + ["halving"] * (nodes & (nodes - 1) == 0)
-    variants = [(pattern, "one") for pattern in patterns]
-    if topology.num_local_devices > 1:  # with one device "all" and "one" are the same
-        variants.append(("direct", "all"))
-    for pattern, senders in variants:
+    # With one device "all" and "one" are the same.
+    for senders in ("one", "all") if topology.num_local_devices > 1 else ("one",):
         for wire in ("float32", "bfloat16", "float16", "int8"):
-            if wire == "int8" and pattern != "direct":
-                continue
             fewest = 2 * (nodes - 1) / nodes * perf.wire_bytes(count, wire)
-            counted, link, seconds = measure(wire, pattern, senders)
+            counted, link, seconds = measure(wire, senders)
             on_link = f"{link / fewest:.4f}" if in_lab else "-"
             say(
-                f"| {pattern}, {senders} | {wire} | {fewest / 1e6:.3f} | {counted / fewest:.4f} | "
+                f"| {senders} | {wire} | {fewest / 1e6:.3f} | {counted / fewest:.4f} | "
                 f"{on_link} | {seconds:.3f} |",
                 flush=True,
             )

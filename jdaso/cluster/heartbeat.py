@@ -18,6 +18,8 @@ from collections.abc import Callable, Collection
 from jdaso.cluster.addresses import addresses, listen
 from jdaso.cluster.json_socket import MAX_MESSAGE_BYTES, JsonSocket
 from jdaso.cluster.rendezvous import accept_peers, connect, new_secret
+from jdaso.cluster.reports import Reports
+from jdaso.cluster.roll_call import RollCall
 from jdaso.core.log import logger
 from jdaso.core.mpi_types import Comm
 
@@ -39,6 +41,10 @@ class Heartbeat:
         abort: ``(reason, exit status)``. Called on every process when one has died, was silent for
             ten minutes, or has asked all to abort.
         unconnected: Ranks without a connection.
+        parent: The rank to which this one reports. In the first process, its own rank.
+
+    Attributes:
+        roll_call: Which processes have posted an operation.
     """
 
     def __init__(
@@ -48,39 +54,28 @@ class Heartbeat:
         describe: Callable[[int], str],
         abort: Callable[[str, int], None],
         unconnected: frozenset[int] = frozenset(),
+        parent: int = 0,
     ):
-        self._rank, self._sockets = rank, list(sockets)
+        self._rank, self._parent, self._sockets = rank, parent, list(sockets)
         self._describe, self._abort = describe, abort
-        self._unconnected = unconnected
         self._on_death: list[Callable[[int], None]] = []
         self._tolerates_silence = False
-        self._silent: frozenset[int] = frozenset()
+        self._silent_peers: frozenset[int] = frozenset()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_writer.setblocking(False)
+        self.roll_call = RollCall(rank, self._wake)
+        self._reports = Reports(rank, parent, describe, unconnected, self.roll_call)
         self._closing = False
         os.register_at_fork(after_in_child=self._close_in_child)
         threading.Thread(target=self._run, name="jdaso-heartbeat", daemon=True).start()
 
     def silent_ranks(self) -> frozenset[int]:
         """The ranks from which nothing was received for ``SILENT_SECONDS``."""
-        return self._silent
+        return self._reports.silent
 
     def states(self, ranks: frozenset[int]) -> str:
         """Names ranks and their hosts, and says whether each is alive or silent."""
-        unknown = ranks - {0, self._rank} - self._silent if 0 in self._silent else frozenset()
-        known = ranks - self._silent - unknown
-        groups = {
-            "silent: stopped, or its host or link is down": ranks & self._silent,
-            "unknown: it has no heartbeat connection": known & self._unconnected,
-            "unknown: rank 0, which forwards the states of other ranks, is silent": unknown,
-            "alive: slower, at another step, or busy with something else": (
-                known - self._unconnected
-            ),
-        }
-        texts = [
-            f"{', '.join(map(self._describe, sorted(group)))} ({state})"
-            for state, group in groups.items()
-            if group
-        ]
-        return "; ".join(texts) or "the other processes"
+        return self._reports.states(ranks)
 
     def broadcast_abort(self, reason: str, status: int) -> None:
         """Asks all other processes to abort for the same reason."""
@@ -107,13 +102,21 @@ class Heartbeat:
             peer.connection.close()
         self._sockets.clear()
 
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # it will wake anyway, or has ended
+            self._wake_writer.send(b"?")
+
     def _run(self) -> None:
         selector = selectors.DefaultSelector()
+        selector.register(self._wake_reader, selectors.EVENT_READ)
         for peer in self._sockets:
             selector.register(peer.connection, selectors.EVENT_READ, peer)
         next_beat = time.monotonic()
         while self._sockets:
             for key, _ in selector.select(max(0.0, next_beat - time.monotonic())):
+                if key.data is None:
+                    self._wake_reader.recv(1024)
+                    continue
                 self._receive(key.data)
                 if key.data.closed:
                     selector.unregister(key.data.connection)
@@ -125,34 +128,39 @@ class Heartbeat:
                     for peer in self._sockets:
                         peer.last_received = now
                 next_beat = now + BEAT_SECONDS
-                self._beat(now)
+                self._check_silence(now)
+                self._reports.repeat()
+            self._report()
 
-    def _beat(self, now: float) -> None:
-        """Updates the silent ranks, aborts if one is lost, and sends a heartbeat to each peer."""
-        silent = {
+    def _check_silence(self, now: float) -> None:
+        """Updates the silent peers, and aborts if one is lost."""
+        self._silent_peers = frozenset(
             peer.rank
             for peer in self._sockets
             if not peer.exiting and now - peer.last_received > SILENT_SECONDS
-        }
-        # The other ranks have a connection only to rank 0, which forwards what it knows.
-        forwarded = frozenset() if self._rank == 0 else self._silent - {0}
-        self._silent = forwarded | silent
+        )
         for peer in self._sockets:
-            lost = peer.rank in silent and now - peer.last_received > LOST_SECONDS
+            lost = peer.rank in self._silent_peers and now - peer.last_received > LOST_SECONDS
             if lost and not self._tolerates_silence:
                 reason = (
                     f"{self._describe(peer.rank)} was silent for {LOST_SECONDS:.0f} s. Check "
                     f"whether it is stopped, or its host or network link is down, {_RESTART}"
                 )
                 self._abort_all(reason, EXIT_NODE_LOST, source=peer)
+
+    def _report(self) -> None:
+        """Sends a report to each peer that has not received the same one since the last beat."""
+        ranks = [peer.rank for peer in self._sockets]
+        messages = self._reports.messages(ranks, self._silent_peers)
         for peer in list(self._sockets):
-            peer.send("beat", sorted(self._silent) if self._rank == 0 else [])
+            if peer.rank in messages:
+                peer.send("beat", *messages[peer.rank])
 
     def _receive(self, peer: JsonSocket) -> None:
         for message in peer.read():
             match message:
-                case ["beat", [*ranks]] if peer.rank == 0:
-                    self._silent = frozenset(r for r in ranks if isinstance(r, int))
+                case ["beat", [*ranks], [*questions], [*answers]]:
+                    self._reports.receive(peer.rank, ranks, questions, answers)
                 case ["bye"]:
                     peer.exiting = True
                 case ["end", str(reason), int(status)]:
@@ -160,8 +168,12 @@ class Heartbeat:
 
     def _disconnected(self, peer: JsonSocket) -> None:
         self._sockets.remove(peer)
-        if peer.rank == 0:  # without rank 0, the states of all others are unknown
-            self._silent = frozenset({0} if self._on_death else ())
+        self._reports.forget(peer.rank)
+        self._silent_peers -= {peer.rank}
+        if peer.rank == self._parent and self._on_death:
+            # Without it, the states of all others are unknown.
+            self._silent_peers |= {peer.rank}
+            self._reports.silent = self._silent_peers
         if not peer.exiting and not self._closing:
             if not self._on_death:
                 reason = (
@@ -170,7 +182,7 @@ class Heartbeat:
                 )
                 self._abort_all(reason, EXIT_NODE_LOST, source=peer)
             else:
-                self._unconnected |= {peer.rank}
+                self._reports.unconnected |= {peer.rank}
                 for on_death in self._on_death:
                     on_death(peer.rank)
         peer.connection.close()

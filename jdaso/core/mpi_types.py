@@ -49,6 +49,18 @@ class Comm(Protocol):
     def Ibcast(self, buffer: Any, /, root: int) -> MpiRequest:
         """Starts a broadcast of ``buffer`` from rank ``root``."""
 
+    def Iallgather(self, send: Any, receive: Any, /) -> MpiRequest:
+        """Starts to send ``send`` to all processes, and to receive theirs, by rank."""
+
+    def Ialltoallv(self, send: Any, receive: Any, /) -> MpiRequest:
+        """Starts to send a piece to each process, and to receive one from each.
+
+        Buffers are lists: array, (counts, starts) and the name of a datatype.
+        """
+
+    def Iallgatherv(self, send: Any, receive: Any, /) -> MpiRequest:
+        """Starts to send the own piece of ``receive`` to all, if ``send`` is None."""
+
     def Isend(self, buffer: Any, /, dest: int, tag: int) -> MpiRequest:
         """Starts sending ``buffer``."""
 

@@ -100,8 +100,7 @@ def _own_rows(lengths: Sequence[int], num_nodes: int, node: jax.Array) -> list[j
     [[False, False], [True, True, True]]
     """
     owned = shards(sum(lengths), num_nodes)
-    first = jnp.array([shard.start for shard in owned])[node]
-    end = jnp.array([shard.stop for shard in owned])[node]
+    first, count = jnp.array(owned.starts)[node], jnp.array(owned.counts)[node]
     starts = accumulate(lengths, initial=0)
     rows = [start + jnp.arange(n) for start, n in zip(starts, lengths, strict=False)]
-    return [(first <= r) & (r < end) for r in rows]
+    return [(first <= r) & (r < first + count) for r in rows]

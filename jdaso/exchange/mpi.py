@@ -45,7 +45,6 @@ def mpi_exchange(
     chunk_bytes: int = 1 << 20,
     timeout: float = 600.0,
     native: bool | None = None,
-    pattern: str = "direct",
     senders: str = "one",
     on_failure: str = "stop",
     same_bits: bool = True,
@@ -58,17 +57,12 @@ def mpi_exchange(
     The call of ``mpi_exchange`` is collective over all processes.
 
     Each exchange begins with a handshake of a few bytes, in which all processes compare what they
-    are about to exchange. It takes one latency and does not count in ``bytes_sent``. The pattern
-    then runs once for each dtype on the wire. For n bytes on the wire, a node sends
-    ``2 (P-1)/P n`` bytes, the least that an all-reduce of P nodes can. With latency a, the patterns
-    take this time in addition:
-
-    - ``"direct"``: ``2 a``. Each node has P-1 messages under way at the same time. Sums are added
-      in the order of nodes and rounded twice, so all exchanges of jdaso compute the same bits.
-    - ``"ring"``: ``2 (P-1) a``. Only one node at a time sends to a node.
-    - ``"halving"``: ``2 log2(P) a``, for P a power of two.
-
-    The last two add in another order, and a wire narrower than float32 rounds at every hop.
+    are about to exchange. It does not count in ``bytes_sent``. The sum then takes two of MPI's
+    collectives for each dtype on the wire. Each node receives its shard of all nodes' parameters,
+    adds them in the order of nodes, and sends the rounded sum to all. For n bytes on the wire and P
+    nodes, it sends ``2 (P-1)/P n`` bytes, the least that an all-reduce can. Sums are rounded twice
+    whatever P is, so all exchanges of jdaso compute the same bits. MPI chooses how its collectives
+    use the network.
 
     On nodes with L local devices, ``senders`` chooses which of them send. The bits do not depend
     on it:
@@ -90,7 +84,8 @@ def mpi_exchange(
         topology: The result of :func:`jdaso.discover_topology`.
         wire: Dtype name that overrides the algorithm's choice: ``float32``, ``bfloat16``,
             ``float16`` or ``int8``.
-        chunk_bytes: Largest size of one message in bytes.
+        chunk_bytes: Largest size of one message in bytes. With many nodes messages are smaller, at
+            least 64 KB if the parameters have as much for each node.
         timeout: Least seconds until an exchange that has not completed is an error. The limit is
             the median of the last hundred durations plus 200 median deviations, if that is more.
             It must cover everything that one node does alone, such as an evaluation or a
@@ -98,11 +93,10 @@ def mpi_exchange(
         native: Whether compiled code copies the parameters. None uses it if it was built and the
             devices are CPUs, and warns once otherwise. True also uses it on CUDA devices, where it
             has not been measured. For float64 leaves, host callbacks copy.
-        pattern: ``direct``, ``ring`` or ``halving``; see above.
         senders: ``one`` or ``all``; see above.
         on_failure: What happens when a process dies. ``stop`` ends the job. ``shrink`` continues
             with the remaining nodes. It requires Open MPI 5, started with
-            ``mpirun --with-ft ulfm``, one process per node, and a pattern other than ``halving``.
+            ``mpirun --with-ft ulfm``, and one process per node.
             Exchanges in flight are summed again over the remaining nodes, which ``topology()`` of
             the exchange returns. Exceptions, disagreements and silent processes still end the job.
         same_bits: Whether it is an error if a centre, an anchor, or the parameters of synchronous
@@ -122,11 +116,10 @@ def mpi_exchange(
         it. With one node, the result is that of :func:`jdaso.single_exchange`.
 
     Raises:
-        ValueError: For an unknown name, a number out of range, a combination of arguments that is
-            excluded above, or ``int8`` with a pattern other than ``direct``, also where an
-            algorithm chooses this wire; if ``native=True`` or ``shrink`` is not available; if the
-            arguments, except for ``timeout`` and ``native``, differ between processes; for a mesh
-            of other devices. In ``init``, for shardings that do not fit the parameters.
+        ValueError: For an unknown name, a number out of range, or a combination of arguments that
+            is excluded above; if ``native=True`` or ``shrink`` is not available; if the arguments,
+            except for ``timeout`` and ``native``, differ between processes; for a mesh of other
+            devices. In ``init``, for shardings that do not fit the parameters.
         JdasoError: In ``init``, if the nodes' parameters differ in structure, shape, dtype or
             sharding. In ``update``, if nodes are at different steps, if a period, delay, schedule
             state, centre or anchor differs, or if a node is missing at the deadline.
@@ -137,9 +130,9 @@ def mpi_exchange(
     1
     """
     wire = check_wire("wire", wire)
-    settings = Settings(wire, chunk_bytes, pattern, senders, on_failure, same_bits)
+    settings = Settings(wire, chunk_bytes, senders, on_failure, same_bits)
     check_number("timeout", timeout, above=True)
-    check_settings(settings, topology.num_nodes)
+    check_settings(settings)
     sharded = Shardings(shardings, topology.mesh)
     if topology.num_nodes == 1:
         return _single_node(topology, wire)
@@ -148,7 +141,7 @@ def mpi_exchange(
     shrinks = on_failure == "shrink"
     if shrinks:
         topology = _prepare_to_shrink(topology)
-    options = AllReduceOptions(pattern, senders, chunk_bytes)
+    options = AllReduceOptions(senders, chunk_bytes)
     membership = Membership(topology, options, timeout, shrinks)
     recovery = membership if shrinks else None
     progress = Progress(topology, timeout, membership.exit_barrier, topology.abort, recovery)
@@ -211,7 +204,7 @@ def _leaf_functions(
 
     def start(state: HostState, number, step, leaves: Leaves, header, wire, part=None):
         if wire == "int8":
-            check_int8(settings.pattern, settings.same_bits)
+            check_int8(settings.same_bits)
         sent = state.key, number, step, leaves, header, wire
         token, number = program.start(*sent, part, bound)
         return HostState(token), number

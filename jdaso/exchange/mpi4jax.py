@@ -134,7 +134,7 @@ def _fused(all_reduce: Callable[[jax.Array], jax.Array], arrays: Leaves) -> Leav
 
 
 def _all_reduce(mpi4jax: Any, comm: Comm | None, size: int, vector: jax.Array) -> jax.Array:
-    """The pattern ``direct`` as collectives: shards go to their owners, and sums to all."""
+    """As ``mpi_exchange``: shards go to their owners, and sums to all."""
     dtype, length = vector.dtype, vector.size
     shards = jnp.pad(vector, (0, -length % size)).reshape(size, -1)
     pieces = _from_bits(mpi4jax.alltoall(_bits(shards), comm=comm), dtype)

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from jdaso.cluster.topology import Topology
 from jdaso.core.validation import check_choice, check_whole
-from jdaso.exchange.transport.all_reduce import PATTERNS
 from jdaso.exchange.transport.ulfm import ON_FAILURE
 
 SENDERS = ("one", "all")
@@ -17,45 +16,28 @@ class Settings(NamedTuple):
 
     wire: str | None
     chunk_bytes: int
-    pattern: str
     senders: str
     on_failure: str
     same_bits: bool
 
 
-def check_settings(settings: Settings, num_nodes: int) -> None:
+def check_settings(settings: Settings) -> None:
     """Raises ValueError for arguments that are invalid by themselves."""
     check_whole("chunk_bytes", settings.chunk_bytes, 16)
     if settings.chunk_bytes >= 2**31:
         raise ValueError(f"chunk_bytes must be below 2**31, got {settings.chunk_bytes}.")
-    check_choice("pattern", settings.pattern, PATTERNS)
     check_choice("senders", settings.senders, SENDERS)
     check_choice("on_failure", settings.on_failure, ON_FAILURE)
-    if settings.pattern == "halving" and settings.on_failure == "shrink":
-        raise ValueError(
-            "pattern='halving' requires 2, 4, 8, ... nodes, and on_failure='shrink' reduces their "
-            "number: use 'direct' or 'ring'."
-        )
-    if settings.pattern == "halving" and num_nodes & (num_nodes - 1):
-        raise ValueError(
-            f"pattern='halving' requires 2, 4, 8, ... nodes, got {num_nodes}: use 'ring', which "
-            "sends the same number of bytes, or 'direct'."
-        )
     if settings.wire == "int8":
-        check_int8(settings.pattern, settings.same_bits)
+        check_int8(settings.same_bits)
 
 
-def check_int8(pattern: str, same_bits: bool) -> None:
+def check_int8(same_bits: bool) -> None:
     """Raises ValueError for arguments with which the wire int8 cannot be used."""
     if not same_bits:
         raise ValueError(
             "same_bits=False allows nodes to differ in the last bits, and the wire int8 sends "
             "differences from a mean that must be equal on all nodes: use the wire bfloat16."
-        )
-    if pattern != "direct":
-        raise ValueError(
-            f"pattern={pattern!r} rounds partial sums, which error feedback cannot correct: the "
-            "wire int8 requires pattern='direct'. With this pattern, use the wire bfloat16."
         )
 
 

@@ -137,7 +137,7 @@ def predict(
     period: int | None = None,
     delay: int | None = None,
     wire: str | None = None,
-    pattern: str = "direct",
+    pattern: str = "collectives",
     overhead: float = 0.0,
     slowdown: float = 0.0,
     blocking_share: float = 0.0,
@@ -166,8 +166,8 @@ def predict(
             for ``daso``, and the period for ``easgd`` and ``eamsgd``.
         wire: Dtype between nodes, not wider than the float32 parameters. None selects bfloat16
             for ``allreduce_gradients``, and float32 for the others.
-        pattern: Pattern of the all-reduce, see :func:`allreduce_time`. int8 requires ``direct``.
-            ``halving`` requires a power of two for nodes.
+        pattern: Pattern of the all-reduce, see :func:`allreduce_time`. int8 excludes
+            ``ring`` and ``halving``. ``halving`` requires a power of two for nodes.
         overhead: Seconds per exchange that no delay hides, such as copies to and from the host.
         slowdown: Seconds by which each fully hidden exchange slows computing, if the same cores
             train and move messages. ``python -m jdaso tune`` measures it.
@@ -202,7 +202,7 @@ def predict(
         )
     wire = wire or ALGORITHMS[algorithm].wire
     if wire == "int8" and pattern in ("ring", "halving"):
-        raise ValueError(f"pattern must be direct with wire int8, got {pattern!r}.")
+        raise ValueError(f"pattern must be collectives with wire int8, got {pattern!r}.")
     if pattern == "halving" and nodes & (nodes - 1):
         raise ValueError(f"pattern halving requires a power of two for nodes, got {nodes}.")
     total_bytes = wire_bytes(num_parameters, "float32")

@@ -11,10 +11,9 @@ import numpy as np
 from jdaso.core import int8
 from jdaso.core.validation import check_choice, check_number, check_whole
 from jdaso.core.wire import WIRES
-from jdaso.exchange.transport.all_reduce import PATTERNS
 
-#: Patterns with a cost model: those that jdaso implements, and two of DaSGD's paper.
-MODELLED_PATTERNS = (*PATTERNS, "butterfly", "tree")
+#: Patterns with a cost model: that of ``mpi_exchange``, and those of papers.
+MODELLED_PATTERNS = ("collectives", "ring", "halving", "butterfly", "tree")
 #: Wires that are not wider than float32 parameters.
 FLOAT32_WIRES = tuple(wire for wire in WIRES if wire != "float64")
 #: Bytes of a parameter on each wire. An int8 wire adds one byte of scale to each block.
@@ -70,21 +69,22 @@ def allreduce_time(
     gpus_per_node: int = 1,
     *,
     network: Network,
-    pattern: str = "direct",
+    pattern: str = "collectives",
 ) -> float:
     """Time of a blocking all-reduce over nodes, followed by one over the devices of a node.
 
     With P members, n bytes, latency a and bandwidth w, each level takes
 
-        direct        2 a + 2 (P-1)/P n/w               jdaso.mpi_exchange
-        ring          2 (P-1) (a + n/(P w))               jdaso.mpi_exchange, pattern="ring"
-        halving       2 log2(P) a + 2 (P-1)/P n/w         jdaso.mpi_exchange, pattern="halving"
+        collectives   (1 + log2(P)) a + 2 (P-1)/P n/w   jdaso.mpi_exchange
+        ring          2 (P-1) (a + n/(P w))             Patarasuk and Yuan 2009
+        halving       2 log2(P) a + 2 (P-1)/P n/w       Rabenseifner 2004
         butterfly     log2(P) (a + n/w)                 DaSGD Table II, "Butterfly"
         tree          2 log2(P) (a + n/w)               DaSGD Table II, "Tree"
 
     Logarithms are rounded up. DaSGD prints no formula (its Eq. 3 is coarser). These formulas give
-    its Table II, without latency. ``direct`` does not count the time to process 2 (P-1) messages
-    per node. With hundreds of nodes it is a lower bound, and ``ring`` is an upper bound.
+    its Table II, without latency. ``collectives`` assumes that MPI sends all shards to their owners
+    at the same time, and gathers the sums with recursive doubling. It does not count the time to
+    process messages, and with hundreds of nodes it is a lower bound.
 
     Args:
         num_bytes: n, contribution of one member, see :func:`wire_bytes`.
@@ -126,7 +126,7 @@ def _passes(pattern: str, members: int) -> tuple[int, float]:
     rounds = (members - 1).bit_length()  # log2, rounded up
     share = 2 * (members - 1) / members
     return {
-        "direct": (2, share),
+        "collectives": (1 + rounds, share),
         "ring": (2 * (members - 1), share),
         "halving": (2 * rounds, share),
         "butterfly": (rounds, rounds),
@@ -134,7 +134,9 @@ def _passes(pattern: str, members: int) -> tuple[int, float]:
     }[pattern]
 
 
-def fit(measured: Iterable[tuple[float, float]], nodes: int, pattern: str = "direct") -> Network:
+def fit(
+    measured: Iterable[tuple[float, float]], nodes: int, pattern: str = "collectives"
+) -> Network:
     """Fits latency and bandwidth to measured all-reduces.
 
     Minimizes the squared relative errors of :func:`allreduce_time` for the median time of each

@@ -24,9 +24,9 @@ dasgd, an exchange over {args.max_nodes} nodes takes {dasgd.exchange_time:.4g} s
 NO_COSTS = """\
 --overhead and --slowdown are 0, so this does not include copies to the host, or the time that \
 moving messages takes from computing. tune measures both."""
-DIRECT_IS_A_LOWER_BOUND = """\
-This does not include the time to process the 2 (P-1) messages of a node. With hundreds of nodes, \
-compare --pattern ring, which counts a latency for each."""
+LOWER_BOUND = """\
+This does not include the time to process messages. With hundreds of nodes, compare --pattern \
+ring, which counts a latency for each."""
 
 
 def add_command(commands: Any) -> None:
@@ -41,8 +41,10 @@ def add_command(commands: Any) -> None:
     add("--local-bandwidth", type=float, default=math.inf, help=local_help)
     add("--max-nodes", type=nodes, default=4096, help="largest number of nodes (default: 4096)")
     add("--wire", choices=FLOAT32_WIRES, help="dtype between nodes (default: each algorithm's)")
-    pattern_help = "pattern of the all-reduce; tree and butterfly as in DaSGD (default: direct)"
-    add("--pattern", choices=MODELLED_PATTERNS, default="direct", help=pattern_help)
+    pattern_help = (
+        "pattern of the all-reduce; the others are those of papers (default: %(default)s)"
+    )
+    add("--pattern", choices=MODELLED_PATTERNS, default="collectives", help=pattern_help)
     add("--period", type=int, help="(default: the recommended one for --max-nodes)")
     add("--delay", type=int, help="(default: period - 1 for dasgd, a quarter of it for daso)")
     overhead_help = "seconds of copies per exchange, which no delay hides; see tune (default: 0)"
@@ -104,8 +106,8 @@ def run(args: argparse.Namespace) -> None:
     print(f"\n{notes}")
     if args.overhead == args.slowdown == 0:
         print(NO_COSTS)
-    if args.pattern == "direct":
-        print(DIRECT_IS_A_LOWER_BOUND)
+    if args.pattern == "collectives":
+        print(LOWER_BOUND)
     try:
         out = draw(predictions, node_counts(args.max_nodes), args.out or Path("predict.png"))
         print(f"\npicture: {out}")

@@ -9,7 +9,6 @@ from jdaso import perf
 from jdaso.cluster.topology import Topology, discover_topology
 from jdaso.exchange.mpi import mpi_exchange
 from jdaso.exchange.settings import SENDERS
-from jdaso.exchange.transport.all_reduce import PATTERNS
 from jdaso.perf.measure import Measured, sweep
 from jdaso.perf.network import FLOAT32_WIRES
 from jdaso.perf.predict_command import add_model
@@ -37,7 +36,6 @@ def add_command(commands: Any) -> None:
     add, as_there = parser.add_argument, "as for jdaso.mpi_exchange (default: %(default)s)"
     add("--step-time", type=float, help="seconds of a training step on one node")
     add("--wire", choices=FLOAT32_WIRES, default="float32", help="(default: float32)")
-    add("--pattern", choices=PATTERNS, default="direct", help=as_there)
     add("--senders", choices=SENDERS, default="one", help=as_there)
     add("--repeats", type=int, default=5, help="exchanges of each size (default: 5)")
     limit = "time limit; sizes that would take longer are omitted (default: 60)"
@@ -62,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
             "..., or mpiexec -n 2 python -m jdaso tune ..."
         )
     try:
-        exchange = mpi_exchange(topology, args.wire, pattern=args.pattern, senders=args.senders)
+        exchange = mpi_exchange(topology, args.wire, senders=args.senders)
     except ValueError as error:
         raise SystemExit(f"jdaso tune: {error}") from error
     measured = sweep(topology, exchange, args.parameters, args.wire, args.repeats, args.seconds)
@@ -82,12 +80,12 @@ def report(args: argparse.Namespace, topology: Topology, measured: Measured) -> 
     ]
     exchange_time, next_command = median * share, ""
     try:
-        network = perf.fit(measured.exchanges, nodes, args.pattern)
+        network = perf.fit(measured.exchanges, nodes)
     except ValueError as error:
         lines.append(f"bandwidth  unknown: {error}")
     else:
         if share > 1:
-            exchange_time = perf.allreduce_time(size, nodes, network=network, pattern=args.pattern)
+            exchange_time = perf.allreduce_time(size, nodes, network=network)
         lines += [
             f"latency    {network.latency:.3g} s, includes all that does not grow with the size",
             f"bandwidth  {8e-9 * network.bandwidth:.3g} Gbit/s",
@@ -95,8 +93,7 @@ def report(args: argparse.Namespace, topology: Topology, measured: Measured) -> 
         next_command = (
             f"\nHow it scales: python -m jdaso predict --parameters {args.parameters} "
             f"{f'--wire {args.wire} ' * (args.wire != 'float32')}"
-            f"{f'--pattern {args.pattern} ' * (args.pattern != 'direct')}--step-time "
-            f"{args.step_time or 'SECONDS'} --bandwidth {8e-9 * network.bandwidth:.3g} "
+            f"--step-time {args.step_time or 'SECONDS'} --bandwidth {8e-9 * network.bandwidth:.3g} "
             f"--latency {network.latency:.3g} --overhead {overhead:.3g} --slowdown {slowdown:.3g}"
         )
         if args.step_time is not None:

@@ -405,7 +405,7 @@ def test_connecting_times_out():
 
 def test_with_a_silent_rank_0_the_states_of_others_are_unknown():
     heartbeat = Heartbeat(1, [], "rank {}".format, lambda *abort: None)
-    heartbeat._silent = frozenset({0})
+    heartbeat._reports.silent = frozenset({0})
     assert heartbeat.states(frozenset({2})).startswith("rank 2 (unknown: rank 0, which forwards")
     assert "rank 0 (silent" in heartbeat.states(frozenset({0, 2}))
 

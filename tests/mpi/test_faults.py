@@ -13,7 +13,7 @@ ERRORS_OF_ALL = {
     "other dtype": ["parameters differ", "bfloat16(3,)", "rank 1"],
     "other schedule": ["out of step", "step is", "1 in rank 0", "3 in rank 1", "(period 4, delay"],
     "other wire": ["the checksum of shapes and dtypes", "rank 1", "the same wire"],
-    "other pattern": ["pattern must be the same", "'direct' in rank 0", "'ring' in rank 1"],
+    "other senders": ["senders must be the same", "'one' in rank 0", "'all' in rank 1"],
     "other delay": ["exchange 0: delay is", "1 in rank 0", "2 in rank 1", "same schedule"],
     "other plateau": ["the fingerprint of the schedule's state is", "in rank 0", "in rank 1"],
     "other centre": ["disagree at exchange 0", "the shared state is", "rank 1", "same_bits=False"],

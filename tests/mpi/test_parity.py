@@ -32,14 +32,11 @@ THREE = Batch(
         "chunks smaller than a leaf": ("parity.py", "--chunk-bytes", 16),
         "float16": ("parity.py", "--wires", "float16", "float16"),
         "int8": ("parity.py", "--wires", "int8", "int8", "--chunk-bytes", 16),
-        "ring": ("parity.py", "--pattern", "ring", "--wires", "float32", "float32"),
         "mpi4jax bit for bit": ("mpi4jax_equals_mpi.py",),
         "a node that is not finite": ("parity.py", "--bad", "--algorithms", *NOT_FINITE),
         **{
-            f"bytes of {wire}, {pattern}": ("wire_bytes.py", wire, "--pattern", pattern)
+            f"bytes of {wire}": ("wire_bytes.py", wire)
             for wire in ("float32", "bfloat16", "float16", "int8")
-            for pattern in ("direct", "ring")
-            if (wire, pattern) != ("int8", "ring")
         },
     },
 )
@@ -62,7 +59,6 @@ FOUR = Batch(
             *("parity.py", "--senders", "all", *PER_DEVICE),
             *("--wires", "int8", "bfloat16"),
         ),
-        "halving": ("parity.py", "--pattern", "halving", "--wires", "float32", "float32"),
         **{
             f"bytes of {wire}, senders all": (
                 "wire_bytes.py",
@@ -72,10 +68,6 @@ FOUR = Batch(
                 *PER_DEVICE,
             )
             for wire in ("float32", "int8")
-        },
-        **{
-            f"bytes of {wire}, halving": ("wire_bytes.py", wire, "--pattern", "halving")
-            for wire in ("float32", "bfloat16", "float16")
         },
     },
 )

@@ -20,7 +20,7 @@ DEATHS = {
     "easgd": (0, 10),
     "sync": (0, 3),
     "int8": (1, 8),
-    "ring": (1, 0),
+    "float16": (1, 0),
 }
 
 
@@ -65,7 +65,7 @@ def lost(ended):
     return dead
 
 
-SLOW = ("daso blocking", "dasgd", "ring")
+SLOW = ("daso blocking", "dasgd", "float16")
 
 
 @pytest.mark.parametrize(

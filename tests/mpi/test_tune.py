@@ -47,14 +47,11 @@ def test_no_time_leaves_two_sizes_and_an_estimate():
     assert ", extrapolated from 0.0156" in ended.output
 
 
-def test_pattern_and_senders_are_those_of_the_exchange():
-    options = ("--pattern", "ring", "--senders", "all", "--repeats", 1)
+def test_senders_are_those_of_the_exchange():
+    options = ("--senders", "all", "--repeats", 1)
     ended = mpiexec(3, "command.py", "tune", "--parameters", 60_000, *options)
     passes(ended)
     assert "3 nodes; 60000 parameters" in ended.output
-    ended = mpiexec(2, "command.py", "tune", *SMALL, "--pattern", "ring", "--wire", "int8")
-    assert ended.returncode != 0
-    assert "jdaso tune: pattern='ring' rounds partial sums" in ended.output
 
 
 def test_one_process_has_nothing_to_measure():

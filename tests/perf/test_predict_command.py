@@ -166,7 +166,7 @@ def test_advice_counts_what_every_exchange_costs():
 
 def report(measured, hosts=("a", "b"), **changes):
     """The report of tune on measured exchanges of 1000 parameters."""
-    defaults = {"parameters": 1000, "wire": "float32", "pattern": "direct", "step_time": None}
+    defaults = {"parameters": 1000, "wire": "float32", "step_time": None}
     topology = argparse.Namespace(
         num_nodes=len(hosts), processes=[argparse.Namespace(host=host) for host in hosts]
     )
@@ -185,11 +185,6 @@ def test_tune_prints_the_network_and_the_next_command():
     assert "python -m jdaso predict --parameters 1000 --step-time 0.01 --bandwidth 0.00787" in text
     assert "Unreliable" not in text
     assert "did not measure" not in text
-
-
-def test_tune_names_another_pattern():
-    text = report([(1000, 0.002), (4000, 0.005)], hosts="abcd", pattern="ring")
-    assert "jdaso predict --parameters 1000 --pattern ring --step-time SECONDS" in text
 
 
 def test_tune_extrapolates_what_it_had_no_time_for():

@@ -63,7 +63,7 @@ def serve(comm: Comm, server: CenterServer, liveness: Liveness) -> Operation:
             deadline = math.inf if liveness.active() else min(deadline, now + _LAST_REPLIES_SECONDS)
         if now > deadline:  # a worker that had ended died before it was notified
             return
-        yield WaitState(frozenset(), progressed)
+        yield WaitState(progressed=progressed)
 
 
 class _Mailbox:

@@ -130,7 +130,8 @@ class StagingBuffers:
         for place, leaf in zip(moved.leaves, self.leaves, strict=True):
             np.copyto(place, leaf)
         self.pairs, self.leaves, self.sums = moved.pairs, moved.leaves, moved.sums
-        self.__dict__.pop("places", None)
+        for computed in ("places", "arrived"):
+            self.__dict__.pop(computed, None)
         _ = self.places  # computed here, because several threads may ask for them later
 
     def reset(self) -> None:
@@ -138,6 +139,14 @@ class StagingBuffers:
         self.record = np.zeros((), RECORD)
         for places in self.places:
             places["address"][-1] = self.record.ctypes.data
+
+    @functools.cached_property
+    def arrived(self) -> list[np.ndarray]:
+        """Memory for the sums in each wire dtype, which are the sums if that is their dtype."""
+        return [
+            sums if vector.dtype == sums.dtype else page_aligned(vector.shape, vector.dtype)
+            for vector, sums in self.pairs
+        ]
 
     @functools.cached_property
     def fingerprint(self) -> int:

@@ -3,7 +3,7 @@
 - ``mpi_transport``: posts and collects exchanges, with their timing.
 - ``progress``: the thread that polls. ``operation``, ``request``, ``deadlines``: what it polls.
 - ``collectives``: sums a staging buffer. ``handshake``: compares nodes before that.
-- ``all_reduce``, ``patterns``, ``point_to_point``: the sum as point-to-point messages.
+- ``all_reduce``: the sum on MPI's collectives.
 - ``host_collectives``: collective calls outside of exchanges.
 - ``communicators``, ``membership``: the communicators, and the processes that are alive.
 - ``peers``, ``exit_barrier``: processes that are late, dead, or have exited.

@@ -1,83 +1,125 @@
-"""Collective operations on host memory, advanced by the progress thread.
-
-Each operation yields the ranks of its communicator that it waits for.
-"""
+"""Collective operations on host memory, advanced by the progress thread."""
 
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
-from jdaso.core.mpi_types import Comm
+from jdaso.core.mpi_types import Comm, MpiRequest
 from jdaso.core.types import JdasoError
+from jdaso.core.wire import BLOCK_DTYPE
 from jdaso.exchange.host.buffers import StagingBuffers
-from jdaso.exchange.transport.all_reduce import all_reduce, part, shards
-from jdaso.exchange.transport.operation import Operation, WaitState, wait_for
+from jdaso.exchange.transport.all_reduce import (
+    Pieces,
+    all_reduce,
+    part,
+    row_bytes,
+    segments,
+    shards,
+    widen_sums,
+)
+from jdaso.exchange.transport.operation import Operation, wait_for
 
-_DIGEST_TAG, _OUTLINE_TAG, _FLAG_TAG, _FIRST_TAG = 0, 1, 2, 3
 _BROADCAST_BYTES = 1 << 26
+_OUTLINE = np.dtype([("digest", "V32"), ("length", "<i8")])
 
 
 class AllReduceOptions(NamedTuple):
     """How the bytes of an exchange travel; see :func:`jdaso.mpi_exchange`."""
 
-    pattern: str = "direct"
     senders: str = "one"
     chunk_bytes: int = 1 << 20
+
+
+class _Segment(NamedTuple):
+    """Consecutive elements of a staging buffer, see ``all_reduce``."""
+
+    vector: np.ndarray
+    sums: np.ndarray
+    arrived: np.ndarray
+
+
+def _segments(staging: StagingBuffers) -> list[_Segment]:
+    return [
+        _Segment(vector[place], total := sums[place], total if wide is sums else wide[place])
+        for (vector, sums), wide in zip(staging.pairs, staging.arrived, strict=True)
+        for place in segments(vector)
+    ]
 
 
 def sum_staged(
     comm: Comm, staging: StagingBuffers, options: AllReduceOptions, index: int = 0, parts: int = 1
 ) -> Operation:
-    """Sums one part of a staging buffer over a communicator; returns the bytes sent."""
+    """Sums one part of a staging buffer over a communicator; returns the bytes sent.
+
+    The sums are rounded to the wire dtype until ``widen_staged`` has converted them.
+    """
     sent = 0
-    for vector, sums in staging.pairs:
-        owned = part(shards(len(vector), comm.Get_size()), index, parts)
-        elements = max(1, options.chunk_bytes // (vector.itemsize * math.prod(vector.shape[1:])))
-        sent += yield from all_reduce(
-            comm, vector, sums, owned, elements, _FIRST_TAG, options.pattern
-        )
+    for segment in _segments(staging):
+        owned = part(shards(len(segment.vector), comm.Get_size()), index, parts)
+        sent += yield from all_reduce(comm, *segment, owned, options.chunk_bytes)
     return sent
+
+
+def share_sums(
+    comm: Comm, staging: StagingBuffers, root: int, node: int, nodes: int, index: int, parts: int
+) -> Operation:
+    """Broadcasts the sums of one part from local rank ``root`` to the processes of a node."""
+    requests = []
+    for segment in _segments(staging):
+        pieces = part(shards(len(segment.vector), nodes), index, parts)
+        requests.append(_broadcast_pieces(comm, segment.arrived, pieces, root))
+        if segment.vector.dtype == BLOCK_DTYPE:  # those of the own pieces are not rounded
+            requests.append(comm.Ibcast(_bytes(segment.sums[pieces.of(node)]), root=root))
+    yield from wait_for(requests)
+
+
+def widen_staged(staging: StagingBuffers, node: int, nodes: int) -> Operation:
+    """Converts the sums to their accumulation dtype."""
+    for vector, sums, arrived in _segments(staging):
+        if arrived is not sums:
+            own = shards(len(vector), nodes).of(node)
+            kept = own if vector.dtype == BLOCK_DTYPE else slice(0, 0)
+            yield from widen_sums(arrived, sums, nodes, kept)
 
 
 def broadcast(comm: Comm, arrays: Sequence[np.ndarray], root: int) -> Operation:
     """Overwrites the arrays with those of rank ``root``."""
-    requests = []
-    for array in arrays:
-        raw = array.reshape(-1).view(np.uint8)
-        for start in range(0, len(raw), _BROADCAST_BYTES):
-            requests.append(comm.Ibcast(raw[start : start + _BROADCAST_BYTES], root=root))
-    before = None
-    while requests := [request for request in requests if not request.Test()]:
-        # The root does not know which receivers it waits for: its set of ranks is empty.
-        ranks = frozenset({root} - {comm.Get_rank()})
-        yield WaitState(ranks, len(requests) != before, tuple(requests))
-        before = len(requests)
+    yield from wait_for(
+        comm.Ibcast(raw[start : start + _BROADCAST_BYTES], root=root)
+        for raw in map(_bytes, arrays)
+        for start in range(0, len(raw), _BROADCAST_BYTES)
+    )
 
 
 def any_true(comm: Comm, flag: bool) -> Operation:
     """Whether any member's flag is True."""
-    flags = yield from gather(comm, np.array([flag]), _FLAG_TAG)
-    return any(bool(other[0]) for other in flags)
+    flags = yield from gather(comm, np.array([flag]))
+    return bool(flags.any())
 
 
 def compare(comm: Comm, outline: Sequence[str], describe: Callable[[int], str]) -> Operation:
     """Raises on every member if the outlines of the members' trees, a line per leaf, differ.
 
-    Whole outlines are sent only if their digests differ.
+    Outlines are sent only if their digests differ: that of the first member, and that of the first
+    member whose outline is another one.
     """
     text = "\n".join(outline).encode()
-    digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8).copy()
-    digests = yield from gather(comm, digest, _DIGEST_TAG)
-    if all(np.array_equal(digests[0], other) for other in digests):
+    own = np.array([(hashlib.sha256(text).digest(), len(text))], _OUTLINE)
+    members = yield from gather(comm, own)
+    others = np.flatnonzero(members["digest"] != members["digest"][0])
+    if not others.size:
         return
-    lengths = yield from gather(comm, np.array([len(text)], np.int64), _OUTLINE_TAG)
-    padded = text.ljust(max(int(length[0]) for length in lengths), b"\0")
-    texts = yield from gather(comm, np.frombuffer(padded, np.uint8).copy(), _OUTLINE_TAG)
-    check_alike([raw.tobytes().rstrip(b"\0").decode().split("\n") for raw in texts], describe)
+    pair = 0, int(others[0])
+    texts = [np.zeros(members["length"][rank], np.uint8) for rank in pair]
+    for rank, buffer in zip(pair, texts, strict=True):
+        if rank == comm.Get_rank():
+            buffer[:] = np.frombuffer(text, np.uint8)
+        yield from broadcast(comm, [buffer], rank)
+    outlines = [buffer.tobytes().decode().split("\n") for buffer in texts]
+    check_alike(outlines, lambda index: describe(pair[index]))
 
 
 def check_alike(outlines: Sequence[Sequence[str]], describe: Callable[[int], str]) -> None:
@@ -91,14 +133,23 @@ def check_alike(outlines: Sequence[Sequence[str]], describe: Callable[[int], str
                 )
 
 
-def gather(comm: Comm, own: np.ndarray, tag: int) -> Operation:
-    """Returns the arrays of all members by rank. All have the same shape and dtype."""
-    size, rank = comm.Get_size(), comm.Get_rank()
-    arrays = [np.empty_like(own) for _ in range(size)]
-    arrays[rank] = own
-    peers = [(rank + i) % size for i in range(1, size)]
-    receives = {p: comm.Irecv(arrays[p].view(np.uint8), source=p, tag=tag) for p in peers}
-    sends = {p: comm.Isend(own.view(np.uint8), dest=p, tag=tag) for p in peers}
-    yield from wait_for(receives)
-    yield from wait_for(sends)
+def gather(comm: Comm, own: np.ndarray) -> Operation:
+    """Returns an array with the element of each member by rank. ``own`` has one element."""
+    arrays = np.empty(comm.Get_size(), own.dtype)
+    yield from wait_for([comm.Iallgather(_bytes(own), _bytes(arrays))])
     return arrays
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1).view(np.uint8)
+
+
+def _broadcast_pieces(comm: Comm, array: np.ndarray, pieces: Pieces, root: int) -> MpiRequest:
+    """Starts a broadcast of the pieces of an array."""
+    from mpi4py import MPI
+
+    starts, counts = (cast(Sequence[int], row_bytes(array) * numbers) for numbers in pieces)
+    datatype = MPI.BYTE.Create_hindexed(counts, starts).Commit()
+    request = comm.Ibcast([_bytes(array), 1, datatype], root=root)
+    datatype.Free()  # MPI keeps it until the broadcast completes
+    return request

@@ -9,9 +9,8 @@ from jdaso.core.mpi_types import Comm
 from jdaso.core.types import FINITE, UNCOUNTED
 from jdaso.exchange.host.buffers import StagingBuffers
 from jdaso.exchange.transport import collectives
-from jdaso.exchange.transport.all_reduce import part, shards
 from jdaso.exchange.transport.handshake import handshake
-from jdaso.exchange.transport.operation import Operation, in_world_ranks, interleave
+from jdaso.exchange.transport.operation import Operation, interleave
 from jdaso.exchange.transport.request import Request, completed
 
 
@@ -31,10 +30,10 @@ class ExchangeCommunicators:
         # A consensus must not receive messages of exchanges that are in flight.
         self._consensus = _by_index(topology, 1)
         self._handshakes = topology.duplicate_comm()
-        # World ranks in the order of the members of each communicator.
-        places = topology.placements
-        self._by_node = sorted(range(len(places)), key=lambda rank: places[rank])
-        self._own_node = [rank for rank in self._by_node if places[rank].node == topology.node]
+        # World ranks of the processes with each local rank, in the order of nodes.
+        places = np.array(topology.placements)
+        by_node = np.lexsort((places[:, 1], places[:, 0]))
+        self._members = by_node.reshape(-1, topology.processes_per_node).T
 
     def queue(self, number: int) -> int:
         """The queue of an exchange. Exchanges of a queue share communicators and run in order."""
@@ -71,7 +70,7 @@ class ExchangeCommunicators:
             number,
             step,
             header,
-            self._members(used[0].sender),
+            self._members[used[0].sender],
             self._topology.describe,
         )
         yield from completed(before)
@@ -79,6 +78,8 @@ class ExchangeCommunicators:
             self._sum_part(communicators, staging, index, len(used))
             for index, communicators in enumerate(used)
         )
+        topology = self._topology
+        yield from collectives.widen_staged(staging, topology.node, topology.num_nodes)
         total[FINITE] = staging.finite()  # the same on all nodes, as the sums are
         return total, sent
 
@@ -95,27 +96,21 @@ class ExchangeCommunicators:
         """Sums one part over the nodes, and sends the sums to all processes of this node."""
         sent = 0
         if communicators.nodes is not None:
-            sent = yield from in_world_ranks(
-                collectives.sum_staged(communicators.nodes, staging, self._options, index, parts),
-                self._members(self._topology.local_rank),
+            sent = yield from collectives.sum_staged(
+                communicators.nodes, staging, self._options, index, parts
             )
         if communicators.within_node is not None:
-            nodes = self._topology.num_nodes
-            sums = [
-                sums[place]
-                for _, sums in staging.pairs
-                for place in part(shards(len(sums), nodes), index, parts)
-            ]
-            yield from in_world_ranks(
-                collectives.broadcast(communicators.within_node, sums, communicators.sender),
-                self._own_node,
+            topology = self._topology
+            yield from collectives.share_sums(
+                communicators.within_node,
+                staging,
+                communicators.sender,
+                topology.node,
+                topology.num_nodes,
+                index,
+                parts,
             )
         return sent
-
-    def _members(self, local_rank: int) -> list[int]:
-        """World ranks of the processes with a local rank, one per node."""
-        placements = self._topology.placements
-        return [rank for rank in self._by_node if placements[rank].local_rank == local_rank]
 
 
 def _by_index(topology: Topology, count: int) -> list[IndexCommunicators]:

@@ -17,7 +17,8 @@ _REMINDER_SECONDS = 60.0
 class ExitBarrier:
     """Sends one byte from every process to every other process when it exits.
 
-    Nothing else uses ``comm``. ``states(ranks)`` names ranks and tells whether each is alive.
+    Only collectives use ``comm`` as well. ``states(ranks)`` names ranks and tells whether each is
+    alive.
     """
 
     def __init__(self, comm: Comm, states: Callable[[frozenset[int]], str]):

@@ -6,10 +6,10 @@ import numpy as np
 
 from jdaso.core.mpi_types import Comm
 from jdaso.core.types import AGREEMENT_NAMES, HEADER_SIZE, UNCOUNTED, JdasoError
+from jdaso.exchange.transport.all_reduce import add_in_order
 from jdaso.exchange.transport.collectives import gather
 from jdaso.exchange.transport.operation import Operation
 
-_TAG = 0
 _SAME_SCHEDULE = "All nodes must use the same schedule and continue the same checkpoint."
 _SAME_START = (
     "This state is EASGD's centre, DiLoCo's anchor with its outer optimizer, or the parameters of "
@@ -45,7 +45,7 @@ def handshake(
     number: int,
     step: int,
     header: np.ndarray,
-    contributors: Sequence[int],
+    contributors: np.ndarray,
     describe: Callable[[int], str],
 ) -> Operation:
     """Sends a record of the exchange to all members, compares theirs, and sums the headers.
@@ -64,22 +64,23 @@ def handshake(
     """
     record = np.zeros(1, _RECORD)
     record[0] = (number, step, fingerprint, header)
-    records = yield from gather(comm, record, _TAG)
+    records = yield from gather(comm, record)
     own, name = comm.Get_rank(), exchange_name(number)
-    for rank, other in enumerate(records):
-        for field, (quantity, advice) in _COMPARED.items():
-            if other[field][0] != record[field][0]:
-                raise JdasoError(
-                    f"nodes are out of step at {name}: {quantity} is {record[field][0]} in "
-                    f"{describe(own)}{_plan(header)} but {other[field][0]} in {describe(rank)}"
-                    f"{_plan(other['header'][0])}. {advice}"
-                )
-        _check_agreement(name, header, other["header"][0], [describe(r) for r in (own, rank)])
-    # All members add in the same order and therefore get the same bits.
+    for field, (quantity, advice) in _COMPARED.items():
+        for rank in np.flatnonzero(records[field] != record[field])[:1]:
+            other = records[rank]
+            raise JdasoError(
+                f"nodes are out of step at {name}: {quantity} is {record[field][0]} in "
+                f"{describe(own)}{_plan(header)} but {other[field]} in {describe(rank)}"
+                f"{_plan(other['header'])}. {advice}"
+            )
+    differs = records["header"][:, _AGREEMENT] != header[_AGREEMENT]
+    for rank in np.flatnonzero(differs.any(axis=1))[:1]:
+        other = records["header"][rank]
+        _raise_disagreement(name, header, other, [describe(own), describe(rank)])
     total = header.copy()
-    total[_SUMMED] = 0
-    for rank in contributors:
-        total[_SUMMED] += records[rank]["header"][0][_SUMMED]
+    # All members add in the same order and therefore get the same bits.
+    add_in_order(records["header"][contributors][:, _SUMMED], total[_SUMMED])
     return total
 
 
@@ -89,8 +90,10 @@ def _plan(header: np.ndarray) -> str:
     return f" (period {period}, delay {delay})" if period else ""
 
 
-def _check_agreement(name: str, own: np.ndarray, other: np.ndarray, members: Sequence[str]) -> None:
-    """Raises if the agreement numbers of two headers differ."""
+def _raise_disagreement(
+    name: str, own: np.ndarray, other: np.ndarray, members: Sequence[str]
+) -> None:
+    """Raises an error with the first agreement number in which two headers differ."""
     for quantity, a, b in zip(AGREEMENT_NAMES, own[_AGREEMENT], other[_AGREEMENT], strict=True):
         if a != b:
             value = "the fingerprint of " if quantity.startswith("the ") else ""

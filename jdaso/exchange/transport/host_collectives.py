@@ -33,7 +33,9 @@ class HostCollectives:
             yield from ()
             return self._membership.topology
 
-        return self._run(current, "the query of the topology") if self._membership.shrinks else None
+        if not self._membership.shrinks:
+            return None
+        return self._run(current, "comparisons", "the query of the topology")
 
     def anyone(self, flag: bool) -> bool:
         """Whether any process passed True some calls ago. Most answers have arrived by then."""
@@ -45,7 +47,9 @@ class HostCollectives:
             return (yield from collectives.any_true(self._membership.flags, flag))
 
         asked = self._membership.repeated(ask, lambda: self._membership.flags, "flags")
-        self._flags.append(self._progress.submit(asked, f"a flag, sent by {self._name},"))
+        call = self._membership.call("flags")
+        request = self._progress.submit(asked, f"a flag, sent by {self._name},", call=call)
+        self._flags.append(request)
         return len(self._flags) > _ANSWER_AFTER and self._progress.wait(self._flags.popleft())
 
     def broadcast(self, leaves: Sequence[np.ndarray], root: int) -> list[np.ndarray]:
@@ -54,20 +58,20 @@ class HostCollectives:
         def from_root() -> Operation:
             copies = [np.array(leaf, order="C") for leaf in leaves]
             yield from collectives.broadcast(
-                self._membership.collectives, copies, self._current_rank(root)
+                self._membership.broadcasts, copies, self._current_rank(root)
             )
             return copies
 
-        return self._run(from_root, "a broadcast")
+        return self._run(from_root, "broadcasts", "a broadcast")
 
     def compare(self, outline: Sequence[str]) -> None:
         """Raises JdasoError, on every node, if the outlines of the nodes' trees differ."""
 
         def compare() -> Operation:
             describe = self._membership.topology.describe
-            return collectives.compare(self._membership.collectives, outline, describe)
+            return collectives.compare(self._membership.comparisons, outline, describe)
 
-        self._run(compare, "the comparison of parameters")
+        self._run(compare, "comparisons", "the comparison of parameters")
 
     def _current_rank(self, node: int) -> int:
         """The rank of the first process of a node, as it was numbered at the start."""
@@ -80,7 +84,9 @@ class HostCollectives:
             f"broadcast: its root, {initial.describe(first)}, has died. Choose a node that is left."
         )
 
-    def _run(self, make: Callable[[], Operation], what: str) -> Any:
-        operation = self._membership.repeated(make, lambda: self._membership.collectives, "all")
-        request = self._progress.submit(operation, f"{what}, called by {self._name},")
+    def _run(self, make: Callable[[], Operation], series: str, what: str) -> Any:
+        membership = self._membership
+        operation = membership.repeated(make, lambda: getattr(membership, series), series)
+        description, call = f"{what}, called by {self._name},", membership.call(series)
+        request = self._progress.submit(operation, description, call=call)
         return self._progress.wait(request)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from jdaso.cluster.roll_call import Call
 from jdaso.cluster.topology import Topology
 from jdaso.core.mpi_types import Comm
 from jdaso.exchange.transport.collectives import AllReduceOptions
@@ -10,6 +11,9 @@ from jdaso.exchange.transport.exit_barrier import ExitBarrier
 from jdaso.exchange.transport.operation import Operation
 from jdaso.exchange.transport.shrink import CompletionLog, RepairWatchdog, repair
 from jdaso.exchange.transport.ulfm import is_process_failure
+
+# Operations that the processes post in the same order.
+SERIES = ("exchanges", "comparisons", "broadcasts", "flags")
 
 
 class Membership:
@@ -25,9 +29,11 @@ class Membership:
         self._log, self._watchdog = None, None
         if shrinks:
             self._log, self._watchdog = CompletionLog(), RepairWatchdog(timeout)
+        self._roll_call = topology.heartbeat and topology.heartbeat.roll_call
+        self._series = {name: self._roll_call.new_series() for name in SERIES if self._roll_call}
         self.initial = topology  # all processes at the start
         self._connect(topology)
-        self.exit_barrier = ExitBarrier(topology.duplicate_comm(), topology.states)
+        self.exit_barrier = ExitBarrier(self.comparisons, topology.states)
 
     @property
     def shrinks(self) -> bool:
@@ -49,8 +55,12 @@ class Membership:
         for comm in filter(None, [*self._communicators(), *own]):
             comm.Free()
 
+    def call(self, series: str) -> Call | None:
+        """Counts an operation of one of ``SERIES`` that this process posts."""
+        return self._roll_call.post(self._series[series]) if self._roll_call else None
+
     def _communicators(self) -> list[Comm]:
-        return [*self.exchanges.all(), self.collectives, self.flags, self.exit_barrier.comm]
+        return [*self.exchanges.all(), self.comparisons, self.broadcasts, self.flags]
 
     def repeated(
         self, make: Callable[[], Operation], comm: Callable[[], Comm | None], queue: str
@@ -61,13 +71,15 @@ class Membership:
     def _connect(self, topology: Topology) -> None:
         self.topology = topology  # the processes that are alive
         self.exchanges = ExchangeCommunicators(topology, self._options)
-        # Broadcasts and comparisons must not receive messages of exchanges in flight.
-        self.collectives = topology.duplicate_comm()
+        # Operations of one communicator must have the same order on all processes. That of
+        # different kinds depends on when devices and threads come to them.
+        self.comparisons = topology.duplicate_comm()
+        self.broadcasts = topology.duplicate_comm()
         self.flags = topology.duplicate_comm()  # of ``any_true``
 
     def _reconnect(self, topology: Topology) -> None:
         assert self._log is not None
         assert topology.comm is not None
         self._connect(topology)
-        self.exit_barrier.connect(topology.duplicate_comm(), topology.states)
+        self.exit_barrier.connect(self.comparisons, topology.states)
         self._log.share(topology.comm)

@@ -138,6 +138,7 @@ class MpiTransport:
                 operation,
                 f"{exchange_name(number)}, posted by {self._name} after step {step},",
                 measured=number != UNCOUNTED,
+                call=self._membership.call("exchanges"),
             )
             self._last_of_queue[queue] = request
             self._table.post(number, _Posted(request, staging, step, header))

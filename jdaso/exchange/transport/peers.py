@@ -3,6 +3,7 @@
 import time
 from typing import Protocol
 
+from jdaso.cluster.roll_call import Answer
 from jdaso.cluster.topology import Topology
 from jdaso.core.log import logger
 from jdaso.core.types import JdasoError
@@ -10,6 +11,11 @@ from jdaso.exchange.transport.membership import Membership
 from jdaso.exchange.transport.request import Request
 
 _POLL_SECONDS = 0.5
+_ASK_SECONDS = 1.0
+_UNKNOWN = "other processes, it is not known which"
+# Two processes that wait for each other are given this time, because what they say of themselves
+# may be old.
+_DEADLOCK_SECONDS = 10.0
 
 
 class ExitProtocol(Protocol):
@@ -30,11 +36,14 @@ class Peers:
         self, topology: Topology, exit_protocol: ExitProtocol, recovery: Membership | None = None
     ):
         self.topology = topology
+        self._describe = topology.describe  # of the ranks at the start
         self.recovery = recovery
-        #: Ranks that have exited.
+        #: Ranks at the start of the processes that have exited.
         self.exited: frozenset[int] = frozenset()
         self._exit_protocol = exit_protocol
         self._poll_after = 0.0
+        heartbeat = topology.heartbeat
+        self._roll_call = heartbeat.roll_call if heartbeat is not None else None
 
     @property
     def own_name(self) -> str:
@@ -46,7 +55,8 @@ class Peers:
         if time.monotonic() > self._poll_after:
             self._poll_after = time.monotonic() + _POLL_SECONDS
             try:
-                self.exited = self._exit_protocol.exited()
+                exited = self._exit_protocol.exited()
+                self.exited = frozenset(self.topology.processes[rank].rank for rank in exited)
             except Exception as error:
                 if not self._can_repair(error):
                     raise
@@ -54,24 +64,21 @@ class Peers:
         return False
 
     def check(self, request: Request, now: float) -> None:
-        """Fails a request whose peers have exited or whose deadline has passed. Warns of delays."""
+        """Fails a request that cannot complete or whose deadline has passed. Warns of delays."""
         if request.done.is_set():
             return
-        topology, missing = self.topology, request.state.ranks
-        if exited := missing & self.exited:
-            names = ", ".join(map(topology.describe, sorted(exited)))
-            request.fail(
-                JdasoError(
-                    f"{request.description} cannot complete: {names} exited without taking part. "
-                    "All nodes must take the same number of steps."
-                )
-            )
+        if self._roll_call and request.call and now - request.started_at > _ASK_SECONDS:
+            self._roll_call.ask(request.call)
+            if request.awaited:
+                self._roll_call.wait(request.call, request.name)
+        if reason := self._cannot_complete(request, now):
+            request.fail(JdasoError(f"{request.description} cannot complete: {reason}"))
         elif now > request.deadline:
             request.fail(
                 JdasoError(
                     f"{request.description} did not complete within "
                     f"{request.deadline - request.started_at:g} s: nothing came from "
-                    f"{topology.states(missing)}. The argument timeout of mpi_exchange and "
+                    f"{self._missing(request)}. The argument timeout of mpi_exchange and "
                     "mpi_center sets the least time to wait."
                 )
             )
@@ -79,7 +86,57 @@ class Peers:
             seconds = now - request.started_at
             request.warn_at = now + seconds
             text = "%s is late, for %.0f s now: it waits for %s."
-            logger.warning(text, request.description, seconds, topology.states(missing))
+            logger.warning(text, request.description, seconds, self._missing(request))
+
+    def forget(self, request: Request) -> None:
+        """Asks no more about a request that has completed or failed."""
+        if self._roll_call and request.call:
+            self._roll_call.done(request.call)
+
+    def _cannot_complete(self, request: Request, now: float) -> str | None:
+        """Why a request will never complete, if that is known."""
+        absent, roll_call = self._answer(request).names, self._roll_call
+        ranks = frozenset(process.rank for process in absent) | request.state.ranks
+        if exited := ranks & self.exited:
+            names = ", ".join(map(self._describe, sorted(exited)))
+            return (
+                f"{names} exited without taking part. All nodes must take the same number of steps."
+            )
+        for process in absent if request.awaited else ():
+            # Both programs wait, each for an operation that the other one has not posted.
+            if roll_call and process.awaited and not roll_call.has_posted(process.awaited):
+                request.deadlocked_since = request.deadlocked_since or now
+                if now - request.deadlocked_since < _DEADLOCK_SECONDS:
+                    return None
+                return (
+                    f"{self._describe(process.rank)} has not posted it and waits for "
+                    f"{process.name}, which {self.own_name} has not posted. All nodes must make "
+                    "the same calls in the same order."
+                )
+        request.deadlocked_since = None
+        return None
+
+    def _answer(self, request: Request) -> Answer:
+        if self._roll_call is None or request.call is None:
+            return Answer()
+        return self._roll_call.answer(request.call)
+
+    def _missing(self, request: Request) -> str:
+        """The processes for which a request waits, as far as they are known."""
+        if request.state.ranks:
+            return self.topology.states(request.state.ranks)
+        heartbeat, answer = self.topology.heartbeat, self._answer(request)
+        if heartbeat is None:
+            return _UNKNOWN
+        ranks = heartbeat.silent_ranks().union(process.rank for process in answer.names)
+        if not ranks:
+            complete = answer.answered == len(self.topology.processes)
+            return "the network: all processes have posted it" if complete else _UNKNOWN
+        texts = [heartbeat.states(ranks)]
+        if answer.absent > len(answer.names):
+            texts.append(f"and {answer.absent - len(answer.names)} more")
+        texts += [f"{self._describe(p.rank)} waits for {p.name}" for p in answer.names if p.awaited]
+        return "; ".join(texts)
 
     def repair(self) -> None:
         assert self.recovery is not None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jdaso.cluster.abort import at_exit
+from jdaso.cluster.roll_call import Call
 from jdaso.cluster.topology import Topology
 from jdaso.core.types import JdasoError
 from jdaso.exchange.transport.deadlines import Deadlines
@@ -93,9 +94,15 @@ class Progress:
         self._thread.start()
         self._forget = at_exit(self.close)
 
-    def submit(self, operation: Operation, description: str, measured: bool = False) -> Request:
+    def submit(
+        self,
+        operation: Operation,
+        description: str,
+        measured: bool = False,
+        call: Call | None = None,
+    ) -> Request:
         """Starts an operation and returns at once; the other arguments are those of Request."""
-        request = Request(operation, description, measured, self._deadlines)
+        request = Request(operation, description, measured, self._deadlines, call)
         with self._changed:
             if self._closing:
                 raise JdasoError(
@@ -182,6 +189,7 @@ class Progress:
         """Removes the requests that have completed or failed; returns whether there were any."""
         completed = [request for request in requests if request.done.is_set()]
         for request in completed:
+            self._peers.forget(request)
             if request.error is not None:
                 self._failed.append(request)
             elif request.measured:

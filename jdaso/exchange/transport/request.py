@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from jdaso.cluster.roll_call import Call
 from jdaso.core.types import JdasoError
 from jdaso.exchange.transport.deadlines import Deadlines
 from jdaso.exchange.transport.operation import Operation, Repaired, WaitState
@@ -14,15 +15,22 @@ class Request:
     """A submitted operation; ``done`` is set when it has returned or failed.
 
     The ``description`` is the subject of error messages, such as ``"exchange 3, posted by rank
-    0,"``. If ``measured``, the operation's duration sets the deadlines of later ones.
+    0,"``. If ``measured``, the operation's duration sets the deadlines of later ones. ``call`` says
+    which operation of all processes it is, if it is one.
     """
 
     def __init__(
-        self, operation: Operation, description: str, measured: bool, deadlines: Deadlines
+        self,
+        operation: Operation,
+        description: str,
+        measured: bool,
+        deadlines: Deadlines,
+        call: Call | None = None,
     ):
         self.description = description
         self.measured = measured
-        self.state = WaitState(frozenset())
+        self.call = call
+        self.state = WaitState()
         self.done = threading.Event()
         self.result: Any = None
         self.error: BaseException | None = None
@@ -32,8 +40,15 @@ class Request:
         self.deadline = self.started_at + deadlines.deadline()
         self.failed_at = 0.0
         self.awaited = False
+        #: Since when another process and this one seem to wait for each other.
+        self.deadlocked_since: float | None = None
         self._operation = operation
         self._begun = False
+
+    @property
+    def name(self) -> str:
+        """The description without details."""
+        return self.description.partition(",")[0]
 
     def step(self, advance: Callable[[], WaitState] | None = None) -> None:
         """Advances the operation as far as possible without waiting."""
@@ -79,6 +94,6 @@ class Request:
 def completed(request: Request | None) -> Operation:
     """Waits for another request, if there is one, and raises its error."""
     while request is not None and not request.done.is_set():
-        yield WaitState(request.state.ranks)
+        yield WaitState()
     if request is not None and request.error is not None:
         raise request.error

@@ -20,7 +20,7 @@ import numpy as np
 from jdaso.cluster.topology import Topology
 from jdaso.core.log import logger
 from jdaso.core.mpi_types import Comm
-from jdaso.exchange.transport.operation import Operation, Repaired, WaitState
+from jdaso.exchange.transport.operation import Operation, Repaired, WaitState, wait_for
 from jdaso.exchange.transport.ulfm import is_process_failure
 
 # More operations than may be in progress at a time.
@@ -118,7 +118,7 @@ class RepairWatchdog:
 def _wait_for_repair() -> Operation:
     try:
         while True:
-            yield WaitState(frozenset(), needs_repair=True)
+            yield WaitState(needs_repair=True)
     except Repaired:
         return
 
@@ -126,8 +126,7 @@ def _wait_for_repair() -> Operation:
 def _agree(comm: Comm | None) -> Operation:
     assert comm is not None  # as there is one process per node
     request = comm.Iagree(np.ones(1, np.int32))
-    while not request.Test():
-        yield WaitState(frozenset(), requests=(request,))
+    yield from wait_for([request])
 
 
 def repair(

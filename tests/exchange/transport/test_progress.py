@@ -3,6 +3,7 @@
 import queue
 import threading
 import time
+import types
 
 import pytest
 
@@ -18,6 +19,8 @@ class Topology:
     """Two processes. The other one sends nothing."""
 
     rank = 0
+    heartbeat = None
+    processes = tuple(types.SimpleNamespace(rank=rank) for rank in range(3))
     describe = staticmethod("rank {}".format)
 
     def states(self, ranks):

@@ -128,6 +128,7 @@ class Alone:
     """One remaining process: its topology, exit protocol and recovery."""
 
     rank = 0
+    heartbeat = None
     describe = staticmethod("rank {}".format)
     dead = False
 

@@ -60,8 +60,8 @@ elif case == "other schedule":
     train(8, jdaso.constant(2 + 2 * rank))
 elif case == "other wire":
     train(8, jdaso.constant(2), wire=("float32", "bfloat16")[rank])
-elif case == "other pattern":
-    jdaso.mpi_exchange(topology, pattern=("direct", "ring")[rank])
+elif case == "other senders":
+    jdaso.mpi_exchange(topology, senders=("one", "all")[rank])
 elif case == "other delay":
     train(8, jdaso.constant(2, 1 + rank))
 elif case.startswith(("other centre", "other anchor", "other parameters")):

@@ -14,8 +14,7 @@ import jdaso
 
 rank_to_die, step_to_die, method, steps = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], 24
 topology = jdaso.discover_topology()
-pattern = "ring" if method == "ring" else "direct"
-exchange = jdaso.mpi_exchange(topology, on_failure="shrink", timeout=30, pattern=pattern)
+exchange = jdaso.mpi_exchange(topology, on_failure="shrink", timeout=30)
 evaluation = jdaso.mpi_exchange(topology, on_failure="shrink", timeout=30)
 averaging = {
     "daso": lambda: jdaso.daso(exchange, jdaso.constant(4, 2)),
@@ -23,7 +22,7 @@ averaging = {
     "dasgd": lambda: jdaso.dasgd(exchange, 3, 2),
     "easgd": lambda: jdaso.easgd(exchange, 2, alpha=0.2),
     "int8": lambda: jdaso.daso(exchange, jdaso.constant(4, 2), wire="int8", fragments=2),
-    "ring": lambda: jdaso.daso(exchange, jdaso.constant(2, 1), wire="float16", fragments=2),
+    "float16": lambda: jdaso.daso(exchange, jdaso.constant(2, 1), wire="float16", fragments=2),
     "error": lambda: jdaso.dasgd(exchange, 3, 2),
     "sync": lambda: jdaso.allreduce_gradients(exchange, wire="float32"),
 }[method]()

@@ -1,0 +1,180 @@
+"""Finds the processes that have not posted a collective operation for which others wait.
+
+MPI's collectives do not tell which process is late. Every process therefore counts the operations
+that it has posted, in series that are the same on all processes. A process that waits for an
+operation asks with its heartbeats which processes have not posted it. All processes answer, and
+the answers are merged on their way, so that messages stay short however many processes there are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+# Questions in a message, and processes that an answer names.
+MAX_QUESTIONS, MAX_NAMES = 8, 16
+_MAX_TEXT = 100
+_NOTHING = -1
+
+
+class Call(NamedTuple):
+    """An operation, by its series and its place in it, the same on all processes."""
+
+    series: int
+    number: int
+
+
+class Absent(NamedTuple):
+    """A process that has not posted an operation.
+
+    Attributes:
+        closed: Whether it will never post it.
+        awaited: The operation for which its program waits now, or None, and the name of that.
+    """
+
+    rank: int
+    closed: bool
+    awaited: Call | None
+    name: str
+
+
+class Answer(NamedTuple):
+    """How many processes have answered, how many have not posted it, and some of these."""
+
+    answered: int = 0
+    absent: int = 0
+    names: tuple[Absent, ...] = ()
+
+
+def merge(answers: Iterable[Answer]) -> Answer:
+    """The answer of several groups of processes.
+
+    >>> late = Absent(3, False, None, "")
+    >>> merge([Answer(2), Answer(1, 1, (late,))])
+    Answer(answered=3, absent=1, names=(Absent(rank=3, closed=False, awaited=None, name=''),))
+    """
+    answered, absent, names = zip(*answers, strict=True)
+    by_rank = sorted(sum(names, ()), key=lambda process: process.rank)
+    return Answer(sum(answered), sum(absent), tuple(by_rank[:MAX_NAMES]))
+
+
+class RollCall:
+    """What this process has posted and waits for, and the answers to its questions.
+
+    Args:
+        on_question: Called from the thread that has a new question.
+    """
+
+    def __init__(self, rank: int, on_question: Callable[[], None]):
+        self._rank, self._on_question = rank, on_question
+        self._posted: Counter[int] = Counter()
+        self._closed: set[int] = set()
+        self._asked: dict[Call, None] = {}
+        self._awaited: dict[Call, str] = {}
+        self._num_series = 0
+        #: Answers of all processes, replaced as a whole.
+        self.answers: Mapping[Call, Answer] = {}
+
+    def new_series(self) -> int:
+        """A series, with the same number on all processes if they create all in the same order."""
+        self._num_series += 1
+        return self._num_series - 1
+
+    def post(self, series: int) -> Call:
+        """Counts an operation."""
+        self._posted[series] += 1
+        return Call(series, self._posted[series] - 1)
+
+    def has_posted(self, call: Call) -> bool:
+        return self._posted[call.series] > call.number
+
+    def close(self, series: int) -> None:
+        """No operation will be posted in a series any more."""
+        self._closed.add(series)
+
+    def ask(self, call: Call) -> None:
+        """Asks all processes whether they have posted an operation, until it is ``done``."""
+        if call not in self._asked:
+            self._asked[call] = None
+            self._on_question()
+
+    def wait(self, call: Call, name: str) -> None:
+        """The program waits for an operation until it is ``done``."""
+        self._awaited[call] = name[:_MAX_TEXT]
+
+    def done(self, call: Call) -> None:
+        self._asked.pop(call, None)
+        self._awaited.pop(call, None)
+
+    def questions(self) -> list[Call]:
+        """The earliest question of each series."""
+        return earliest(list(self._asked))
+
+    def answer_to(self, call: Call) -> Answer:
+        """The own answer to a question."""
+        if self.has_posted(call):
+            return Answer(1)
+        awaited, name = next(iter(list(self._awaited.items())), (None, ""))
+        return Answer(1, 1, (Absent(self._rank, call.series in self._closed, awaited, name),))
+
+    def answer(self, call: Call) -> Answer:
+        """The answer of all processes so far. Who is absent for an earlier call is for this one."""
+        answers = self.answers
+        known = [c for c in answers if c.series == call.series and c.number <= call.number]
+        return answers[max(known)] if known else Answer()
+
+
+def earliest(calls: Iterable[Call]) -> list[Call]:
+    """The earliest call of each series, for a few series.
+
+    >>> earliest([Call(0, 3), Call(0, 2), Call(1, 7)])
+    [Call(series=0, number=2), Call(series=1, number=7)]
+    """
+    numbers: dict[int, int] = {}
+    for series, number in calls:
+        numbers[series] = min(number, numbers.get(series, number))
+    return [Call(*item) for item in sorted(numbers.items())[:MAX_QUESTIONS]]
+
+
+def encode(answers: Mapping[Call, Answer]) -> list[Any]:
+    """Answers as lists of numbers and texts, for a message."""
+    return [
+        [*call, answered, absent, [[rank, closed, *(awaited or (_NOTHING, 0)), name]
+                                   for rank, closed, awaited, name in names]]
+        for call, (answered, absent, names) in answers.items()
+    ]  # fmt: skip
+
+
+def decode(message: list[Any]) -> dict[Call, Answer]:
+    """The inverse of :func:`encode`. What is not an answer is left out.
+
+    >>> answers = {Call(0, 3): Answer(2, 1, (Absent(1, False, Call(0, 2), "exchange 2"),))}
+    >>> decode(encode(answers)) == answers, decode([1, [0, 3, "x", 1, []]])
+    (True, {})
+    """
+    answers = {}
+    for entry in message:
+        match entry:
+            case [int(series), int(number), int(answered), int(absent), [*names]]:
+                people = tuple(person for name in names if (person := _decode_absent(name)))
+                answers[Call(series, number)] = Answer(answered, absent, people)
+    return answers
+
+
+def _decode_absent(message: Any) -> Absent | None:
+    match message:
+        case [int(rank), bool(closed), int(series), int(number), str(name)]:
+            awaited = None if series == _NOTHING else Call(series, number)
+            return Absent(rank, closed, awaited, name[:_MAX_TEXT])
+    return None
+
+
+def decode_calls(message: list[Any]) -> list[Call]:
+    """The calls in a message of pairs of numbers."""
+    found = []
+    for entry in message:
+        match entry:
+            case [int(series), int(number)]:
+                found.append(Call(series, number))
+    return found
