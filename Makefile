@@ -37,10 +37,10 @@ lint: $(VENV)/.installed
 	mypy
 
 # Tests that start processes of their own begin first. Each file stays with one worker. A third
-# worker uses the time in which jobs of Slurm wait.
+# worker uses the time in which jobs of Slurm wait. In jdaso are the examples of docstrings.
 STARTERS := tests/slurm tests/mpi tests/examples tests/bench
 OTHERS := $(filter-out $(STARTERS) tests/support tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/))) \
-	$(wildcard tests/test_*.py)
+	$(wildcard tests/test_*.py) jdaso
 BY_FILE := --dist loadfile --no-loadscope-reorder
 PYTEST := $(BIN)/python -m pytest --durations 15 -n
 

@@ -5,9 +5,9 @@
 
 Needs Open MPI 5, see "Continue without a node" in docs/guides/faults.md. The first command measures
 the mean over all nodes in pairs, with an exchange that ends all processes when one dies and with
-one that continues. In the second command the last process dies, either before a mean or while it takes
-part. The script prints the seconds until the other processes have their mean without it. Then the
-next process dies, until two are left.
+one that continues. In the second command the last process dies, either before a mean or while it
+takes part. The script prints the seconds until the other processes have their mean without it. Then
+the next process dies, until two are left.
 """
 
 from __future__ import annotations
