@@ -12,7 +12,7 @@ from typing import NamedTuple
 from jdaso.checkpoint import folder
 from jdaso.checkpoint.agreement import from_first
 from jdaso.checkpoint.flight_check import exchanges_in_flight, number_exchanges
-from jdaso.checkpoint.host_arrays import to_host_arrays
+from jdaso.checkpoint.host_arrays import gather_shards, to_host_arrays
 from jdaso.checkpoint.node_part import checkpointer, part_tree
 from jdaso.checkpoint.restore import read_checkpoint
 from jdaso.cluster.barrier import barrier
@@ -71,6 +71,7 @@ class Checkpoints:
     ):
         check_whole("keep", keep, 1)
         self._orbax = checkpointer()
+        self._node_comm = topology.node_communicator() if topology.joined else None
         self._folder = folder.CheckpointFolder(Path(directory).absolute(), keep)
         self._topology = topology
         self._exchanges = [exchange] if isinstance(exchange, Exchange) else list(exchange)
@@ -101,7 +102,8 @@ class Checkpoints:
         """
         self.wait()
         self._update_topology()
-        if self._topology.local_rank > 0:
+        first = self._topology.local_rank == 0
+        if not (first or self._topology.joined):
             return  # all processes of a node hold the same state
         if self._last_number is None and self._has_foreign:
             raise ValueError(
@@ -111,10 +113,13 @@ class Checkpoints:
             )
         path = self._next_path(step)
         arrays = to_host_arrays(number_exchanges(state, self._exchanges))
-        tree = part_tree(arrays, exchanges_in_flight(state, self._exchanges))
+        in_flight = exchanges_in_flight(state, self._exchanges)
+        if self._node_comm is not None:
+            arrays, in_flight = gather_shards(self._node_comm, (arrays, in_flight))
         self._last_number = (self._last_number or 0) + 1
-        with self._write_errors():
-            self._orbax.save(path, tree)
+        if first:
+            with self._write_errors():
+                self._orbax.save(path, part_tree(arrays, in_flight))
 
     def wait(self) -> None:
         """Waits until everything is written, then deletes old checkpoints.

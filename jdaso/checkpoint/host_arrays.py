@@ -6,14 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdaso.core.mpi_types import Comm
 from jdaso.core.tree import place_like
-from jdaso.core.types import PyTree
+from jdaso.core.types import PyTree, Shards
 
 _MAX_LISTED = 5  # differences in an error
 
 
-def to_host_arrays(tree: PyTree) -> dict[str, np.ndarray]:
+def to_host_arrays(tree: PyTree) -> dict[str, np.ndarray | Shards]:
     """Copies the leaves of a tree to named arrays; leaves without elements are left out.
+
+    Of an array that several processes hold, it copies the shards of this process. Of their copies,
+    one process has the first.
 
     Views would not do: a CPU array may be donated to the next step while a thread writes it. It
     raises ValueError for a leaf that is not an array of numbers, such as a typed random key.
@@ -25,7 +29,7 @@ def to_host_arrays(tree: PyTree) -> dict[str, np.ndarray]:
     for name, leaf in _named_leaves(tree):
         if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise ValueError(f"{name} is a typed random key; save its jax.random.key_data.")
-        array = np.array(leaf)
+        array = _copy(leaf)
         if not (array.dtype == bool or jnp.issubdtype(array.dtype, jnp.number)):
             raise ValueError(f"{name} must be an array of numbers or a number, got {leaf!r}.")
         if name in arrays:
@@ -33,6 +37,31 @@ def to_host_arrays(tree: PyTree) -> dict[str, np.ndarray]:
         if array.size:
             arrays[name] = array
     return arrays
+
+
+def _copy(leaf: Any) -> np.ndarray | Shards:
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
+        return np.array(leaf)
+    first = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+    shards = [(shard.index, np.array(shard.data)) for shard in first]
+    return Shards(leaf.shape, leaf.dtype, shards)
+
+
+def gather_shards(comm: Comm, tree: PyTree) -> PyTree:
+    """A tree with whole arrays in place of shards, on the first process of a communicator.
+
+    On the others, the tree has arrays without elements in their place.
+    """
+
+    def gathered(leaf: Any) -> Any:
+        if not isinstance(leaf, Shards):
+            return leaf
+        parts = comm.gather(leaf.shards)
+        if parts is None:
+            return np.empty(0, leaf.dtype)
+        return leaf._replace(shards=[shard for part in parts for shard in part]).whole()
+
+    return jax.tree.map(gathered, tree, is_leaf=lambda node: isinstance(node, Shards))
 
 
 def from_host_arrays(arrays: dict[str, np.ndarray], like: PyTree, source: str) -> PyTree:
@@ -45,11 +74,10 @@ def from_host_arrays(arrays: dict[str, np.ndarray], like: PyTree, source: str) -
     wrong = [f"{name} is not in the checkpoint" for name in wanted if name not in arrays]
     wrong += [f"{name} is not in the state" for name in arrays if name not in wanted]
     for name in wanted.keys() & arrays.keys():
-        old, new = arrays[name], np.asarray(wanted[name])
-        if old.shape != new.shape or (
-            isinstance(wanted[name], jax.Array) and old.dtype != new.dtype
-        ):
-            wrong.append(f"{name} is {old.dtype}{old.shape}, the state has {new.dtype}{new.shape}")
+        old, new = arrays[name], wanted[name]
+        shape, dtype = np.shape(new), getattr(new, "dtype", np.result_type(new))
+        if old.shape != shape or (isinstance(new, jax.Array) and old.dtype != dtype):
+            wrong.append(f"{name} is {old.dtype}{old.shape}, the state has {dtype}{shape}")
     if wrong:
         more = f" and {len(wrong) - _MAX_LISTED} more" if len(wrong) > _MAX_LISTED else ""
         raise ValueError(

@@ -31,16 +31,20 @@ class NodePart(NamedTuple):
 def checkpointer() -> Any:
     """An orbax checkpointer, which writes and reads parts."""
     try:
-        from orbax.checkpoint import StandardCheckpointer
+        from orbax.checkpoint import StandardCheckpointer, options
     except ImportError as error:
         raise ImportError(
             "checkpoints require orbax-checkpoint, which is not installed; run: pip install "
             "orbax-checkpoint"
         ) from error
-    return StandardCheckpointer()
+    # Each process calls it on its own, also if others are part of its JAX program.
+    own = jax.process_index()
+    alone = options.MultiprocessingOptions(primary_host=own, active_processes={own})
+    several = jax.process_count() > 1
+    return StandardCheckpointer(**({"multiprocessing_options": alone} if several else {}))
 
 
-def part_tree(state: dict[str, np.ndarray], posted: InFlight) -> dict[str, Any]:
+def part_tree(state: Mapping[str, Any], posted: InFlight) -> dict[str, Any]:
     """The tree that orbax writes, with a checksum for every array.
 
     >>> tree = part_tree({"w": np.ones(3)}, {})

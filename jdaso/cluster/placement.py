@@ -13,6 +13,8 @@ class Process(NamedTuple):
     memory_group: int  # smallest rank among the processes that share memory with this one
     platform: str
     num_devices: int
+    program_size: int = 1  # processes of its JAX program
+    program_index: int = 0  # its index among them
 
 
 class Placement(NamedTuple):
@@ -37,7 +39,8 @@ def assign_nodes(
     per_node = processes_per_node
     if per_node is None:
         on_cpu = all(process.platform == "cpu" for process in processes)
-        per_node = 1 if on_cpu else max(map(len, groups))
+        joined = max(process.program_size for process in processes)
+        per_node = joined if on_cpu else max(map(len, groups))
     if per_node < 1:
         raise ValueError(f"processes_per_node must be at least 1, got {processes_per_node}.")
     if any(len(group) % per_node for group in groups):
@@ -54,6 +57,7 @@ def assign_nodes(
         for first in range(0, len(group), per_node)
     ]
     _check_devices(nodes, per_node)
+    _check_programs(nodes, per_node)
     placements = {
         process.rank: Placement(node, local_rank)
         for node, members in enumerate(nodes)
@@ -83,7 +87,8 @@ def _check_devices(nodes: list[list[Process]], per_node: int) -> None:
             + ". Make the same number visible on every node (CUDA_VISIBLE_DEVICES)."
         )
     visible = counts[0][0]
-    if per_node > 1 and visible not in (1, per_node):
+    joined = nodes[0][0].program_size > 1
+    if per_node > 1 and visible not in (1, 1 if joined else per_node):
         problem = "more ranks than devices" if visible < per_node else "more devices than ranks"
         raise JdasoError(
             f"{problem}: {per_node} processes of node 0 ({nodes[0][0].host}) see {visible} devices "
@@ -91,3 +96,19 @@ def _check_devices(nodes: list[list[Process]], per_node: int) -> None:
             f"per node, or {visible} processes per node. If each process has devices to itself, "
             "pass processes_per_node=1."
         )
+
+
+def _check_programs(nodes: list[list[Process]], per_node: int) -> None:
+    """Raises JdasoError unless a JAX program is one process, or the processes of one node."""
+    if all(process.program_size == 1 for node in nodes for process in node):
+        return
+    for node in nodes:
+        for local_rank, process in enumerate(node):
+            if (process.program_size, process.program_index) != (per_node, local_rank):
+                raise JdasoError(
+                    f"rank {process.rank} ({process.host}) is process {process.program_index} of "
+                    f"{process.program_size} of a JAX program, but process {local_rank} of "
+                    f"{per_node} of its node. A JAX program must consist of the processes of one "
+                    "node: leave out jax.distributed.initialize, and call "
+                    "discover_topology(join_processes=True)."
+                )

@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh
 from jdaso.cluster import launch_environment
 from jdaso.cluster.abort import abort, abort_alone, abort_on_exception, at_exit
 from jdaso.cluster.heartbeat import EXIT_NODE_LOST, Heartbeat, start_heartbeat
+from jdaso.cluster.join_node import join_node
 from jdaso.cluster.local_devices import LOCAL_AXIS, use_enough_threads
 from jdaso.cluster.placement import Placement, Process, assign_nodes
 from jdaso.core.mpi_types import Comm
@@ -28,7 +29,8 @@ class Topology:
     """The cluster as one process sees it.
 
     A node is either one process with all its devices, or several processes with one device
-    each. The devices of a node are numbered by their local index.
+    each. These processes may be joined into one JAX program. The devices of a node are numbered by
+    their local index.
 
     Attributes:
         processes: Host and devices of every process, by rank.
@@ -46,6 +48,7 @@ class Topology:
     devices: tuple[jax.Device, ...]
     comm: Comm | None
     heartbeat: Heartbeat | None = None
+    joined: bool = False  # whether the processes of a node are one JAX program
 
     @property
     def host(self) -> str:
@@ -74,8 +77,11 @@ class Topology:
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """The devices of this process as a one-dimensional mesh with the axis ``"local"``."""
-        return Mesh(np.array(self.devices), (LOCAL_AXIS,), axis_types=(AxisType.Auto,))
+        """The devices of this JAX program as a one-dimensional mesh with the axis ``"local"``."""
+        devices = self.devices
+        if self.joined:
+            devices = tuple(sorted(jax.devices(), key=lambda device: device.process_index))
+        return Mesh(np.array(devices), (LOCAL_AXIS,), axis_types=(AxisType.Auto,))
 
     def restricted_to(self, ranks: Sequence[int], comm: Comm) -> Self:
         """The topology of some processes, one per node, with their communicator.
@@ -151,16 +157,18 @@ def _created(create: Callable[[], Comm]) -> Comm:
         ) from error
 
 
-def discover_topology(processes_per_node: int | None = None) -> Topology:
+def discover_topology(
+    processes_per_node: int | None = None, join_processes: bool = False
+) -> Topology:
     """Finds the nodes, the local devices and the placement of this process; collective.
 
     Processes that share memory are on one host.
 
     - A process alone on its host is a node with all its devices (``srun --ntasks-per-node=1``).
     - Several processes on a host are one node with one accelerator each (``--ntasks-per-node=4``
-      on hosts with 4 GPUs). Average their gradients with
+      on hosts with 4 GPUs). Join them with ``join_processes``, or average their gradients with
       ``local_value_and_grad(..., across=process_mean(topology))``.
-    - On CPU every process is a node, because CPU devices belong to the process that created them.
+    - On CPU every process is a node, unless ``processes_per_node`` or ``join_processes`` is given.
 
     From now on, all processes are aborted when one fails, because the others would wait for it
     forever. Each prints the reason to stderr. The exit status is 1 after an uncaught exception. It
@@ -170,6 +178,11 @@ def discover_topology(processes_per_node: int | None = None) -> Topology:
 
     Args:
         processes_per_node: Number of processes that make a node; None decides as described.
+        join_processes: Whether to join the processes of each node into one JAX program, as
+            ``jax.distributed.initialize`` does. ``mesh`` then has all devices of the node,
+            ``jax.devices()`` those of the node, and ``jax.local_devices()`` that of the process. It
+            must be the first use of JAX's devices. If the program has called
+            ``jax.distributed.initialize`` for the processes of each node, they are joined already.
 
     Returns:
         The :class:`jdaso.Topology`. Without MPI or without a launcher it has one node, with a
@@ -178,7 +191,8 @@ def discover_topology(processes_per_node: int | None = None) -> Topology:
     Raises:
         ValueError: If ``processes_per_node`` is below 1.
         JdasoError: If the launcher's MPI plugin does not match, if MPI does not support threads,
-            if nodes have unequal numbers of devices, or if processes and devices do not match.
+            if nodes have unequal numbers of devices, if processes and devices do not match, or if
+            a JAX program has other processes than those of one node.
 
     >>> import jdaso
     >>> jdaso.discover_topology().num_nodes
@@ -189,7 +203,6 @@ def discover_topology(processes_per_node: int | None = None) -> Topology:
     rank = comm.Get_rank() if comm is not None else 0
     # Before JAX, because a process that finds no device must not leave the others waiting.
     heartbeat = _start_heartbeat(comm) if comm is not None and comm.Get_size() > 1 else None
-    visible = tuple(jax.local_devices())
     memory_group = rank
     if comm is not None:
         from mpi4py import MPI
@@ -197,15 +210,25 @@ def discover_topology(processes_per_node: int | None = None) -> Topology:
         on_host = comm.Split_type(MPI.COMM_TYPE_SHARED, key=rank)
         memory_group = on_host.allreduce(rank, op=MPI.MIN)
         on_host.Free()
-    own = Process(rank, socket.gethostname(), memory_group, visible[0].platform, len(visible))
-    processes = tuple(comm.allgather(own)) if comm is not None else (own,)
+
+    def gathered(*about: Any) -> tuple[Process, ...]:
+        own = Process(rank, socket.gethostname(), memory_group, *about)
+        return tuple(comm.allgather(own)) if comm is not None else (own,)
+
+    if join_processes and comm is not None:
+        # Without a platform, all processes of a host are a node.
+        per_node, placements = assign_nodes(gathered("", 1), processes_per_node)
+        join_node(comm, placements, per_node)
+    visible = tuple(jax.local_devices())
+    program = jax.process_count(), jax.process_index()
+    processes = gathered(visible[0].platform, len(visible), *program)
     per_node, placements = assign_nodes(processes, processes_per_node)
-    devices = visible
+    devices, joined = visible, program[0] > 1
     if per_node > 1 and len(visible) > 1:
         devices = (visible[placements[rank].local_rank],)
     if len(processes) == 1 and (warning := launch_environment.missing_srun(os.environ)):
         warnings.warn(f"jdaso: {warning}", RuntimeWarning, stacklevel=2)
-    return Topology(rank, processes, placements, per_node, devices, comm, heartbeat)
+    return Topology(rank, processes, placements, per_node, devices, comm, heartbeat, joined)
 
 
 def _start_heartbeat(comm: Comm) -> Heartbeat:

@@ -99,7 +99,8 @@ def broadcast(exchange: Exchange, tree: PyTree, root: int = 0) -> PyTree:
     flat, treedef = jax.tree.flatten(tree)
     leaves = [_on_one_device(jnp.asarray(x)) for x in flat]
     exchange.init(tree)  # raises if trees differ
-    sent = exchange.broadcast(leaves, root)
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    sent = exchange.bound(names, leaves).broadcast(leaves, root)
     return jax.tree.unflatten(treedef, [place_like(y, x) for y, x in zip(sent, flat, strict=True)])
 
 
@@ -126,8 +127,11 @@ def drift(exchange: Exchange, params: PyTree) -> jax.Array:
 
 
 def _on_one_device(x: jax.Array) -> jax.Array:
-    """Moves an array to one device, because outside jit only one device calls the host."""
-    if isinstance(x, jax.core.Tracer) or len(x.devices()) == 1:
+    """Moves an array to one device, because outside jit only one device calls the host.
+
+    Arrays on devices of several processes stay where they are.
+    """
+    if isinstance(x, jax.core.Tracer) or len(x.devices()) == 1 or not x.is_fully_addressable:
         return x
     return jax.device_put(x, min(x.devices(), key=lambda device: device.id))
 

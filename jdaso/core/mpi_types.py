@@ -73,6 +73,7 @@ class Comm(Protocol):
     def Iprobe(self) -> bool:
         """Whether a message has arrived; makes progress."""
 
+    def gather(self, value: Any, /) -> list[Any] | None: ...
     def allgather(self, value: Any, /) -> list[Any]:
         """The picklable value of every process, by rank."""
 

@@ -108,7 +108,12 @@ def place_like(value: Any, like: Any) -> Any:
     traced = isinstance(value, jax.core.Tracer) or isinstance(like, jax.core.Tracer)
     if traced or not isinstance(like, jax.Array):
         return value
-    return jax.device_put(value, like.sharding) if like.committed else jnp.asarray(value)
+    if not like.committed:
+        return jnp.asarray(value)
+    if not like.is_fully_addressable and getattr(value, "is_fully_addressable", True):
+        # device_put would send the whole value to the other processes to compare it.
+        return jax.make_array_from_callback(value.shape, like.sharding, value.__getitem__)
+    return jax.device_put(value, like.sharding)
 
 
 def add_updates(params: PyTree, updates: PyTree) -> PyTree:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -93,6 +94,26 @@ class PostedExchange(NamedTuple):
     header: np.ndarray
     leaves: list[np.ndarray]
     int8: bool = False
+
+
+class Shards(NamedTuple):
+    """Some shards of an array, each with its place in the array."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    shards: list[tuple[tuple[slice, ...], np.ndarray]]
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the array."""
+        return math.prod(self.shape)
+
+    def whole(self) -> np.ndarray:
+        """The array, of which these must be all shards."""
+        array = np.empty(self.shape, self.dtype)
+        for place, shard in self.shards:
+            array[place] = shard
+        return array
 
 
 class HostState(NamedTuple):

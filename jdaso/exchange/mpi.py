@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -70,6 +70,7 @@ def mpi_exchange(
     - ``"one"``: local index ``k mod L`` of each node sends exchange k.
     - ``"all"``: each local index sends 1/L of every exchange over its own communicator, up to
       eight at the same time. With several processes per node, each process sends its part.
+      If they are joined into one program, it is an error.
 
     Each device of a node copies its own shards to the host and back. A shard that several devices
     hold is sent by one of them, in turn: exchange k is sent by copy k mod n of n. No device gathers
@@ -133,6 +134,11 @@ def mpi_exchange(
     settings = Settings(wire, chunk_bytes, senders, on_failure, same_bits)
     check_number("timeout", timeout, above=True)
     check_settings(settings)
+    if topology.joined and senders == "all":
+        raise ValueError(
+            "senders='all' is for processes that are not joined: joined processes send their own "
+            "shards all at once, and replicated parameters in turn. Use senders='one'."
+        )
     sharded = Shardings(shardings, topology.mesh)
     if topology.num_nodes == 1:
         return _single_node(topology, wire)
@@ -159,8 +165,19 @@ def mpi_exchange(
     def init(params: PyTree) -> HostState:
         return compare(params, sharded.register(params))
 
+    def send(leaves: Leaves, root: int, bound: Bound | None = None) -> Leaves:
+        def call(*leaves):
+            with transport.abort_on_error():
+                return collectives.broadcast(leaves, root)
+
+        if topology.joined:
+            return program.broadcast(call, root, leaves, bound or program.bind((), leaves))
+        return _broadcast(call, leaves)
+
     def bind(names: Sequence[str], leaves: Leaves) -> Exchange:
-        functions = _leaf_functions(program, settings, program.bind(names, leaves))
+        bound = program.bind(names, leaves)
+        functions = _leaf_functions(program, settings, bound)
+        functions["broadcast"] = functools.partial(send, bound=bound)
         return exchange._replace(bind=None, init=compare, **functions)
 
     def post_again(posted: dict[int, PostedExchange], sent: dict[int, list[SentLeaf]]) -> None:
@@ -178,7 +195,7 @@ def mpi_exchange(
         topology.num_nodes,
         wire,
         init,
-        broadcast=lambda leaves, root: _broadcast(transport, collectives, leaves, root),
+        broadcast=send,
         report=transport.statistics.report,
         history=transport.statistics.last,
         posted=transport.posted,
@@ -246,15 +263,11 @@ def _prepare_to_shrink(topology: Topology) -> Topology:
     return dataclasses.replace(topology, comm=topology.duplicate_comm())
 
 
-def _broadcast(
-    transport: MpiTransport, collectives: HostCollectives, leaves: Leaves, root: int
-) -> Leaves:
-    def call(*leaves):
-        with transport.abort_on_error():
-            return np.bool_(True), collectives.broadcast(leaves, root)
-
+def _broadcast(broadcast: Callable[..., Leaves], leaves: Leaves) -> Leaves:
     shape = jax.ShapeDtypeStruct((), bool)
-    arrived, received = io_callback(call, (shape, leaves), *leaves)
+    arrived, received = io_callback(
+        lambda *leaves: (np.bool_(True), broadcast(*leaves)), (shape, leaves), *leaves
+    )
     # ``arrived`` is always True. In a program for several devices, the host's result lies on one
     # of them, and this operation with values on all devices distributes it.
     return [jnp.where(arrived, y, x) for y, x in zip(received, leaves, strict=True)]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import mmap
 import time
-import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from jdaso.core.int8 import num_blocks
 from jdaso.core.wire import BLOCK_DTYPE, sum_dtype, sum_padding, sum_shape, wire_shape
-from jdaso.exchange.host.layout import LeafSpec, unsharded
+from jdaso.exchange.host.layout import Group, LeafSpec, unsharded
 
 # Written by Python or compiled code: the number of devices that have read the sums, and the start
 # and end of the copies of leaves and sums, in seconds of the monotonic clock.
@@ -62,35 +62,45 @@ class StagingBuffers:
     def __init__(self, specs: Sequence[LeafSpec]):
         self.specs = tuple(specs)
         self.layout = unsharded(self.specs)
-        lengths: dict[np.dtype, int] = {}
+        lengths: dict[Group, int] = {}
         places = []
-        for shape, dtype in self.specs:
-            start, row = lengths.get(dtype, 0), math.prod(_row(dtype))
-            lengths[dtype] = start + math.prod(shape) // row
-            places.append(slice(start, lengths[dtype]))
+        for spec in self.specs:
+            start, row = lengths.get(spec.group, 0), math.prod(_row(spec.dtype))
+            lengths[spec.group] = start + math.prod(spec.shape) // row
+            places.append(slice(start, lengths[spec.group]))
         pairs = {
-            dtype: (
+            (dtype, holders): (
                 page_aligned((length, *_row(dtype)), dtype),
                 page_aligned((length, *sum_shape(_row(dtype), dtype)), sum_dtype(dtype)),
             )
-            for dtype, length in lengths.items()
+            for (dtype, holders), length in lengths.items()
         }
-        #: For each wire dtype the vector that is sent and the vector of the sums.
+        #: For each wire dtype the vector that is sent and the vector of the sums. Shards that other
+        #: processes hold as well have vectors of their own.
         self.pairs = list(pairs.values())
+        self._holders = [holders for _, holders in pairs]
+        each = list(zip(self.specs, places, strict=True))
         #: Views of the vectors that are sent, in the wire shapes of the leaves.
-        self.leaves = [
-            pairs[dtype][0][place].reshape(shape)
-            for (shape, dtype), place in zip(self.specs, places, strict=True)
-        ]
+        self.leaves = [pairs[x.group][0][place].reshape(x.shape) for x, place in each]
         #: Views of the sums in the leaves' shapes; with the wire int8, rows that end with zeros.
         self.sums = [
-            pairs[dtype][1][place].reshape(sum_shape(shape, dtype))
-            for (shape, dtype), place in zip(self.specs, places, strict=True)
+            pairs[x.group][1][place].reshape(sum_shape(x.shape, x.dtype)) for x, place in each
         ]
         self.record = np.zeros((), RECORD)
         self._lent: dict[tuple[str, int], np.ndarray] = {}  # places in use by compiled code
         #: Whether devices copy to and from the buffers asynchronously.
         self.used_by_devices = False
+
+    def by_holders(self) -> list[tuple[tuple[int, ...], Self]]:
+        """The vectors of each group of processes that hold the same shards."""
+        groups = []
+        for holders in sorted(set(self._holders)):
+            own = [i for i, held_by in enumerate(self._holders) if held_by == holders]
+            group = copy.copy(self)
+            group.pairs = [self.pairs[i] for i in own]
+            group.arrived = [self.arrived[i] for i in own]
+            groups.append((holders, group))
+        return groups
 
     def fill(self, leaves: Sequence[np.ndarray]) -> None:
         """Copies all leaves to the buffers."""
@@ -148,11 +158,6 @@ class StagingBuffers:
             for vector, sums in self.pairs
         ]
 
-    @functools.cached_property
-    def fingerprint(self) -> int:
-        """A checksum of shapes and wire dtypes."""
-        return zlib.crc32(repr(self.specs).encode())
-
     def places_to_fill(self, device: int, number: int) -> np.ndarray:
         """PLACE[leaves + 1] of a device, with the address 0 for leaves that another one sends."""
         places = self.places.of_leaves[[*self.layout.shards_of(device), -1]]
@@ -169,7 +174,7 @@ class StagingBuffers:
     @functools.cached_property
     def places(self) -> Places:
         """The memory that compiled code reads and writes."""
-        paddings = [sum_padding(dtype) for _, dtype in self.specs]
+        paddings = [sum_padding(spec.dtype) for spec in self.specs]
         sums = zip([*self.sums, self.record], [*paddings, 0], strict=True)
         return Places(
             np.array([_place(array) for array in (*self.leaves, self.record)], PLACE),
@@ -241,7 +246,7 @@ def _dtypes(specs: Sequence[LeafSpec]) -> list[np.dtype]:
 
 def _sizes(specs: Sequence[LeafSpec]) -> tuple[int, ...]:
     """The number of int8 blocks of each leaf. It does not depend on the wire."""
-    return tuple(num_blocks(sum_shape(*spec)) for spec in specs)
+    return tuple(num_blocks(sum_shape(spec.shape, spec.dtype)) for spec in specs)
 
 
 def _row(dtype: np.dtype) -> tuple[int, ...]:

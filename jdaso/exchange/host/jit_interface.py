@@ -57,7 +57,8 @@ class JitInterface:
         self._shardings = shardings
         self._mesh = NodeMesh(shardings)
         platform = shardings.mesh.devices.flat[0].platform
-        self._bridge = FfiBridge(transport, platform, self._mesh.size) if native else None
+        devices = len(shardings.mesh.local_devices)
+        self._bridge = FfiBridge(transport, platform, devices) if native else None
         self.all_devices = self._mesh.all_devices
         self.per_shard = self._mesh.per_shard
 
@@ -164,6 +165,15 @@ class JitInterface:
             lists,
         )
 
+    def broadcast(self, call, root: int, leaves: Leaves, bound: Bound) -> Leaves:
+        """Broadcasts the shards of each device by a call of the host."""
+
+        def on_device(*leaves):
+            return io_callback(call, jax.tree.map(_like, list(leaves)), *leaves)
+
+        key, specs = ("broadcast", root, bound), list(bound.specs)
+        return self._mesh.run(key, on_device, (*specs,), specs, *leaves)
+
     def _post(self, calls, layout: Layout, part: slice, token, number, step, header, leaves):
         """Posts the leaves of one device."""
         device = self._mesh.device_index()
@@ -173,10 +183,11 @@ class JitInterface:
 
         if self._mesh.size == 1:
             return post(token)
-        if layout.replicated:
+        if layout.replicated and not layout.joined:
             turn = jnp.maximum(number, 0) % self._mesh.size
             token = lax.cond(device == turn, post, lambda token: token, token)
         else:
+            # All processes post, also those that send nothing: they receive the sums.
             header = _same_header(header, device, self._mesh.axes)
             token = post(token)
         # Another device may be the first to post the next exchange. It has to wait for this one.
@@ -186,7 +197,7 @@ class JitInterface:
         """Collects a part of the sums on one device."""
         device = self._mesh.device_index()
         total, header, token = calls.collect(
-            self._mesh.size, device, sums, token, number, part, last
+            self._mesh.local_size, device, sums, token, number, part, last
         )
         # The next consensus has the same number.
         return list(total), header, self._mesh.last(token) if uncounted else token
@@ -197,6 +208,10 @@ class JitInterface:
             if self._bridge is None or not self.copies_parts(bound)
             else self._bridge
         )
+
+
+def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _same_header(header: jax.Array, device: Number | None, axes: Sequence[str]) -> jax.Array:

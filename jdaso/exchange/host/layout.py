@@ -1,26 +1,41 @@
 """Which device holds which shard of a leaf, and where the staging buffers hold it.
 
 The staging buffers hold every shard of every leaf once. Several devices may hold copies of a
-shard. Copy ``k mod n`` of its n copies is sent by exchange k.
+shard. Copy ``k mod n`` of its n copies is sent by exchange k. If several processes are joined into
+one program, those of a process hold the shards of its devices.
 """
 
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jdaso.core.types import Shards
 from jdaso.core.wire import BLOCK_DTYPE, pack, unpack, unpadded, wire_shape
+
+Group = tuple[np.dtype, tuple[int, ...]]
 
 
 class LeafSpec(NamedTuple):
-    """Shape and dtype of one leaf, or one shard of a leaf, on the wire."""
+    """Shape and dtype of one leaf, or one shard of a leaf, on the wire.
+
+    ``holders`` has the process of each of its copies, if several are joined into one program.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
+    holders: tuple[int, ...] = ()
+
+    @property
+    def group(self) -> Group:
+        """What is equal for the shards of one vector."""
+        return self.dtype, self.holders
 
 
 class Placement(NamedTuple):
@@ -45,25 +60,40 @@ class Layout(NamedTuple):
     """The layout of a list of leaves.
 
     Attributes:
-        specs: of all shards of all leaves, in order.
-        placements: for each device the placement of its shard of each leaf.
+        specs: of all shards of all leaves that this process holds, in order.
+        placements: for each device the placement of its shard of each leaf. Empty for devices of
+            other processes.
         bounds: for each shard its leaf, and where it is in the leaf.
+        shapes: of the whole leaves.
+        fingerprint: a checksum of the shards of all processes of the program.
     """
 
     specs: tuple[LeafSpec, ...]
     placements: tuple[tuple[Placement, ...], ...]
     bounds: tuple[tuple[int, Bounds], ...]
+    shapes: tuple[tuple[int, ...], ...]
+    fingerprint: int
+
+    @property
+    def _own(self) -> list[tuple[Placement, ...]]:
+        """The placements of the devices of this process."""
+        return [placements for placements in self.placements if placements]
 
     @property
     def replicated(self) -> bool:
         """Whether every device holds all leaves."""
         devices = len(self.placements)
-        return all(placement.copies == devices for placement in self.placements[0])
+        return all(placement.copies == devices for placement in self._own[0])
+
+    @property
+    def joined(self) -> bool:
+        """Whether the devices belong to several processes."""
+        return len(self._own) < len(self.placements)
 
     @property
     def senders(self) -> int:
-        """The number of devices that copy their shards to the staging buffers."""
-        return 1 if self.replicated else len(self.placements)
+        """The number of devices of this process that copy shards to the staging buffers."""
+        return 1 if self.replicated else len(self._own)
 
     def sent_by(self, device: int, number: int) -> list[bool]:
         """Whether a device sends its shard of each leaf in exchange ``number``."""
@@ -77,24 +107,29 @@ class Layout(NamedTuple):
     @property
     def dtypes(self) -> list[np.dtype]:
         """The dtype of each leaf on the wire."""
-        return [self.specs[shard].dtype for shard in self.shards_of(0)]
+        return [self.specs[placement.shard].dtype for placement in self._own[0]]
 
     @property
     def int8(self) -> bool:
         """Whether the leaves are sent in blocks of int8."""
         return BLOCK_DTYPE in self.dtypes
 
-    def join(self, shards: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Copies of the leaves, from all shards in their wire dtypes. Blocks become float32."""
-        leaves: list[np.ndarray] = []
-        ends = {leaf: [end for _, end in bounds] for leaf, bounds in self.bounds}
-        for (leaf, bounds), shard in zip(self.bounds, shards, strict=True):
+    def join(self, shards: Sequence[np.ndarray], number: int = 0) -> list[Any]:
+        """Copies of the leaves, from all shards in their wire dtypes. Blocks become float32.
+
+        If processes are joined, the shards of each leaf that this process sends in exchange
+        ``number``.
+        """
+        dtypes = [np.dtype("float32") if x == BLOCK_DTYPE else x for x in self.dtypes]
+        each = zip(self.shapes, dtypes, strict=True)
+        leaves = [Shards(shape, dtype, []) for shape, dtype in each]
+        for (leaf, bounds), spec, shard in zip(self.bounds, self.specs, shards, strict=True):
+            if spec.holders and sender(spec.holders, number) != jax.process_index():
+                continue
             if shard.dtype == BLOCK_DTYPE:
                 shard = unpadded(unpack(shard), tuple(end - start for start, end in bounds))
-            if leaf == len(leaves):  # the last shard of a leaf ends where the leaf ends
-                leaves.append(np.empty(ends[leaf], shard.dtype))
-            leaves[leaf][_slices(bounds)] = shard
-        return leaves
+            leaves[leaf].shards.append((_slices(bounds), shard.copy()))
+        return leaves if self.joined else [leaf.whole() for leaf in leaves]
 
     def cut(self, leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The inverse of :meth:`join`."""
@@ -117,7 +152,17 @@ def unsharded(specs: Sequence[LeafSpec]) -> Layout:
     """
     placements = tuple(Placement(i, 0, 1) for i in range(len(specs)))
     bounds = tuple((i, tuple((0, n) for n in spec.shape)) for i, spec in enumerate(specs))
-    return Layout(tuple(specs), (placements,), bounds)
+    shapes = tuple(spec.shape for spec in specs)
+    return Layout(tuple(specs), (placements,), bounds, shapes, _checksum(specs))
+
+
+def sender(holders: Sequence[int], number: int) -> int:
+    """The process that sends a shard in exchange ``number``."""
+    return holders[max(number, 0) % len(holders)]
+
+
+def _checksum(specs: Sequence[LeafSpec]) -> int:
+    return zlib.crc32(repr([spec[:2] for spec in specs]).encode())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -134,7 +179,10 @@ def make_layout(
         dtypes: on the wire.
         specs: of the leaves, on ``mesh``.
     """
-    devices = list(mesh.devices.flat)
+    devices, own_process = list(mesh.devices.flat), jax.process_index()
+    processes = [device.process_index for device in devices]
+    joined = len(set(processes)) > 1
+    all_specs: list[LeafSpec] = []
     leaf_specs: list[LeafSpec] = []
     all_bounds: list[tuple[int, Bounds]] = []
     placements: list[list[Placement]] = [[] for _ in devices]
@@ -144,14 +192,22 @@ def make_layout(
             tuple(s.indices(n)[:2] for s, n in zip(index[device], shape, strict=True))
             for device in devices
         ]
-        distinct = list(dict.fromkeys(bounds))
-        for device, own in enumerate(bounds):
-            shard = len(leaf_specs) + distinct.index(own)
-            placements[device].append(
-                Placement(shard, bounds[:device].count(own), bounds.count(own))
-            )
-        for own in distinct:
+        for own in dict.fromkeys(bounds):
             local = tuple(stop - start for start, stop in own)
-            leaf_specs.append(LeafSpec(wire_shape(local, dtype), dtype))
+            copies = [device for device, other in enumerate(bounds) if other == own]
+            holders = tuple(processes[device] for device in copies)
+            all_specs.append(LeafSpec(wire_shape(local, dtype), dtype, holders if joined else ()))
+            if own_process not in holders:
+                continue
+            for copy, device in enumerate(copies):
+                if processes[device] == own_process:
+                    placements[device].append(Placement(len(leaf_specs), copy, len(copies)))
+            leaf_specs.append(all_specs[-1])
             all_bounds.append((leaf, own))
-    return Layout(tuple(leaf_specs), tuple(map(tuple, placements)), tuple(all_bounds))
+    return Layout(
+        tuple(leaf_specs),
+        tuple(map(tuple, placements)),
+        tuple(all_bounds),
+        shapes,
+        _checksum(all_specs),
+    )

@@ -39,7 +39,7 @@ class Transport(Protocol):
 
 @contextlib.contextmanager
 def abort_on_error(topology: Topology, abort: Callable[[str], object]) -> Iterator[None]:
-    """Calls ``abort`` with the reason on an error in a process with several devices.
+    """Calls ``abort`` with the reason on an error in a program with several devices.
 
     The other devices wait in a collective for the one that called the host. The program would
     therefore never raise the error.
@@ -47,6 +47,6 @@ def abort_on_error(topology: Topology, abort: Callable[[str], object]) -> Iterat
     try:
         yield
     except Exception as error:
-        if len(topology.devices) > 1:
+        if topology.mesh.size > 1:
             abort(f"{topology.describe(topology.rank)} failed: {type(error).__name__}: {error}")
         raise

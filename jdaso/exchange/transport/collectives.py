@@ -1,7 +1,7 @@
 """Collective operations on host memory, advanced by the progress thread."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import zip_longest
 from typing import NamedTuple, cast
 
@@ -92,6 +92,19 @@ def broadcast(comm: Comm, arrays: Sequence[np.ndarray], root: int) -> Operation:
         for raw in map(_bytes, arrays)
         for start in range(0, len(raw), _BROADCAST_BYTES)
     )
+
+
+def pass_on(comm: Comm, staging: StagingBuffers, root: int, others: Collection[int]) -> Operation:
+    """Sends all sums from rank ``root`` to others."""
+    requests: list[MpiRequest] = []
+    for raw in (_bytes(sums) for _, sums in staging.pairs):
+        for start in range(0, len(raw), _BROADCAST_BYTES):
+            piece = raw[start : start + _BROADCAST_BYTES]
+            if root == comm.Get_rank():
+                requests += [comm.Isend(piece, dest=other) for other in others]
+            else:
+                requests.append(comm.Irecv(piece, source=root))
+    yield from wait_for(requests)
 
 
 def any_true(comm: Comm, flag: bool) -> Operation:

@@ -8,6 +8,7 @@ from jdaso.cluster.topology import Topology
 from jdaso.core.mpi_types import Comm
 from jdaso.core.types import FINITE, UNCOUNTED
 from jdaso.exchange.host.buffers import StagingBuffers
+from jdaso.exchange.host.layout import sender
 from jdaso.exchange.transport import collectives
 from jdaso.exchange.transport.handshake import handshake
 from jdaso.exchange.transport.operation import Operation, interleave
@@ -66,7 +67,7 @@ class ExchangeCommunicators:
         used = self._used_by(number)
         total = yield from handshake(
             self._handshakes,
-            staging.fingerprint,
+            staging.layout.fingerprint,
             number,
             step,
             header,
@@ -74,13 +75,20 @@ class ExchangeCommunicators:
             self._topology.describe,
         )
         yield from completed(before)
-        sent = yield from interleave(
-            self._sum_part(communicators, staging, index, len(used))
-            for index, communicators in enumerate(used)
-        )
         topology = self._topology
-        yield from collectives.widen_staged(staging, topology.node, topology.num_nodes)
-        total[FINITE] = staging.finite()  # the same on all nodes, as the sums are
+        if topology.joined:
+            sent = yield from self._sum_shards(used[0], staging, number)
+        else:
+            sent = yield from interleave(
+                self._sum_part(communicators, staging, index, len(used))
+                for index, communicators in enumerate(used)
+            )
+            yield from collectives.widen_staged(staging, topology.node, topology.num_nodes)
+        finite = staging.finite()  # the same on all nodes, as the sums are
+        if topology.joined:  # other processes of the node have other shards
+            assert used[0].within_node is not None
+            finite = not (yield from collectives.any_true(used[0].within_node, not finite))
+        total[FINITE] = finite
         return total, sent
 
     def _used_by(self, number: int) -> list[IndexCommunicators]:
@@ -112,8 +120,27 @@ class ExchangeCommunicators:
             )
         return sent
 
+    def _sum_shards(
+        self, communicators: IndexCommunicators, staging: StagingBuffers, number: int
+    ) -> Operation:
+        """Sums the shards that this process sends, and passes the sums on to the other holders."""
+        nodes, within_node, _ = communicators
+        assert nodes is not None
+        assert within_node is not None
+        topology, sent = self._topology, 0
+        for holders, group in staging.by_holders():
+            root = sender(holders, number)
+            if root == topology.local_rank:
+                sent += yield from collectives.sum_staged(nodes, group, self._options)
+                yield from collectives.widen_staged(group, topology.node, topology.num_nodes)
+            yield from collectives.pass_on(within_node, group, root, {*holders} - {root})
+        return sent
+
 
 def _by_index(topology: Topology, count: int) -> list[IndexCommunicators]:
+    if topology.joined:  # each process has one index and sends for it alone
+        own = next(filter(None, topology.group_communicators()))
+        return [IndexCommunicators(own, topology.node_communicator(), 0)]
     several = topology.processes_per_node > 1
     return [
         IndexCommunicators(

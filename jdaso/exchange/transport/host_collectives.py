@@ -53,13 +53,17 @@ class HostCollectives:
         return len(self._flags) > _ANSWER_AFTER and self._progress.wait(self._flags.popleft())
 
     def broadcast(self, leaves: Sequence[np.ndarray], root: int) -> list[np.ndarray]:
-        """The leaves of node ``root``, as it was numbered at the start."""
+        """The leaves of node ``root``, as it was numbered at the start.
+
+        If the processes of a node are joined, each receives the shards of its local rank.
+        """
 
         def from_root() -> Operation:
             copies = [np.array(leaf, order="C") for leaf in leaves]
-            yield from collectives.broadcast(
-                self._membership.broadcasts, copies, self._current_rank(root)
-            )
+            comm, rank = self._membership.broadcasts, self._current_rank(root)
+            if self._membership.topology.joined:  # ``broadcasts`` connects those of one local rank
+                rank = root
+            yield from collectives.broadcast(comm, copies, rank)
             return copies
 
         return self._run(from_root, "broadcasts", "a broadcast")

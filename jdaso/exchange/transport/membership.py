@@ -74,7 +74,9 @@ class Membership:
         # Operations of one communicator must have the same order on all processes. That of
         # different kinds depends on when devices and threads come to them.
         self.comparisons = topology.duplicate_comm()
-        self.broadcasts = topology.duplicate_comm()
+        # Joined processes broadcast the shards of their local rank.
+        joined = next(filter(None, topology.group_communicators())) if topology.joined else None
+        self.broadcasts = joined or topology.duplicate_comm()
         self.flags = topology.duplicate_comm()  # of ``any_true``
 
     def _reconnect(self, topology: Topology) -> None:

@@ -4,7 +4,7 @@ import itertools
 import time
 from collections import deque
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -181,7 +181,7 @@ class MpiTransport:
         with self._table.lock:
             self.pending.wait_until_posted()
             return {
-                number: _saved(posted)
+                number: _saved(number, posted)
                 for number, posted in sorted(self._table.posted.items())
                 if number != UNCOUNTED
             }
@@ -210,12 +210,12 @@ class MpiTransport:
                 "(jdaso.chain keeps them finite), or the learning rate is too high.",
                 self._name,
                 exchange_name(number),
-                describe_narrow_wires([dtype for _, dtype in staging.specs]),
+                describe_narrow_wires([spec.dtype for spec in staging.specs]),
                 self._left_out - 1,
             )
 
 
-def _saved(posted: _Posted) -> PostedExchange:
+def _saved(number: int, posted: _Posted) -> PostedExchange:
     layout = posted.staging.layout
-    leaves = layout.join(posted.staging.leaves)
+    leaves: list[Any] = layout.join(posted.staging.leaves, number)
     return PostedExchange(posted.step, posted.header, leaves, layout.int8)
