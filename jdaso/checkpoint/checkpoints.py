@@ -102,9 +102,8 @@ class Checkpoints:
         """
         self.wait()
         self._update_topology()
-        first = self._topology.local_rank == 0
-        if not (first or self._topology.joined):
-            return  # all processes of a node hold the same state
+        if self._topology.local_rank > 0 and self._node_comm is None:
+            return  # the first has all
         if self._last_number is None and self._has_foreign:
             raise ValueError(
                 f"directory {self._folder.path} holds checkpoints of a training, complete or not. "
@@ -112,14 +111,13 @@ class Checkpoints:
                 "folder."
             )
         path = self._next_path(step)
-        arrays = to_host_arrays(number_exchanges(state, self._exchanges))
-        in_flight = exchanges_in_flight(state, self._exchanges)
-        if self._node_comm is not None:
-            arrays, in_flight = gather_shards(self._node_comm, (arrays, in_flight))
+        numbered = number_exchanges(state, self._exchanges)
+        own = to_host_arrays(numbered), exchanges_in_flight(state, self._exchanges)
+        whole = gather_shards(self._node_comm, own)
         self._last_number = (self._last_number or 0) + 1
-        if first:
+        if whole is not None:
             with self._write_errors():
-                self._orbax.save(path, part_tree(arrays, in_flight))
+                self._orbax.save(path, part_tree(*whole))
 
     def wait(self) -> None:
         """Waits until everything is written, then deletes old checkpoints.
@@ -136,7 +134,7 @@ class Checkpoints:
         """Waits until all nodes have written everything, and stops the writing threads."""
         self._update_topology()
         self.wait()
-        self._barrier()
+        barrier(self._topology, f"the checkpoints in {self._folder.path}")
         self.wait()
         self._orbax.close()
 
@@ -165,7 +163,7 @@ class Checkpoints:
         """
         self._update_topology()
         self.wait()
-        self._barrier()
+        barrier(self._topology, f"the checkpoints in {self._folder.path}")
         checkpoints = from_first(self._topology, folder.list_checkpoints(self._folder.path))
         # New numbers follow the incomplete ones: a new part must not complete an old checkpoint.
         self._last_number = max((checkpoint.number for checkpoint in checkpoints), default=0)
@@ -192,7 +190,6 @@ class Checkpoints:
         return None
 
     def _next_path(self, step: int) -> Path:
-        """The folder of this node's part of the next checkpoint."""
         number, here = (self._last_number or 0) + 1, self._topology
         return folder.part_path(self._folder.path, number, step, here.node, here.num_nodes)
 
@@ -200,9 +197,6 @@ class Checkpoints:
         """Uses the topology of the remaining processes after a death that the job survived."""
         for exchange in self._exchanges:
             self._topology = exchange.topology() or self._topology
-
-    def _barrier(self) -> None:
-        barrier(self._topology, f"the checkpoints in {self._folder.path}")
 
     @contextlib.contextmanager
     def _write_errors(self) -> Iterator[None]:

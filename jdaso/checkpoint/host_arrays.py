@@ -1,5 +1,6 @@
 """Trees as named arrays in the memory of the host, and back."""
 
+from itertools import chain
 from typing import Any
 
 import jax
@@ -47,21 +48,17 @@ def _copy(leaf: Any) -> np.ndarray | Shards:
     return Shards(leaf.shape, leaf.dtype, shards)
 
 
-def gather_shards(comm: Comm, tree: PyTree) -> PyTree:
-    """A tree with whole arrays in place of shards, on the first process of a communicator.
+def gather_shards(comm: Comm | None, tree: PyTree) -> PyTree | None:
+    """A tree with whole arrays in place of shards; None on all processes but the first.
 
-    On the others, the tree has arrays without elements in their place.
+    ``comm`` connects the processes that hold the shards. Without it, the tree has no shards.
     """
-
-    def gathered(leaf: Any) -> Any:
-        if not isinstance(leaf, Shards):
-            return leaf
-        parts = comm.gather(leaf.shards)
-        if parts is None:
-            return np.empty(0, leaf.dtype)
-        return leaf._replace(shards=[shard for part in parts for shard in part]).whole()
-
-    return jax.tree.map(gathered, tree, is_leaf=lambda node: isinstance(node, Shards))
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda node: isinstance(node, Shards))
+    for i, leaf in enumerate(leaves):
+        parts = comm.gather(leaf.shards) if comm and isinstance(leaf, Shards) else None
+        if parts is not None:
+            leaves[i] = leaf._replace(shards=list(chain.from_iterable(parts))).whole()
+    return jax.tree.unflatten(treedef, leaves) if comm is None or comm.Get_rank() == 0 else None
 
 
 def from_host_arrays(arrays: dict[str, np.ndarray], like: PyTree, source: str) -> PyTree:

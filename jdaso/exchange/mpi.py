@@ -134,11 +134,7 @@ def mpi_exchange(
     settings = Settings(wire, chunk_bytes, senders, on_failure, same_bits)
     check_number("timeout", timeout, above=True)
     check_settings(settings)
-    if topology.joined and senders == "all":
-        raise ValueError(
-            "senders='all' is for processes that are not joined: joined processes send their own "
-            "shards all at once, and replicated parameters in turn. Use senders='one'."
-        )
+    _check_joined(topology, senders)
     sharded = Shardings(shardings, topology.mesh)
     if topology.num_nodes == 1:
         return _single_node(topology, wire)
@@ -165,19 +161,10 @@ def mpi_exchange(
     def init(params: PyTree) -> HostState:
         return compare(params, sharded.register(params))
 
-    def send(leaves: Leaves, root: int, bound: Bound | None = None) -> Leaves:
-        def call(*leaves):
-            with transport.abort_on_error():
-                return collectives.broadcast(leaves, root)
-
-        if topology.joined:
-            return program.broadcast(call, root, leaves, bound or program.bind((), leaves))
-        return _broadcast(call, leaves)
+    send = functools.partial(_broadcast, topology, program, transport, collectives)
 
     def bind(names: Sequence[str], leaves: Leaves) -> Exchange:
-        bound = program.bind(names, leaves)
-        functions = _leaf_functions(program, settings, bound)
-        functions["broadcast"] = functools.partial(send, bound=bound)
+        functions = _leaf_functions(program, settings, send, program.bind(names, leaves))
         return exchange._replace(bind=None, init=compare, **functions)
 
     def post_again(posted: dict[int, PostedExchange], sent: dict[int, list[SentLeaf]]) -> None:
@@ -195,7 +182,6 @@ def mpi_exchange(
         topology.num_nodes,
         wire,
         init,
-        broadcast=send,
         report=transport.statistics.report,
         history=transport.statistics.last,
         posted=transport.posted,
@@ -209,13 +195,16 @@ def mpi_exchange(
         bind=bind,
         all_devices=program.all_devices,
         close=close,
-        **_leaf_functions(program, settings),
+        **_leaf_functions(program, settings, send),
     )
     return exchange
 
 
 def _leaf_functions(
-    program: JitInterface, settings: Settings, bound: Bound | None = None
+    program: JitInterface,
+    settings: Settings,
+    send: Callable[..., Leaves],
+    bound: Bound | None = None,
 ) -> dict[str, Any]:
     """The functions of an exchange that depend on the sharding of the leaves."""
 
@@ -240,7 +229,21 @@ def _leaf_functions(
 
     parts = bound is not None and program.copies_parts(bound)
     operations = PartOperations(start, finish, after) if parts else None
-    return {"start": start, "finish": finish, "parts": operations, "per_shard": per_shard}
+    return {
+        "start": start,
+        "finish": finish,
+        "broadcast": functools.partial(send, bound),
+        "parts": operations,
+        "per_shard": per_shard,
+    }
+
+
+def _check_joined(topology: Topology, senders: str) -> None:
+    if topology.joined and senders == "all":
+        raise ValueError(
+            "senders='all' is for processes that are not joined: joined processes send their own "
+            "shards all at once, and replicated parameters in turn. Use senders='one'."
+        )
 
 
 def _single_node(topology: Topology, wire: str | None) -> Exchange:
@@ -263,10 +266,25 @@ def _prepare_to_shrink(topology: Topology) -> Topology:
     return dataclasses.replace(topology, comm=topology.duplicate_comm())
 
 
-def _broadcast(broadcast: Callable[..., Leaves], leaves: Leaves) -> Leaves:
+def _broadcast(
+    topology: Topology,
+    program: JitInterface,
+    transport: MpiTransport,
+    collectives: HostCollectives,
+    bound: Bound | None,
+    leaves: Leaves,
+    root: int,
+) -> Leaves:
+    def send(*leaves):
+        with transport.abort_on_error():
+            return collectives.broadcast(leaves, root)
+
+    if topology.joined:
+        specs = (bound or program.bind((), leaves)).specs
+        return program.call_host(("broadcast", root), send, leaves, specs)
     shape = jax.ShapeDtypeStruct((), bool)
     arrived, received = io_callback(
-        lambda *leaves: (np.bool_(True), broadcast(*leaves)), (shape, leaves), *leaves
+        lambda *leaves: (np.bool_(True), send(*leaves)), (shape, leaves), *leaves
     )
     # ``arrived`` is always True. In a program for several devices, the host's result lies on one
     # of them, and this operation with values on all devices distributes it.

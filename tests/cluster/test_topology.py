@@ -50,6 +50,19 @@ def test_processes_per_node_can_be_given():
     assert [place.node for place in placements] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
+def test_joined_processes_are_one_node_on_cpu():
+    processes = [p._replace(program_size=2, program_index=p.rank % 2) for p in hosts(4)]
+    per_node, placements = assign_nodes(tuple(p._replace(platform="cpu") for p in processes), None)
+    assert per_node == 2
+    assert [place.local_rank for place in placements] == [0, 1, 0, 1]
+
+
+def test_jax_program_of_several_nodes_is_an_error():
+    processes = [p._replace(program_size=4, program_index=p.rank) for p in hosts(2, 2)]
+    with pytest.raises(JdasoError, match=r"rank 0 .* process 0 of 4.*\(join_processes=True\)"):
+        assign_nodes(tuple(processes), None)
+
+
 def test_unequal_numbers_of_processes_name_the_hosts():
     with pytest.raises(JdasoError, match=r"got 4 on host0, 3 on host1"):
         assign_nodes(hosts(4, 3), None)

@@ -15,6 +15,11 @@ def test_every_algorithm_on_two_devices():
     passes(mpiexec(2, "sharded.py", 2))
 
 
+def test_joined_processes_reach_the_bits_of_one_process_with_several_devices(tmp_path):
+    for processes, joined in ((2, ()), (4, ("--joined",))):
+        passes(mpiexec(processes, "sharded.py", 2, *FEW, *joined, "--bits", tmp_path, timeout=300))
+
+
 def test_a_mesh_of_two_axes():
     passes(mpiexec(2, "sharded.py", 4, *FEW))
 
@@ -23,3 +28,16 @@ def test_a_mesh_of_two_axes():
 def test_a_checkpoint_in_flight_is_restored_on_another_number_of_devices(tmp_path, wire):
     for devices in (2, 2, 1, 4):
         passes(mpiexec(2, "sharded_checkpoint.py", tmp_path, devices, wire))
+
+
+def test_a_checkpoint_of_joined_processes_is_restored_by_them_and_by_others(tmp_path):
+    for processes, *more in ((4, 2, "int8", "joined"), (4, 2, "int8", "joined"), (2, 1, "int8")):
+        passes(mpiexec(processes, "sharded_checkpoint.py", tmp_path, *more))
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_joined_process_that_dies_ends_the_job(dead):
+    ended = mpiexec(4, "death.py", "killed joined", dead, deaths_are_noticed=False)
+    assert ended.returncode != 0
+    assert f"rank {dead} (" in ended.output
+    assert "has died" in ended.output

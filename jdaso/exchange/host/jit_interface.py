@@ -61,6 +61,7 @@ class JitInterface:
         self._bridge = FfiBridge(transport, platform, devices) if native else None
         self.all_devices = self._mesh.all_devices
         self.per_shard = self._mesh.per_shard
+        self.call_host = self._mesh.call_host
 
     def close(self) -> None:
         """Fails all calls of compiled code from now on."""
@@ -165,15 +166,6 @@ class JitInterface:
             lists,
         )
 
-    def broadcast(self, call, root: int, leaves: Leaves, bound: Bound) -> Leaves:
-        """Broadcasts the shards of each device by a call of the host."""
-
-        def on_device(*leaves):
-            return io_callback(call, jax.tree.map(_like, list(leaves)), *leaves)
-
-        key, specs = ("broadcast", root, bound), list(bound.specs)
-        return self._mesh.run(key, on_device, (*specs,), specs, *leaves)
-
     def _post(self, calls, layout: Layout, part: slice, token, number, step, header, leaves):
         """Posts the leaves of one device."""
         device = self._mesh.device_index()
@@ -208,10 +200,6 @@ class JitInterface:
             if self._bridge is None or not self.copies_parts(bound)
             else self._bridge
         )
-
-
-def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _same_header(header: jax.Array, device: Number | None, axes: Sequence[str]) -> jax.Array:

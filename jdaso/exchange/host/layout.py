@@ -71,8 +71,8 @@ class Layout(NamedTuple):
     specs: tuple[LeafSpec, ...]
     placements: tuple[tuple[Placement, ...], ...]
     bounds: tuple[tuple[int, Bounds], ...]
-    shapes: tuple[tuple[int, ...], ...]
-    fingerprint: int
+    shapes: tuple[tuple[int, ...], ...] = ()
+    fingerprint: int = 0
 
     @property
     def _own(self) -> list[tuple[Placement, ...]]:

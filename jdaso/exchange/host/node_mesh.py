@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import io_callback
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdaso.core.types import PyTree
+from jdaso.core.types import Leaves, PyTree
 from jdaso.exchange.host.shardings import Shardings
 
 REPLICATED = PartitionSpec()
@@ -93,6 +94,15 @@ class NodeMesh:
             mesh = self._shardings.mesh
             args = jax.device_put(args, jax.tree.map(lambda s: NamedSharding(mesh, s), in_specs))
         return self._compiled[key](*args)
+
+    def call_host(self, key: Any, call: Callable, leaves: Leaves, specs: Specs) -> Leaves:
+        """Calls a function of the host with the shards of each device, and returns its results."""
+
+        def on_device(*shards):
+            like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shards]
+            return io_callback(call, like, *shards)
+
+        return self.run((key, specs), on_device, specs, list(specs), *leaves)
 
     def per_shard(self, function: Callable, specs: Specs) -> Callable:
         """A function on whole leaves that is applied to the shards of each device.

@@ -15,7 +15,9 @@ from jdaso.cluster import heartbeat
 case = sys.argv[1]
 # So that the tests are short.
 heartbeat.BEAT_SECONDS, heartbeat.SILENT_SECONDS = 0.2, 1.0
-topology = jdaso.discover_topology()
+joined = case == "killed joined"
+topology = jdaso.discover_topology(2 if joined else None, join_processes=joined)
+assert topology.joined == joined
 rank = topology.rank
 
 
