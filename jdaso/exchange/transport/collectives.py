@@ -101,9 +101,9 @@ def pass_on(comm: Comm, staging: StagingBuffers, root: int, others: Collection[i
         for start in range(0, len(raw), _BROADCAST_BYTES):
             piece = raw[start : start + _BROADCAST_BYTES]
             if root == comm.Get_rank():
-                requests += [comm.Isend(piece, dest=other) for other in others]
+                requests += [comm.Isend(piece, dest=other, tag=0) for other in others]
             else:
-                requests.append(comm.Irecv(piece, source=root))
+                requests.append(comm.Irecv(piece, source=root, tag=0))
     yield from wait_for(requests)
 
 
