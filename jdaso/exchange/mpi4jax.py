@@ -49,10 +49,10 @@ def mpi4jax_exchange(topology: Topology, wire: str | None = None) -> Exchange:
     >>> jdaso.exchange.mpi4jax_exchange(jdaso.discover_topology()).num_nodes
     1
     """
-    if len(topology.devices) > 1:
+    if topology.mesh.size > 1:
         raise ValueError(
-            f"mpi4jax_exchange requires one device per process, got {len(topology.devices)}: use "
-            "mpi_exchange, or start one process per device."
+            f"mpi4jax_exchange requires one device per JAX program, got {topology.mesh.size}: use "
+            "mpi_exchange, or start one process per device, without join_processes."
         )
     if check_wire("wire", wire) == "int8":
         raise ValueError(_NO_INT8)
@@ -90,13 +90,13 @@ def process_mean(topology: Topology) -> Callable[[PyTree], PyTree] | None:
     Returns:
         A function of a list of floating-point arrays, for the argument ``across`` of
         :func:`jdaso.local_value_and_grad`. It blocks, and calls one collective for each dtype.
-        None if a node is one process.
+        None if a node is one process, or if its processes are joined into one JAX program.
 
     >>> import jdaso
     >>> jdaso.exchange.process_mean(jdaso.discover_topology()) is None
     True
     """
-    if topology.processes_per_node == 1:
+    if topology.processes_per_node == 1 or topology.joined:
         return None
     mpi4jax, size = _library(), topology.processes_per_node
     comm = topology.node_communicator()
