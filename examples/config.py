@@ -94,6 +94,7 @@ class Config:
 
     devices: int = key(0, "virtual CPU devices per process; 0 uses the real devices", "[0, inf)")
     processes_per_node: int | None = key(None, "default: detected", "[1, inf)")
+    join_processes: bool = key(False, "make the processes of a node one JAX program")
     out: str = key("runs/train", "folder for metrics, plot and checkpoints")
     keep: int = key(3, "number of checkpoints to keep", "[1, inf)")
     save_every: int = key(0, "steps between checkpoints; 0 saves after each epoch", "[0, inf)")

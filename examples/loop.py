@@ -40,7 +40,7 @@ def train(
     if config.devices:
         jdaso.cluster.use_virtual_devices(config.devices)
     per_node = config.processes_per_node or (1 if config.sync in configuration.SHARED else None)
-    topology = jdaso.discover_topology(per_node)
+    topology = jdaso.discover_topology(per_node, config.join_processes)
     first, out = topology.rank == 0, Path(config.out)
     if first:
         check_folder(out, config)

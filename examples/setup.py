@@ -65,7 +65,7 @@ class Setup(NamedTuple):
 def set_up(config: Config, topology: jdaso.Topology, task: Task) -> tuple[Setup, TrainState]:
     """Creates the parts of a training and its initial state, which is the same on all nodes."""
     world = jdaso.mpi_exchange(topology, on_failure=config.on_failure)
-    num_processes, num_devices = len(topology.processes), topology.mesh.size
+    num_processes, num_devices = len(topology.processes), len(topology.devices)
     batch_size = config.batch_size * num_devices
     epoch_steps = steps_per_epoch(task.dataset.train.size, num_processes, batch_size)
     optimizer = optimizers.create(config, world, epoch_steps)
@@ -131,7 +131,7 @@ def training_batches(setup: Setup, begin: int) -> Iterator[Any]:
         start=begin,
         workers=config.workers,
     )
-    return (jax.device_put(batch, _split(setup)) for batch in feed)
+    return (_on_devices(setup, batch) for batch in feed)
 
 
 def evaluate(setup: Setup, params: Any, stats: Any) -> dict[str, float]:
@@ -143,10 +143,11 @@ def evaluate(setup: Setup, params: Any, stats: Any) -> dict[str, float]:
         len(topology.processes),
         setup.batch_size,
     )  # loaded by threads, because starting worker processes would take longer
-    split = _split(setup)
-    counts = [setup.count(params, stats, *jax.device_put(batch, split)) for batch in parts]
+    counts = [setup.count(params, stats, *_on_devices(setup, batch)) for batch in parts]
     mine = np.sum(jax.device_get(counts), axis=0, dtype=np.float64)
-    return setup.task.score(mean_of(setup, mine) * len(topology.processes))
+    # The counts of joined processes are those of their node.
+    programs = topology.num_nodes if topology.joined else len(topology.processes)
+    return setup.task.score(mean_of(setup, mine) * programs)
 
 
 def mean_of(setup: Setup, values: Any) -> np.ndarray:
@@ -159,5 +160,7 @@ def _as_it_is(tree: Any) -> Any:
     return tree
 
 
-def _split(setup: Setup) -> NamedSharding:
-    return NamedSharding(setup.topology.mesh, P("local"))
+def _on_devices(setup: Setup, batch: Any) -> Any:
+    """The images and labels of this process, on its devices."""
+    split = NamedSharding(setup.topology.mesh, P("local"))
+    return tuple(jax.make_array_from_process_local_data(split, x) for x in batch)
