@@ -81,7 +81,9 @@ class Shardings:
             self._known[prefix + name, shape] = spec
             if any(axis is not None for axis in spec):
                 mesh = dict(self.mesh.shape)
-                texts.append(f"{prefix + name or 'params'}: {spec} on a mesh of shape {mesh}")
+                text = f"{prefix + name or 'params'}: {spec} on a mesh of shape {mesh}"
+                processes = [device.process_index for device in self.mesh.devices.flat]
+                texts.append(f"{text} of processes {processes}" if any(processes) else text)
         return texts
 
     def _from_tree(self, tree: PyTree) -> Callable[[Any, Any], Any]:
