@@ -154,6 +154,9 @@ def mpi_exchange(
     keys = Keys()
 
     def compare(tree: PyTree, more: Sequence[str] = ()) -> HostState:
+        if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree)):
+            # A process that waits for the comparison has then posted the exchanges before it.
+            jax.block_until_ready(tree)
         if jax.tree.leaves(tree):  # optax.tree_map_params calls init on a tree without leaves
             collectives.compare([*outline(tree), *more])
         return HostState(jnp.asarray(keys.key(tree), jnp.int32))

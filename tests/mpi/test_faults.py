@@ -34,6 +34,7 @@ ERRORS = {
     "stuck": ["exchange 0", "did not complete within 3 s", "nothing came from rank 1"],
     "stuck, two devices": ["did not complete within 3 s", "nothing came from rank 1"],
     "other number, two devices": ["out of step", "number is", "0 in rank 0", "1 in rank 1"],
+    "consensus beside an exchange": ["cannot complete", "has not posted it and waits for"],
     "fewer steps": ["exchange 2", "rank 1", "exited without taking part"],
     "exception": ["ZeroDivisionError", "rank 1", "ending all processes"],
     "exit in flight alone": ["exit with an exchange in flight", "rank 1", "without taking part"],

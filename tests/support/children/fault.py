@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jdaso
 from jdaso.core.error_feedback import Feedback
+from jdaso.exchange.transport import peers
 
 case = sys.argv[1]
 if case == "thread level":
@@ -111,6 +112,13 @@ elif case == "other number, two devices":
     jax.block_until_ready(jax.jit(tx.update)(jnp.ones(3), state, jnp.ones(3)))
 elif case in ("stuck", "stuck, two devices"):
     train(4, jdaso.constant(2), between=lambda t: time.sleep(60 * rank * (t == 1)))
+elif case == "consensus beside an exchange":
+    peers._DEADLOCK_SECONDS = 1.0
+    params, state, step = train(2, jdaso.constant(2))
+    if rank == 1:
+        jdaso.consensus(exchange, params)
+    for _ in range(4):
+        params, state = jax.block_until_ready(step(params, state))
 elif case == "fewer steps":
     train(8 - 4 * rank, jdaso.constant(2))
 elif case == "exception":

@@ -1,0 +1,107 @@
+"""Who has not posted an operation: questions go up a tree of processes, and answers come down."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jdaso.cluster.reports import Reports
+from jdaso.cluster.roll_call import (
+    MAX_NAMES,
+    MAX_QUESTIONS,
+    Absent,
+    Answer,
+    Call,
+    RollCall,
+    decode,
+    decode_calls,
+    earliest,
+    encode,
+    merge,
+)
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda children: st.lists(children, max_size=5),
+    max_leaves=20,
+)
+
+
+class Tree:
+    """Processes that pass their reports on, until nothing is new."""
+
+    def __init__(self, parents):
+        self.parents = parents
+        self.calls = [RollCall(rank, lambda: None) for rank in range(len(parents))]
+        self.reports = [
+            Reports(rank, parent, str, frozenset(), self.calls[rank])
+            for rank, parent in enumerate(parents)
+        ]
+        self.most = 0
+
+    def peers(self, rank):
+        below = [child for child, parent in enumerate(self.parents) if parent == rank != child]
+        return below + [self.parents[rank]] * (self.parents[rank] != rank)
+
+    def settle(self, silent=()):
+        new = True
+        while new:
+            new = False
+            for rank, reports in enumerate(self.reports):
+                seen = frozenset(silent) & frozenset(self.peers(rank))
+                for peer, message in reports.messages(self.peers(rank), seen).items():
+                    self.reports[peer].receive(rank, *message)
+                    self.most, new = max(self.most, len(str(message))), True
+
+
+@pytest.mark.parametrize("parents", [[0, 0, 0, 0, 0], [0, 0, 0, 1, 3], [0, 0, 0, 2, 2]])
+def test_all_learn_who_has_not_posted_what_one_waits_for(parents):
+    tree = Tree(parents)
+    series = [calls.new_series() for calls in tree.calls]
+    assert series == [0] * 5
+    asked = [calls.post(0) for calls in tree.calls if calls not in (tree.calls[3], tree.calls[4])]
+    assert asked == [Call(0, 0)] * 3
+    other = tree.calls[4].post(1)
+    tree.calls[4].wait(other, "a consensus")
+    tree.calls[2].ask(asked[0])
+    tree.settle()
+    late = (Absent(3, False, None, ""), Absent(4, False, other, "a consensus"))
+    for calls in tree.calls:
+        assert calls.answer(asked[0]) == calls.answer(Call(0, 7)) == Answer(5, 2, late)
+        assert calls.answer(Call(1, 0)) == Answer()
+    tree.calls[3].post(0)
+    tree.settle()
+    assert tree.calls[2].answer(asked[0]).absent == 1
+    tree.calls[2].done(asked[0])
+    tree.settle()
+    assert all(not calls.answers for calls in tree.calls)
+
+
+def test_silence_below_is_known_above_and_everywhere():
+    tree = Tree([0, 0, 0, 1, 3])
+    tree.settle(silent={4})
+    assert all(reports.silent >= {4} for reports in tree.reports[:4])
+
+
+def test_messages_stay_short_with_many_processes():
+    tree = Tree([0] * 400)
+    for series in range(20):
+        tree.calls[1].ask(Call(series, 3))
+    for rank, calls in enumerate(tree.calls):
+        calls.wait(calls.post(99), "x" * 1000)
+        assert rank == calls.answer_to(Call(0, 0)).names[0].rank
+    tree.settle()
+    (call, *_) = tree.calls[1].answers
+    answer = tree.calls[1].answers[call]
+    assert (answer.answered, answer.absent, len(answer.names)) == (400, 400, MAX_NAMES)
+    assert len(tree.calls[1].answers) == MAX_QUESTIONS
+    assert tree.most < 1 << 15
+
+
+@given(st.lists(ANYTHING, max_size=5))
+def test_what_is_malformed_is_left_out(message):
+    assert all(isinstance(answer, Answer) for answer in decode(message).values())
+    assert all(isinstance(call, Call) for call in decode_calls(message))
+    valid = {Call(1, 2): merge([Answer(1), Answer(1, 1, (Absent(3, True, Call(0, 1), "a"),))])}
+    decoded = decode([*encode(valid), *message])
+    assert decoded.keys() >= valid.keys()
+    assert earliest(decode_calls([[1, 2], [1, 1]])) == [Call(1, 1)]
