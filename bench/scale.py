@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from machine import machine, resident_bytes
+from exchange import resident_bytes
+from machine import machine
 
 import jdaso
 from jdaso.cluster.placement import Placement, Process
@@ -71,6 +72,10 @@ def measure(topology: jdaso.Topology, kilobytes: float, rounds: int) -> tuple[fl
     for _ in range(rounds):
         comm.Allreduce(own, target)
     return extra, (time.process_time() - start) / rounds
+
+
+class NoExit(ExitProtocol):
+    """No process exits."""
 
 
 class Complete:
@@ -127,7 +132,7 @@ def stand_in(size: int, kilobytes: float, rounds: int) -> str:
         comm=StandIn(size),
     )
     membership = Membership(topology, AllReduceOptions(), timeout=60.0)
-    progress = Progress(topology, 60.0, ExitProtocol(), topology.abort)
+    progress = Progress(topology, 60.0, NoExit(), topology.abort)
     transport = MpiTransport(membership, progress)
     layout = unsharded([LeafSpec((int(kilobytes * 250),), np.dtype("float32"))])
     header = np.ones(HEADER_SIZE, np.float32)
