@@ -154,9 +154,7 @@ def mpi_exchange(
     keys = Keys()
 
     def compare(tree: PyTree, more: Sequence[str] = ()) -> HostState:
-        if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree)):
-            # A process that waits for the comparison has then posted the exchanges before it.
-            jax.block_until_ready(tree)
+        _wait_until_computed(tree)
         if jax.tree.leaves(tree):  # optax.tree_map_params calls init on a tree without leaves
             collectives.compare([*outline(tree), *more])
         return HostState(jnp.asarray(keys.key(tree), jnp.int32))
@@ -247,6 +245,12 @@ def _check_joined(topology: Topology, senders: str) -> None:
             "senders='all' is for processes that are not joined: joined processes send their own "
             "shards all at once, and replicated parameters in turn. Use senders='one'."
         )
+
+
+def _wait_until_computed(tree: PyTree) -> None:
+    """Waits for the arrays of a tree, and thereby until the exchanges before them are posted."""
+    if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree)):
+        jax.block_until_ready(tree)
 
 
 def _single_node(topology: Topology, wire: str | None) -> Exchange:
