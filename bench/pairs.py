@@ -1,0 +1,211 @@
+"""Pairs of training steps, without and with jdaso. The gradients are arguments of the steps."""
+
+from __future__ import annotations
+
+import collections
+import os
+import re
+import statistics
+import time
+
+# A process of a measurement has one core. Call own_core before a function of this module.
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from machine import memcpy_seconds
+from step import apply_gradients, settle
+
+import jdaso
+
+SGD = optax.sgd(1e-2, momentum=0.9)
+OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
+# Longer than the median transfer of 16 MB between two processes of one host.
+SETTLE_SECONDS = 0.02
+WARM_UP = 12  # pairs; the first steps touch new memory
+
+
+def cases(exchange):
+    """By name, averagings that post at every fourth step and merge at the next one.
+
+    Fragments are posted at every third step. Local SGD merges at the step that posts.
+    """
+    schedule = jdaso.constant(4, 1)
+    one_by_one = jdaso.constant(12, 1)
+    found = {}
+    for suffix, guard in ((", guard off", "off"), ("", "skip")):
+        options = {"nonfinite": guard}
+        found |= {
+            f"daso{suffix}": jdaso.daso(exchange, schedule, **options),
+            f"dasgd{suffix}": jdaso.dasgd(exchange, 4, 1, **options),
+            f"local_sgd{suffix}": jdaso.local_sgd(exchange, 4, **options),
+            f"easgd{suffix}": jdaso.easgd(exchange, alpha=0.1, schedule=schedule, **options),
+            f"diloco{suffix}": jdaso.diloco(exchange, 4, OUTER, 1, **options),
+        }
+    return found | {
+        "daso, bfloat16": jdaso.daso(exchange, schedule, wire="bfloat16"),
+        "daso, int8": jdaso.daso(exchange, schedule, wire="int8"),
+        "daso, 4 fragments": jdaso.daso(exchange, one_by_one, fragments=4),
+    }
+
+
+CASES = tuple(cases(jdaso.single_exchange()))
+
+
+def make_params(megabytes, leaves, mesh, specs):
+    """Leaves of equal size. They take turns with the ``PartitionSpec`` of ``specs``.
+
+    Returns:
+        The parameters, and the sharding of each leaf.
+    """
+    shardings = [NamedSharding(mesh, specs[i % len(specs)]) for i in range(leaves)]
+    rows = 64
+    columns = max(1, round(megabytes * 250_000 / leaves / rows))
+    columns += -columns % mesh.size
+    params = [
+        jax.device_put(np.full((rows, columns), 1.0 + i, np.float32), sharding)
+        for i, sharding in enumerate(shardings)
+    ]
+    return params, shardings
+
+
+def held_bytes(params) -> int:
+    """Bytes of the parameters on all devices of this process."""
+    return sum(shard.data.nbytes for x in params for shard in x.addressable_shards)
+
+
+def device_bytes(params) -> int:
+    """Bytes of the parameters on one device."""
+    return sum(x.addressable_shards[0].data.nbytes for x in params)
+
+
+def copy_seconds(params) -> float:
+    """The median time of a copy of the parameters, on one core or on an accelerator."""
+    if next(iter(params[0].devices())).platform == "cpu":
+        return memcpy_seconds(held_bytes(params) / 1e6)
+    copy, times = jax.jit(lambda xs: [jnp.copy(x) for x in xs]), []
+    jax.block_until_ready(copy(params))
+    for _ in range(7):
+        start = time.perf_counter()
+        for _ in range(10):
+            copies = copy(params)
+        jax.block_until_ready(copies)
+        times.append((time.perf_counter() - start) / 10)
+    return statistics.median(times)
+
+
+class Training:
+    """A compiled step and its state.
+
+    Args:
+        wrap: is applied to the step before it is compiled. It gets the state as well.
+
+    Attributes:
+        temporary: bytes of temporary memory, on one device.
+        compile_seconds: of tracing and compiling.
+        text: the compiled program.
+    """
+
+    def __init__(self, tx, params, chain_form=False, wrap=lambda step, opt_state: step):
+        self._tx, self._chain_form = tx, chain_form
+        self._state = [jax.tree.map(jnp.copy, params), tx.init(params)]
+        self._grads = [1e-6 * x for x in params]
+        start = time.perf_counter()
+        step = jax.jit(wrap(self._step, self._state[1]), donate_argnums=(0, 1))
+        self._compiled = step.lower(*self._state, self._grads).compile()
+        self.compile_seconds = time.perf_counter() - start
+        self._state[1] = jax.device_put(self._state[1], self._compiled.input_shardings[0][1])
+        self.temporary = self._compiled.memory_analysis().temp_size_in_bytes
+
+    @property
+    def text(self) -> str:
+        return self._compiled.as_text()
+
+    def _step(self, params, opt_state, grads):
+        if self._chain_form:
+            updates, opt_state = self._tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+        return apply_gradients(self._tx, grads, opt_state, params)
+
+    def step(self) -> float:
+        """Takes a step, and returns its seconds."""
+        start = time.perf_counter()
+        self._state[:] = self._compiled(*self._state, self._grads)
+        jax.block_until_ready(self._state)
+        return time.perf_counter() - start
+
+    def posted(self) -> int:
+        """The number of exchanges."""
+        return int(jdaso.metrics(self._state[1]).exchanges)
+
+    def merged(self) -> bool:
+        """Whether the last step has merged an exchange."""
+        return bool(jdaso.metrics(self._state[1]).merged)
+
+
+def measure(exchange, plain, trained, pairs, turn=None):
+    """Seconds that steps take more than plain ones.
+
+    Nothing is transferred during a step, unless the step itself waits for it.
+
+    Args:
+        turn: nodes take their steps one after the other. It is the number of this node. None if
+            all nodes take them at the same time.
+
+    Returns:
+        Kind of step -> the difference of each pair. The kinds are "none", "post", "merge" and
+        "postmerge".
+    """
+    extra = collections.defaultdict(list)
+    for i in range(WARM_UP + pairs):
+        first, second = (plain, trained) if i % 2 else (trained, plain)
+        posted = trained.posted()
+        for at in range(1 if turn is None else exchange.num_nodes):
+            if turn in (None, at):
+                times = {first: first.step(), second: second.step()}
+            exchange.anyone(False)  # waits for the other nodes
+        posts = trained.posted() > posted
+        if posts:
+            time.sleep(SETTLE_SECONDS)
+            settle(exchange)
+            exchange.anyone(False)
+        if i >= WARM_UP:
+            kind = "post" * posts + "merge" * trained.merged() or "none"
+            extra[kind].append(times[trained] - times[plain])
+    return extra
+
+
+def in_copies(extra, copy) -> list[str]:
+    """Cells of a table: the median and the quartiles of steps with nothing due, and two medians."""
+
+    def median(kind):
+        return f"{statistics.median(extra[kind]) / copy:.1f}" if extra[kind] else "-"
+
+    quartiles = "-"
+    if len(extra["none"]) > 1:
+        low, _, high = statistics.quantiles(extra["none"], n=4)
+        quartiles = f"{low / copy:.1f}..{high / copy:.1f}"
+    return [median("none"), quartiles, median("post"), median("merge")]
+
+
+def all_gathers(text) -> int:
+    """The number of all-gathers and all-to-alls in a compiled program."""
+    return len(re.findall(r" all-(?:gather|to-all)(?:-start)?\(", text))
+
+
+def host_callbacks(text) -> int:
+    """The number of Python callbacks in a compiled program."""
+    return len(re.findall(r'custom_call_target="[^"]*callback', text))
+
+
+def row(*cells) -> str:
+    """A row of a Markdown table."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def header(*names) -> str:
+    """The first two rows of a Markdown table."""
+    return f"{row(*names)}\n|{'---|' * len(names)}"
