@@ -17,14 +17,13 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 from machine import memcpy_seconds
-from step import apply_gradients, settle
+from step import apply_gradients
 
 import jdaso
 
 SGD = optax.sgd(1e-2, momentum=0.9)
 OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
-# Longer than the median transfer of 16 MB between two processes of one host.
-SETTLE_SECONDS = 0.02
+LONGEST_WAIT = 0.2  # seconds until a transfer has ended
 WARM_UP = 12  # pairs; the first steps touch new memory
 
 
@@ -149,7 +148,8 @@ class Training:
 def measure(exchange, plain, trained, pairs, turn=None):
     """Seconds that steps take more than plain ones.
 
-    Nothing is transferred during a step, unless the step itself waits for it.
+    Nothing is transferred during a step. The time for which a step waits for an exchange does not
+    count, except for Local SGD, which always waits.
 
     Args:
         turn: nodes take their steps one after the other. It is the number of this node. None if
@@ -169,13 +169,26 @@ def measure(exchange, plain, trained, pairs, turn=None):
             exchange.anyone(False)  # waits for the other nodes
         posts = trained.posted() > posted
         if posts:
-            time.sleep(SETTLE_SECONDS)
-            settle(exchange)
+            time.sleep(min(2 * _transfer_seconds(exchange), LONGEST_WAIT))
             exchange.anyone(False)
         if i >= WARM_UP:
             kind = "post" * posts + "merge" * trained.merged() or "none"
-            extra[kind].append(times[trained] - times[plain])
+            waited = _waited_seconds(exchange) if kind == "merge" else 0
+            extra[kind].append(times[trained] - times[plain] - waited)
     return extra
+
+
+def _transfer_seconds(exchange) -> float:
+    """The median of the last transfers."""
+    records = exchange.history()[-5:]
+    spans = [record.transfer[1] - record.transfer[0] for record in records]
+    return statistics.median(spans) if spans else LONGEST_WAIT
+
+
+def _waited_seconds(exchange) -> float:
+    """The time for which the last merge has waited for its exchange."""
+    records = exchange.history()[-1:]
+    return sum(record.wait[1] - record.wait[0] for record in records)
 
 
 def in_copies(extra, copy) -> list[str]:
