@@ -58,7 +58,7 @@ def run(processes: int, seconds: float, *command: object, **environment: str) ->
         stdout, stderr = out.read(), errors.read()
     problem = None
     if status is None:
-        problem = f"did not end within {seconds:.0f} s"
+        problem = f"did not end within {seconds:g} s"
     elif status != 0:
         problem = f"status {status}: {_message(stderr)}"
     return Job(stdout, stderr, problem)

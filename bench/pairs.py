@@ -23,7 +23,7 @@ import jdaso
 
 SGD = optax.sgd(1e-2, momentum=0.9)
 OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
-LONGEST_WAIT = 0.2  # seconds until a transfer has ended
+LONGEST_WAIT = 0.5  # seconds until a transfer has ended
 WARM_UP = 12  # pairs; the first steps touch new memory
 
 

@@ -1,0 +1,68 @@
+"""The scripts of bench/ that measure a step run to their end. The sizes are tiny."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import BESIDE_PYTHON, passes, run
+
+BENCH = Path(__file__).parents[2] / "bench"
+TIMEOUT = 240
+SMALL = "--megabytes 0.1 --leaves 6 --pairs 8"
+SLEEPS = "--millions 0.01 --leaves 2 --seconds 0.001 --pairs 2 --wires bfloat16"
+# Script -> number of processes that it needs, its arguments, and the rows of its table.
+SCRIPTS = {
+    "tax.py": (2, f"{SMALL} --only daso", 1),
+    "sharded.py": (1, f"{SMALL} --devices 2", 4),
+    "accelerator.py": (2, SLEEPS, 1),
+    "gpu.py": (1, "--sections shared", 2),  # one row is about the section
+}
+
+
+def ended(script, processes, arguments):
+    """How a script ended."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    environment["PATH"] = os.pathsep.join([BESIDE_PYTHON, environment.get("PATH", "")])
+    environment["OMPI_ALLOW_RUN_AS_ROOT"] = environment["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+    environment["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
+    launcher = ["mpiexec", "-n", str(processes)] if processes > 1 else []
+    command = [*launcher, sys.executable, str(BENCH / script), *arguments.split()]
+    return run(command, environment, TIMEOUT)
+
+
+def rows(output):
+    """The number of rows of all tables, without their headers."""
+    lines = [line for line in output.splitlines() if line.startswith("|")]
+    return len(lines) - 2 * sum(set(line) == set("|-") for line in lines)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_script_prints_its_table(script):
+    processes, arguments, expected = SCRIPTS[script]
+    job = ended(script, processes, arguments)
+    passes(job)
+    assert rows(job.output) == expected, job.output
+
+
+@pytest.mark.slow
+def test_a_report_without_a_gpu_has_all_sections():
+    job = ended("gpu.py", 1, "")
+    passes(job)
+    assert "Skipped, because JAX finds no GPU" in job.output
+    assert job.output.count("| complete |") == 4, job.output
+
+
+def test_a_section_that_fails_is_a_row_of_the_report():
+    job = ended("gpu.py", 1, "--sections tax shared --limit 0.2")
+    assert job.returncode == 1, job.output
+    assert job.output.count("| did not end within 0.2 s |") == 2, job.output
+
+
+def test_a_job_that_fails_is_described_in_one_line():
+    program = "import mpi_job; print(mpi_job.run(2, 60, '-c', 'raise ValueError(3)').problem)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=BENCH, capture_output=True, text=True, timeout=TIMEOUT
+    )
+    assert done.stdout == "status 1: ValueError: 3\n", done
