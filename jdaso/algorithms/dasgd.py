@@ -70,4 +70,4 @@ def mixing_merge(own: float) -> Merge:
     def merge(leaves: Leaves, arrival: Arrival, state: PyTree) -> tuple[Leaves, PyTree]:
         return defaults.mix_leaves(own, leaves, arrival.mean), state
 
-    return Merge(lambda params: (), merge, own_weight=lambda arrival: own, elementwise=True)
+    return Merge(lambda params: (), merge, own_weight=lambda arrival: own)

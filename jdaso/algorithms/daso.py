@@ -79,7 +79,6 @@ def daso(
             init=lambda params: (),
             merge=_merge,
             own_weight=lambda arrival: 2.0 * arrival.age / (2.0 * arrival.age + arrival.members),
-            elementwise=True,
         ),
         wire=resolve_wire("wire", wire, exchange, "float32"),
         blocking_wire=resolve_wire("blocking_wire", blocking_wire, exchange, "bfloat16"),

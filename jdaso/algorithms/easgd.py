@@ -7,7 +7,7 @@ from jdaso.algorithms.defaults import averaging_on_one_wire, resolve_schedule
 from jdaso.core.state import averaging_state
 from jdaso.core.sync_target import BEFORE_UPDATE
 from jdaso.core.transformation import Averaging
-from jdaso.core.tree import widened
+from jdaso.core.tree import split, widened
 from jdaso.core.types import Arrival, Exchange, Leaves, Merge, PyTree, Schedule
 from jdaso.core.validation import check_positive, is_concrete
 
@@ -140,20 +140,21 @@ def elastic_averaging(
 def _elastic_merge(alpha: float) -> Merge:
     """Eq. 5 when the exchange is posted; Eq. 6, over the nodes that contributed, when it ends."""
 
-    def merge(leaves: Leaves, arrival: Arrival, center: Leaves):
+    def merge(leaves: Leaves, arrival: Arrival, state: ElasticState):
+        centers, replace = split(state.center)
         moved = [
             (c + alpha * (t - arrival.members.astype(t.dtype) * c)).astype(c.dtype)
-            for c, t in zip(center, arrival.total, strict=True)
+            for c, t in zip(centers, arrival.total, strict=True)
         ]
-        return leaves, moved
+        return leaves, ElasticState(replace(moved))
 
-    def on_post(leaves: Leaves, center: Leaves) -> Leaves:
+    def on_post(leaves: Leaves, state: ElasticState) -> Leaves:
         return [
             (x.astype(c.dtype) - alpha * (x.astype(c.dtype) - c)).astype(x.dtype)
-            for x, c in zip(leaves, center, strict=True)
+            for x, c in zip(leaves, split(state.center)[0], strict=True)
         ]
 
     def init(params: PyTree) -> ElasticState:
         return ElasticState(widened(params))
 
-    return Merge(init, merge, on_post, shared=True, elementwise=True)
+    return Merge(init, merge, on_post, shared=True)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 from jax import lax
 
 from jdaso.core.sync_target import SyncTarget
-from jdaso.core.tree import split
 from jdaso.core.types import Exchange, JdasoError, Merge, Plan, PyTree, Schedule
 
 
@@ -46,11 +44,6 @@ class StepContext(NamedTuple):
     losses: jax.Array
     due: jax.Array
     post: jax.Array
-
-
-def split_state(merge: Merge, state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
-    """A merge rule's state as its functions get it, and the inverse."""
-    return split(state) if merge.elementwise else (state, lambda new: new)
 
 
 def stop_unless_finite(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jdaso.core.engine_config import EngineConfig, split_state, stop_unless_finite
+from jdaso.core.engine_config import EngineConfig, stop_unless_finite
 from jdaso.core.error_feedback import Feedback, decompress
+from jdaso.core.merge_state import Dependence, dependence, split_state
 from jdaso.core.parts import finish_in_parts
 from jdaso.core.state import FragmentState
 from jdaso.core.tree import divide, where_tree
@@ -21,15 +22,20 @@ def merge_fragment(
     Returns the leaves, the fragment's state, whether the sums were not finite, and sum and number
     of the losses of all nodes.
     """
-    merge, feedback = config.merge, fragment.feedback
-    old_state, restore = split_state(merge, fragment.merge)
+    merge, exchange, feedback = config.merge, config.exchange, fragment.feedback
+    state = split_state(merge.init, fragment.merge)
+    reads = Dependence(leafwise=False, in_place=True)
+    if exchange.parts is not None:
+        reads = dependence(merge, leaves[:num_params], state)
+    rest = state.rest
 
     def merge_part(part: slice, total: Leaves, header: jax.Array):
+        nonlocal rest
         members, finite = header[0], header[FINITE] > 0
         own, count = leaves[part], max(0, min(num_params, part.stop) - part.start)
         new_feedback: list[Leaves] = []
         if feedback:
-            expand = config.exchange.per_shard(decompress, part)
+            expand = exchange.per_shard(decompress, part)
             total, mean, *new_feedback = expand(
                 total, members, feedback.quantized, feedback.residual[part], feedback.anchor[part]
             )
@@ -39,8 +45,9 @@ def merge_fragment(
         # A node whose parameters are not finite continues from the mean of the others.
         wide = [jnp.where(fragment.sound, x, m) for x, m in zip(wide, mean, strict=True)]
         arrival = Arrival(total[:count], mean[:count], members, fragment.age, fragment.sound)
-        state = old_state[part] if merge.elementwise else old_state
-        merged, new_state = merge.merge(wide[:count], arrival, state)
+        old_lists = [each[part] for each in state.lists]
+        old_state = state.rebuild(old_lists, state.rest, part)
+        merged, new_state = merge.merge(wide[:count], arrival, old_state)
         if merge.own_weight is not None:
             w = merge.own_weight(arrival)
             merged = [
@@ -52,33 +59,38 @@ def merge_fragment(
             jnp.where(usable, m.astype(x.dtype), config.sync_target.fallback(x))
             for x, m in zip(own, merged, strict=True)
         ]
+        new = split_state(merge.init, new_state)
+        rest = where_tree(usable, new.rest, state.rest)
         # A sum that is not finite must not stay in the feedback.
         old_feedback = [feedback.residual[part], feedback.anchor[part]] if feedback else []
         return [
             merged,
-            jax.tree.leaves(where_tree(usable, new_state, state)),
+            *where_tree(usable, new.lists, old_lists),
             *where_tree(finite, new_feedback, old_feedback),
         ]
 
+    old_feedback = [feedback.residual, feedback.anchor] if feedback else []
+    in_place = not reads.leafwise or (reads.in_place and not feedback)
     results, header, exchange_state = finish_in_parts(
-        config.exchange,
+        exchange,
         fragment.exchange,
         fragment.number,
         leaves,
         merge_part,
-        whole=not merge.elementwise,
+        whole=not reads.leafwise,
+        into=None if in_place else [leaves, *state.lists, *old_feedback],
     )
-    leaves, state, *lists = results
+    leaves, *lists = results
     lost = ~stop_unless_finite(config, header[FINITE] > 0, step)
     if feedback:
         ready = feedback.anchor_ready | (~lost & (header[0] > 0))
-        residual, anchor = lists
+        *lists, residual, anchor = lists
         feedback = Feedback(residual, anchor, feedback.quantized, ready)
     fragment = fragment._replace(
         posted=jnp.zeros((), bool),
         sound=jnp.ones((), bool),
         exchange=exchange_state,
-        merge=restore(jax.tree.unflatten(jax.tree.structure(old_state), state)),
+        merge=state.rebuild(lists, rest),
         feedback=feedback,
     )
     return leaves, fragment, lost, header[1:3]

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from jdaso.core.consistency import agreement_numbers
-from jdaso.core.engine_config import EngineConfig, StepContext, split_state, stop_unless_finite
+from jdaso.core.engine_config import EngineConfig, StepContext, stop_unless_finite
 from jdaso.core.error_feedback import FIRST_WIRE, Feedback, compress
 from jdaso.core.parts import start_in_parts
 from jdaso.core.state import FragmentState
@@ -30,8 +30,7 @@ def post_fragment(
     """Posts a fragment. Returns its leaves, its state and the number of the next exchange."""
     merge = config.merge
     params, moments = leaves[:num_params], leaves[num_params:]
-    merge_state, restore = split_state(merge, fragment.merge)
-    message, new_state = merge.message(params, merge_state)
+    message, new_state = merge.message(params, fragment.merge)
     message = [*message, *moments]
     agreement = _agreement(config, context, fragment)
 
@@ -43,10 +42,17 @@ def post_fragment(
         fragment.exchange,
         fragment.feedback,
     )
+    if config.exchange.parts is not None:
+        # The moves below change the leaves in their places, after they have been read.
+        whole = slice(0, len(leaves))
+        exchange_state, [leaves] = config.exchange.parts.after(exchange_state, whole, [leaves])
+        params, moments = leaves[:num_params], leaves[num_params:]
+        # If these passed unchanged, XLA would keep a copy of what the merge before has changed.
+        new_state, feedback = lax.optimization_barrier((new_state, feedback))
     # A node that does not contribute must not move, because the sum does not contain its move.
     moved = [
         jnp.where(sound, new, old)
-        for new, old in zip(merge.on_post(params, merge_state), params, strict=True)
+        for new, old in zip(merge.on_post(params, new_state), params, strict=True)
     ]
     fragment = fragment._replace(
         posted=jnp.ones((), bool),
@@ -55,7 +61,7 @@ def post_fragment(
         number=number,
         sound=sound,
         exchange=exchange_state,
-        merge=restore(new_state),
+        merge=new_state,
         feedback=feedback,
     )
     return [*moved, *moments], fragment, following

@@ -78,6 +78,7 @@ def finish_in_parts(
     leaves: Leaves,
     function: Callable[[slice, Leaves, jax.Array], Lists],
     whole: bool = False,
+    into: Lists | None = None,
 ) -> tuple[Lists, jax.Array, PyTree]:
     """Waits for the sums, and applies a function to them.
 
@@ -86,20 +87,20 @@ def finish_in_parts(
         function: ``(part, sums, header) -> lists``. Array j of each list has the shape of leaf j of
             the part.
         whole: whether the function needs all leaves.
+        into: lists in whose places the results are put, part by part. They are necessary if XLA
+            cannot compute the results there, because one result depends on several of them.
 
     Returns:
         The lists for all leaves, the header and the state.
     """
-    parts, results = cut_leaves(exchange, leaves, whole), []
-    for part in parts:
-        if exchange.parts is None:
-            sums, header, state = exchange.finish(state, number, leaves)
-        else:
-            sums, header, state = exchange.parts.finish(state, number, leaves[part], part)
-        lists = function(part, sums, header)
-        if part is not parts[-1]:
-            assert exchange.parts is not None
-            state, lists = exchange.parts.after(state, part, lists)
+    if exchange.parts is None:
+        sums, header, state = exchange.finish(state, number, leaves)
+        return function(slice(0, len(leaves)), sums, header), header, state
+    results = []
+    for part in cut_leaves(exchange, leaves, whole):
+        sums, header, state = exchange.parts.finish(state, number, leaves[part], part)
+        places = None if into is None else [each[part] for each in into]
+        state, lists = exchange.parts.after(state, part, function(part, sums, header), places)
         results.append(lists)
     return _joined(results), header, state
 

@@ -183,13 +183,15 @@ class PartOperations(NamedTuple):
         start: as that of :class:`Exchange`, with the leaves of a part, and the part. The last part
             posts the exchange.
         finish: as that of :class:`Exchange`, like the leaves of a part, and the part.
-        after: ``(state, part, lists) -> (state, lists)``. What is called with this state comes
-            after the arrays are computed. Array j of each list is like leaf j of the part.
+        after: ``(state, part, lists, into) -> (state, lists)``. What is called with this state
+            comes after the arrays are computed. Array j of each list is like leaf j of the part.
+            If lists ``into`` are given, the arrays are copied into the places of theirs, which
+            nothing may use afterwards.
     """
 
     start: Callable[..., tuple[PyTree, Number]]
     finish: Callable[[PyTree, Number, Leaves, slice], tuple[Leaves, jax.Array, PyTree]]
-    after: Callable[[PyTree, slice, list[Leaves]], tuple[PyTree, list[Leaves]]]
+    after: Callable[..., tuple[PyTree, list[Leaves]]]
 
 
 class Exchange(NamedTuple):
@@ -330,9 +332,9 @@ class Merge(NamedTuple):
         own_weight: ``(arrival) -> w``, the weight of a node's own optimizer moments m where they
             are averaged as well: ``m <- w m + (1 - w) mean_i m_i``. None if they cannot be.
         shared: whether the state must be the same on all nodes, bit for bit.
-        elementwise: whether the rule treats each leaf separately. ``merge`` may then be called with
-            some of the leaves. In place of the state, all functions get a list of its
-            floating-point leaves: one for each of the leaves, or none.
+
+    If leaf j of each result depends on the leaves j only, ``merge`` may be called with some of the
+    leaves. In the state, :class:`optax.MaskedNode` then takes the places of the others.
     """
 
     init: Callable[[PyTree], PyTree]
@@ -341,7 +343,6 @@ class Merge(NamedTuple):
     own_weight: Callable[[Arrival], jax.Array | float] | None = None
     message: Callable[[Leaves, PyTree], tuple[Leaves, PyTree]] = send_leaves
     shared: bool = False
-    elementwise: bool = False
 
 
 class ParamsWithMoments(NamedTuple):

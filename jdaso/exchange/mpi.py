@@ -220,9 +220,9 @@ def _leaf_functions(
         sums, header, token = program.finish(state.key, number, like, part, bound)
         return sums, header, HostState(token)
 
-    def after(state: HostState, part: slice, lists: list[Leaves]):
+    def after(state: HostState, part: slice, lists: list[Leaves], into=None):
         assert bound is not None
-        token, lists = program.after(state.key, part, lists, bound)
+        token, lists = program.after(state.key, part, lists, into, bound)
         return HostState(token), lists
 
     def per_shard(function, part: slice):

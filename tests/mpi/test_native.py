@@ -46,6 +46,8 @@ ONE_DEVICE = {
     "dtypes": ("--dtypes", *DTYPES, "int32"),
     "bfloat16 and float16": ("--wire", "bfloat16", "--blocking-wire", "float16"),
     "int8 and bfloat16": ("--wire", "int8", "--blocking-wire", "bfloat16"),
+    "easgd": ("--algorithm", "easgd"),
+    "diloco": ("--algorithm", "diloco", "--fragments", 2),
 }
 TWO_DEVICES = {
     "two devices": ("--devices", 2),
@@ -54,6 +56,8 @@ TWO_DEVICES = {
 }
 # Not with the code for CUDA devices, to save time. Host callbacks copy float64 in any case.
 ON_CPU = {
+    "diloco clipped": ("--algorithm", "diloco clipped"),
+    "diloco and int8": ("--algorithm", "diloco", "--wire", "int8"),
     "dtypes and int8": ("--dtypes", *DTYPES, "int32", "--wire", "int8"),
     "int64": WITH_64_BITS,
     "float64": (*WITH_64_BITS, "float64"),

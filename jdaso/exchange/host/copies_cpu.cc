@@ -88,9 +88,15 @@ ffi::Error Collect(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> device,
   return ffi::Error::Success();
 }
 
+ffi::Error OrderCpu(ffi::RemainingArgs arguments, ffi::RemainingRets results) {
+  return ReturnInPlace(arguments, results, std::memcpy);
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jdaso_post, Post, BindPost(ffi::Ffi::Bind()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jdaso_collect, Collect, BindCollect(ffi::Ffi::Bind()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jdaso_order, OrderCpu,
+                              ffi::Ffi::Bind().RemainingArgs().RemainingRets());
 
 }  // namespace jdaso

@@ -274,6 +274,14 @@ ffi::Error Collect(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi
   }
 }
 
+ffi::Error OrderCuda(CUstream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results) try {
+  return ReturnInPlace(arguments, results, [stream](void* to, const void* from, size_t bytes) {
+    if (bytes > 0) CUDA(cuMemcpyDtoDAsync_v2, Pointer(to), Pointer(from), bytes, stream);
+  });
+} catch (const std::exception& failure) {
+  return ffi::Error::Internal(failure.what());
+}
+
 CUcontext AnyContext() {
   std::lock_guard<std::mutex> lock(mutex);
   return devices.front().context;
@@ -285,6 +293,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jdaso_post_cuda, Post,
                               BindPost(ffi::Ffi::Bind().Ctx<JDASO_STREAM>()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jdaso_collect_cuda, Collect,
                               BindCollect(ffi::Ffi::Bind().Ctx<JDASO_STREAM>()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jdaso_order_cuda, OrderCuda,
+    ffi::Ffi::Bind().Ctx<JDASO_STREAM>().RemainingArgs().RemainingRets());
 
 extern "C" {
 

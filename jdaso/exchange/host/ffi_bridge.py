@@ -32,7 +32,11 @@ from jdaso.exchange.host.transport_protocol import Transport
 
 _LIBRARY = "jdaso.exchange.host._copies"
 _DRIVER = b"libcuda.so.1"
-_POST_TARGET, _COLLECT_TARGET, _ORDER_TARGET = "jdaso_post", "jdaso_collect", "jdaso_order"
+_POST_TARGET, _COLLECT_TARGET, _ORDER_TARGET = _TARGETS = (
+    "jdaso_post",
+    "jdaso_collect",
+    "jdaso_order",
+)
 # The longest wait at exit until the last exchanges are posted.
 _SHUTDOWN_SECONDS = 5.0
 # The kinds of calls, in the order of ffi_queue.h.
@@ -73,14 +77,9 @@ def _open(path: str, suffixes: Mapping[str, str]) -> ctypes.CDLL | str:
         library = ctypes.CDLL(path)
         if library.jdaso_header() != HEADER_SIZE:
             raise OSError("the library belongs to another version of jdaso")
-        for (platform, suffix), name in itertools.product(
-            suffixes.items(), (_POST_TARGET, _COLLECT_TARGET)
-        ):
+        for (platform, suffix), name in itertools.product(suffixes.items(), _TARGETS):
             capsule = jax.ffi.pycapsule(getattr(library, name + suffix))
             jax.ffi.register_ffi_target(name, capsule, platform=platform)
-        for platform in suffixes:
-            capsule = jax.ffi.pycapsule(getattr(library, _ORDER_TARGET))
-            jax.ffi.register_ffi_target(_ORDER_TARGET, capsule, platform=platform)
         pointer = ctypes.c_void_p
         library.jdaso_next.argtypes = [ctypes.c_int32, pointer]
         library.jdaso_next.restype = pointer
@@ -240,13 +239,16 @@ class FfiBridge:
         return sums, header, token
 
     @staticmethod
-    def order(token: jax.Array, lists: list[Leaves]) -> tuple[jax.Array, list[Leaves]]:
-        """Returns its arguments. What uses the token comes after what computes the arrays."""
-        arrays, treedef = jax.tree.flatten((token, lists))
-        aliases = {i: i for i in range(len(arrays))}  # nothing is copied
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    def order(
+        token: jax.Array, lists: list[Leaves], into: list[Leaves] | None = None
+    ) -> tuple[jax.Array, list[Leaves]]:
+        """As ``after`` of :class:`jdaso.core.types.PartOperations`."""
+        places, treedef = jax.tree.flatten((token, lists if into is None else into))
+        copied = [] if into is None else jax.tree.leaves(lists)
+        aliases = {i: i for i in range(len(places))}
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in places]
         call = jax.ffi.ffi_call(_ORDER_TARGET, shapes, input_output_aliases=aliases)
-        return jax.tree.unflatten(treedef, call(*arrays))
+        return jax.tree.unflatten(treedef, call(*places, *copied))
 
     def _run(self) -> None:
         arguments = _Arguments()

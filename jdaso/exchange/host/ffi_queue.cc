@@ -194,27 +194,6 @@ double Now() {
   return std::chrono::duration<double>(now).count();
 }
 
-namespace {
-
-// Returns its arguments, each in the place of the argument. What uses a result comes after it, and
-// it comes after what computes the arguments.
-ffi::Error Order(ffi::RemainingArgs arguments, ffi::RemainingRets results) {
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    auto argument = arguments.get<ffi::AnyBuffer>(i);
-    auto result = results.get<ffi::AnyBuffer>(i);
-    if (argument.has_error() || result.has_error() ||
-        argument->untyped_data() != (*result)->untyped_data()) {
-      return ffi::Error::Internal("results of jdaso_order must be in the place of its arguments");
-    }
-  }
-  return ffi::Error::Success();
-}
-
-}  // namespace
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jdaso_order, Order,
-                              ffi::Ffi::Bind().RemainingArgs().RemainingRets());
-
 extern "C" {
 
 int32_t jdaso_header() { return kHeader; }

@@ -120,6 +120,24 @@ auto BindCollect(Binding&& binding) {
       .template Attr<int32_t>("readers");
 }
 
+// Returns arguments in their places, as many as there are results. What uses a result comes after
+// it, and it comes after what computes the arguments. Further arguments are copied to the results
+// from the second one on.
+template <typename Copy>
+ffi::Error ReturnInPlace(ffi::RemainingArgs arguments, ffi::RemainingRets results, Copy copy) {
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const bool in_place = i < results.size();
+    auto from = arguments.get<ffi::AnyBuffer>(i);
+    auto to = results.get<ffi::AnyBuffer>(in_place ? i : i - results.size() + 1);
+    if (from.has_error() || to.has_error() || from->size_bytes() != (*to)->size_bytes() ||
+        (in_place && from->untyped_data() != (*to)->untyped_data())) {
+      return ffi::Error::Internal("results of jdaso_order must be in the place of its arguments");
+    }
+    if (!in_place) copy((*to)->untyped_data(), from->untyped_data(), from->size_bytes());
+  }
+  return ffi::Error::Success();
+}
+
 // Seconds of the clock that time.monotonic reads.
 double Now();
 

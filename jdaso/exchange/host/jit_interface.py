@@ -152,18 +152,17 @@ class JitInterface:
             *(token, jnp.asarray(number, jnp.int32)),
         )
 
-    def after(self, token, part: slice, lists: list[Leaves], bound: Bound):
+    def after(self, token, part: slice, lists: list[Leaves], into, bound: Bound):
         """As in :class:`jdaso.core.types.PartOperations`."""
         assert self._bridge is not None
         specs = [list(bound.specs[part][: len(arrays)]) for arrays in lists]
-        order = self._bridge.order
+        of_into = None if into is None else specs
         return self._mesh.run(
-            ("order", tuple(map(tuple, specs))),
-            order,
+            ("order", tuple(map(tuple, specs)), into is None),
+            self._bridge.order,
+            (REPLICATED, specs, of_into),
             (REPLICATED, specs),
-            (REPLICATED, specs),
-            token,
-            lists,
+            *(token, lists, into),
         )
 
     def _post(self, calls, layout: Layout, part: slice, token, number, step, header, leaves):

@@ -12,11 +12,13 @@ from common import SGD, first_params, gradients, loss, make_step, saved_leaves
 from jax.sharding import PartitionSpec as P
 
 import jdaso
+from jdaso.core import parts
 from jdaso.core.tree import is_float
 from jdaso.exchange.host import ffi_bridge, jit_interface
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--devices", type=int, default=1)
+parser.add_argument("--algorithm", default="daso")
 parser.add_argument("--dtypes", nargs="+", default=["float32"])
 parser.add_argument("--x64", action="store_true", help="with numbers of 64 bits")
 parser.add_argument("--wire", default="float32")
@@ -43,6 +45,25 @@ if arguments.stand_in:
 schedule = jdaso.cycling(period=4, delay=2, warmup=6, cooldown=6, total=30, epoch=6)
 
 
+# Compiled code copies each leaf as a part of its own.
+parts._LEAST_BYTES = 1
+
+
+def make_averaging(exchange):
+    """DASO, or an algorithm whose merge has a state."""
+    wire, fragments = arguments.wire, arguments.fragments
+    if arguments.algorithm == "daso":
+        return jdaso.daso(exchange, schedule, wire, arguments.blocking_wire, fragments)
+    if arguments.algorithm == "easgd":
+        return jdaso.easgd(exchange, alpha=0.2, schedule=schedule, wire=wire)
+    # The first treats each leaf separately and counts its steps. The second needs all leaves.
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.7, momentum=0.9))
+    counted = optax.sgd(optax.linear_schedule(1.0, 0.1, 8), momentum=0.9, nesterov=True)
+    outer = {"diloco": counted, "diloco clipped": clipped}[arguments.algorithm]
+    options = {"schedule": schedule, "wire": wire, "mix": 0.25}
+    return jdaso.diloco(exchange, outer=outer, fragments=fragments, **options)
+
+
 def bits(tree):
     return [np.asarray(x).tobytes() for x in saved_leaves(tree)]
 
@@ -55,8 +76,7 @@ def integers_of(tree):
 def run(native):
     """The state after every step."""
     exchange = jdaso.mpi_exchange(topology, native=native)
-    wires = {"wire": arguments.wire, "blocking_wire": arguments.blocking_wire}
-    averaging = jdaso.daso(exchange, schedule, fragments=arguments.fragments, **wires)
+    averaging = make_averaging(exchange)
     # Integers are not trained. Their gradients are added to them as they are.
     tx = optax.chain(optax.masked(SGD, lambda tree: jax.tree.map(is_float, tree)), averaging)
     step = make_step(tx)
@@ -98,7 +118,7 @@ def run(native):
 
 def run_with_callbacks():
     """The states with host callbacks, computed once for all libraries."""
-    wires = f"{arguments.wire} {arguments.blocking_wire}"
+    wires = f"{arguments.wire} {arguments.blocking_wire} {arguments.algorithm}"
     numbers = f"{'-'.join(arguments.dtypes)} {arguments.x64} {wires}"
     name = f"{arguments.devices} {numbers} {arguments.fragments} {topology.node}"
     kept = Path(arguments.callbacks, name)
