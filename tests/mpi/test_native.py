@@ -57,7 +57,6 @@ TWO_DEVICES = {
 # Not with the code for CUDA devices, to save time. Host callbacks copy float64 in any case.
 ON_CPU = {
     "diloco clipped": ("--algorithm", "diloco clipped"),
-    "diloco and int8": ("--algorithm", "diloco", "--wire", "int8"),
     "dtypes and int8": ("--dtypes", *DTYPES, "int32", "--wire", "int8"),
     "int64": WITH_64_BITS,
     "float64": (*WITH_64_BITS, "float64"),
