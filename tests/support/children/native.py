@@ -137,4 +137,4 @@ def alike(ours, theirs):
 
 compiled, called = run(True), run_with_callbacks()
 for t, (ours, theirs) in enumerate(zip(compiled, called, strict=True)):
-    assert len(ours) == len(theirs) and all(map(alike, ours, theirs)), f"step {t}"
+    assert all(alike(*pair) for pair in zip(ours, theirs, strict=True)), f"step {t}"
