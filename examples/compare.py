@@ -64,7 +64,7 @@ class Candidate(NamedTuple):
 def candidates(args: argparse.Namespace, epoch_steps: int) -> dict[str, Candidate]:
     """Every algorithm with the same local optimizer."""
     total, period, delay = args.epochs * epoch_steps, args.period, args.delay
-    blocking, fragments = max(1, args.epochs // 8) * epoch_steps, min(2, period)
+    blocking, fragments = blocking_epochs(args.epochs) * epoch_steps, min(2, period)
     learning_rate = optax.warmup_cosine_decay_schedule(0, args.learning_rate, total // 10, total)
     sgd = optax.sgd(learning_rate, args.momentum)
     cycling = schedules.cycling(period, blocking, blocking, total, epoch_steps, delay)
@@ -97,6 +97,15 @@ def candidates(args: argparse.Namespace, epoch_steps: int) -> dict[str, Candidat
     }
 
 
+def blocking_epochs(epochs: int) -> int:
+    """Epochs of each of the two blocking phases of DASO's cycling schedule.
+
+    >>> blocking_epochs(24), blocking_epochs(2)
+    (3, 1)
+    """
+    return max(1, epochs // 8)
+
+
 def compare(args: argparse.Namespace) -> None:
     """Trains with every algorithm, prints a table and writes a plot."""
     data = study.digits() if args.data == "digits" else study.folder(args.data)
@@ -116,6 +125,11 @@ def compare(args: argparse.Namespace) -> None:
     }
     print(table(results, epoch_steps))
     print(f"\n{NOTES.format(image=1 / len(data.test_labels))}")
+    if 2 * blocking_epochs(args.epochs) >= args.epochs:
+        print(
+            f"With --epochs {args.epochs}, DASO's cycling schedule has blocking phases only: "
+            "choose at least 3."
+        )
     try:
         print(f"\n{plot(results, epoch_steps, args.out)}")
     except ImportError:

@@ -186,7 +186,8 @@ def cycling(
         period: B, optimizer steps between two exchanges of the cycling phase, at least 1.
         warmup: Optimizer steps of the warm-up phase, at the start.
         cooldown: Optimizer steps of the cool-down phase, at the end.
-        total: Optimizer steps of the whole run.
+        total: Optimizer steps of the whole run. Every further step is one of the cool-down, and
+            blocks.
         epoch: Optimizer steps of an epoch. None: no epochs, and therefore no plateaus.
         delay: S, optimizer steps between posting and merging in the cycling phase. None selects
             ``max(1, B // 4)``, the authors' choice.

@@ -53,6 +53,11 @@ def chain(
     >>> averaging = jdaso.local_sgd(jdaso.single_exchange(), period=8)
     >>> tx = jdaso.chain(optax.sgd(0.1, momentum=0.9), averaging, moments="average")
     """
+    if isinstance(moments, optax.GradientTransformation):
+        raise ValueError(
+            "jdaso.chain takes one optimizer and one averaging, got three transformations: put the "
+            "first two into optax.chain, as in jdaso.chain(optax.chain(clip, sgd), averaging)."
+        )
     engine = averaging.engine if isinstance(averaging, Averaging) else None
     if engine is None:
         raise ValueError(

@@ -10,6 +10,7 @@ from jdaso.core.consistency import agreement_numbers
 from jdaso.core.state import AveragingState, find_states
 from jdaso.core.tree import (
     all_finite,
+    check_arrays,
     divide,
     float_leaves,
     named_floats,
@@ -46,6 +47,7 @@ def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyT
     >>> jdaso.consensus(jdaso.single_exchange(), {"mean": jnp.ones(2)})["mean"].tolist()
     [1.0, 1.0]
     """
+    _check_arguments("consensus", exchange, tree)
     floats, replace = split(tree)
     if not floats:
         return tree
@@ -79,29 +81,40 @@ def broadcast(exchange: Exchange, tree: PyTree, root: int = 0) -> PyTree:
 
     Args:
         exchange: how nodes communicate.
-        tree: arrays of any dtype, with the same shapes and dtypes on all nodes.
+        tree: arrays of any dtype, also keys, with the same shapes and dtypes on all nodes.
         root: index of the node whose tree is sent.
 
     Returns:
         A tree of the same shapes, dtypes and placement.
 
     Raises:
-        ValueError: for a root that is not the index of a node.
+        ValueError: for a root that is not the index of a node, or a leaf that is no array.
 
     >>> import jax.numpy as jnp, jdaso
     >>> jdaso.broadcast(jdaso.single_exchange(), {"w": jnp.arange(3)})["w"].tolist()
     [0, 1, 2]
     """
+    _check_arguments("broadcast", exchange, tree)
     if not 0 <= root < exchange.num_nodes:
         raise ValueError(
             f"root must be the index of a node, in [0, {exchange.num_nodes}), got {root}."
         )
-    flat, treedef = jax.tree.flatten(tree)
+    keys, treedef = jax.tree.flatten(tree)
+    flat = [jax.random.key_data(x) if _is_key(x) else x for x in keys]
     leaves = [_on_one_device(jnp.asarray(x)) for x in flat]
-    exchange.init(tree)  # raises if trees differ
-    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    unwrapped = jax.tree.unflatten(treedef, flat)
+    exchange.init(unwrapped)  # raises if trees differ
+    paths = jax.tree_util.tree_leaves_with_path(unwrapped)
+    names = [jax.tree_util.keystr(path) for path, _ in paths]
     sent = exchange.bound(names, leaves).broadcast(leaves, root)
-    return jax.tree.unflatten(treedef, [place_like(y, x) for y, x in zip(sent, flat, strict=True)])
+    sent = [place_like(y, x) for y, x in zip(sent, flat, strict=True)]
+    return jax.tree.unflatten(
+        treedef,
+        [
+            jax.random.wrap_key_data(y, impl=jax.random.key_impl(x)) if _is_key(x) else y
+            for y, x in zip(sent, keys, strict=True)
+        ],
+    )
 
 
 def drift(exchange: Exchange, params: PyTree) -> jax.Array:
@@ -122,8 +135,22 @@ def drift(exchange: Exchange, params: PyTree) -> jax.Array:
     >>> float(jdaso.drift(jdaso.single_exchange(), {"w": jnp.ones(3)}))
     0.0
     """
+    _check_arguments("drift", exchange, params)
     own = widened(params)
     return _distance(float_leaves(own), float_leaves(consensus(exchange, own)))
+
+
+def _check_arguments(name: str, exchange: Exchange, tree: PyTree) -> None:
+    if not isinstance(exchange, Exchange):
+        raise ValueError(
+            f"{name} requires the exchange first, as in jdaso.{name}(exchange, tree), got a "
+            f"{type(exchange).__name__}."
+        )
+    check_arrays(name, tree)
+
+
+def _is_key(leaf: jax.Array) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _on_one_device(x: jax.Array) -> jax.Array:

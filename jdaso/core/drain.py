@@ -12,7 +12,8 @@ def drain(transformation: Averaging, opt_state: PyTree, params: PyTree) -> tuple
     """Waits for the exchanges in flight and merges them, with their actual age.
 
     Use it at the end of training if the schedule does not know the end, and before a checkpoint.
-    It changes nothing if no exchange is in flight.
+    It changes nothing if no exchange is in flight. The merge has the algorithm's own weight, so
+    nodes still differ after that of :func:`jdaso.dasgd`. :func:`jdaso.consensus` gives the mean.
 
     Args:
         transformation: what ``jdaso.daso(...)``, another algorithm, or ``jdaso.chain(...)``
@@ -36,8 +37,9 @@ def drain(transformation: Averaging, opt_state: PyTree, params: PyTree) -> tuple
     if not isinstance(transformation, Averaging):
         raise ValueError(
             "drain requires the transformation that jdaso.daso(...), another algorithm or "
-            "jdaso.chain(...) returned, not an optax.chain around it: keep the transformation in a "
-            f"variable before you chain it. Got an object of type {type(transformation).__name__}."
+            "jdaso.chain(...) returned, not an optax.chain or another wrapper around it: with "
+            "averaging = jdaso.daso(...) inside the wrapper, call jdaso.drain(averaging, "
+            f"opt_state, params). Got an object of type {type(transformation).__name__}."
         )
     if transformation.state_type is AveragingState and find_states(ChainState, opt_state):
         raise ValueError(

@@ -30,7 +30,7 @@ from jdaso.core.optimizer_step import link
 from jdaso.core.state import AveragingState, FragmentState
 from jdaso.core.sync_target import AFTER_UPDATE, SyncTarget
 from jdaso.core.transformation import Averaging, Engine
-from jdaso.core.tree import all_finite, conditional, float_leaves, where_tree
+from jdaso.core.tree import all_finite, check_arrays, conditional, float_leaves, where_tree
 from jdaso.core.types import (
     Exchange,
     Merge,
@@ -108,6 +108,7 @@ def averaging(
 
 
 def _init(config: EngineConfig, params: PyTree) -> AveragingState:
+    check_arrays(f"{config.name}: init", params)
     if jax.tree.leaves(params) and not float_leaves(params):
         raise ValueError(
             f"{config.name}: params must have at least one floating-point leaf to average."

@@ -6,6 +6,7 @@ it, which returns updates. Updates must exist in memory, so a link costs a copy 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -59,6 +60,7 @@ def apply_step(
         moments: how to read and replace the optimizer's moments, if they are averaged as well.
         updates_needed: whether the result must have updates, which cost memory.
     """
+    _check_gradients(engine.name, grads, params, value)
     old, averaging = state
     target = engine.sync_target
     finite = engine.guard(grads, averaging)
@@ -94,6 +96,26 @@ def apply_step(
         (tree, moved), averaging, changed = engine.move(tree, averaging, finite, value)
         new = moments.replace(new, moved)
     return Step(target.to_params(tree, updates), new, averaging, updates, changed)
+
+
+def _check_gradients(name: str, grads: PyTree, params: PyTree, value: Any) -> None:
+    """Raises ValueError for a loss that is no scalar, and for gradients of another tree."""
+    if value is not None and jnp.shape(value) != ():
+        raise ValueError(
+            f"{name}: value must be the loss, a scalar, got the shape {jnp.shape(value)}: pass "
+            "its mean, which is also what the gradients belong to."
+        )
+    if params is None:
+        return
+    own, given = (
+        {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (params, grads)
+    )
+    if given - own:
+        raise ValueError(
+            f"{name}: gradients must be a tree like params, got a leaf {min(given - own)!r} that "
+            f"params does not have; it has {', '.join(sorted(own)[:4])}, ..."
+        )
 
 
 def _if(
@@ -165,4 +187,29 @@ def link(
         )
         return updates_of(engine, step, params), step.averaging
 
-    return Averaging(init, update, finish, AveragingState, engine=engine)
+    def checked_init(params):
+        if not engine.sync_target.of_gradients:
+            _check_is_last(engine.name, averaging.init)
+        return init(params)
+
+    averaging = Averaging(checked_init, update, finish, AveragingState, engine=engine)
+    return averaging
+
+
+def _check_is_last(name: str, init: Callable) -> None:
+    """Raises ValueError if an optax.chain that calls ``init`` has transformations behind it.
+
+    They would change the updates after the averaging, and nodes would drift apart in silence. A
+    transformation does not see its chain, whose functions are a variable of the calling function.
+    """
+    frame = inspect.currentframe()
+    for _ in range(4):  # init, the generator in the chain, and the chain's own init
+        frame = frame.f_back if frame is not None else None
+        functions: Any = frame.f_locals.get("init_fns", ()) if frame is not None else ()
+        if init in functions and functions[-1] is not init:
+            raise ValueError(
+                f"{name} must be the last member of an optax.chain, got {len(functions)} members "
+                f"with {name} at position {functions.index(init) + 1}: what comes after it changes "
+                "the updates, and nodes would drift apart. Use jdaso.chain(optax.chain(...), "
+                f"jdaso.{name}(...)) with all other members in the optax.chain."
+            )

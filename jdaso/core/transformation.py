@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 
 from jdaso.core.state import AveragingState
@@ -48,9 +50,28 @@ class Averaging(optax.GradientTransformationExtraArgs):
     engine: Engine | None
 
     def __new__(cls, init, update, finish, state_type, apply=None, engine=None):
-        self = super().__new__(cls, init, update)
+        self = super().__new__(cls, init, _compiled_outside_jit(update))
         self.finish = finish
         self.state_type = state_type
-        self.apply = apply
+        self.apply = apply and _compiled_outside_jit(apply)
         self.engine = engine
         return self
+
+
+def _compiled_outside_jit(function: Callable) -> Callable:
+    """The function, which is compiled where nothing traces it.
+
+    Outside jit, each of its conditionals would be traced and compiled again at every call.
+    """
+    compiled = jax.jit(function)
+
+    @functools.wraps(function)
+    def call(grads, state, params=None, **extra_args):
+        leaves = jax.tree.leaves((grads, state, params, extra_args))
+        concrete = all(isinstance(x, jax.Array | np.ndarray | np.generic | float) for x in leaves)
+        traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
+        return (compiled if concrete and not traced else function)(
+            grads, state, params, **extra_args
+        )
+
+    return call

@@ -39,6 +39,23 @@ def is_float(leaf: Any) -> bool:
     return True
 
 
+def check_arrays(name: str, tree: PyTree) -> None:
+    """Raises ValueError if a leaf is no array, such as a function in an equinox model."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not hasattr(leaf, "dtype"):
+            number = isinstance(leaf, bool | int | float | complex)
+            advice = (
+                "convert it with jnp.asarray"
+                if number
+                else "keep such leaves out of the tree, for an equinox model with "
+                "params, static = eqx.partition(model, eqx.is_array)"
+            )
+            raise ValueError(
+                f"{name} requires arrays, got {leaf!r} at "
+                f"{jax.tree_util.keystr(path) or 'the root'}: {advice}."
+            )
+
+
 def is_masked(node: PyTree) -> bool:
     """Whether a node of a tree is an :class:`optax.MaskedNode`."""
     return isinstance(node, optax.MaskedNode)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -9,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jdaso.cluster.launch_environment import detect_launch
+from jdaso.core.log import logger
 from jdaso.core.types import Exchange, Leaves
 from jdaso.core.wire import BLOCK_DTYPE, pack_sum, unpack, unpack_sum
 from jdaso.exchange.synchronous import stored_exchange
@@ -85,6 +88,18 @@ def single_exchange(wire: str | None = None) -> Exchange:
     >>> jdaso.single_exchange().num_nodes
     1
     """
+    launch = detect_launch(os.environ)
+    if launch.processes > 1:
+        logger.warning(
+            "this job has %d processes, but single_exchange does not connect them, and each trains "
+            "alone: use jdaso.mpi_exchange(jdaso.discover_topology()).",
+            launch.processes,
+        )
+    return one_node(wire)
+
+
+def one_node(wire: str | None) -> Exchange:
+    """The exchange of one node, which may consist of several processes."""
     return stored_exchange(
         1,
         wire,

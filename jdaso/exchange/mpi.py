@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental import io_callback
 
 from jdaso.cluster.topology import Topology
+from jdaso.core.log import logger
 from jdaso.core.tree import outline
 from jdaso.core.types import (
     Exchange,
@@ -25,7 +26,7 @@ from jdaso.core.types import (
 )
 from jdaso.core.validation import check_number
 from jdaso.core.wire import check_wire
-from jdaso.exchange.axis import single_exchange
+from jdaso.exchange.axis import one_node
 from jdaso.exchange.host.ffi_bridge import use_native
 from jdaso.exchange.host.jit_interface import Bound, JitInterface
 from jdaso.exchange.host.keys import Keys
@@ -255,11 +256,20 @@ def _wait_until_computed(tree: PyTree) -> None:
 
 def _single_node(topology: Topology, wire: str | None) -> Exchange:
     """The exchange of one node, which may consist of several processes."""
-    exchange = single_exchange(wire)
+    exchange = one_node(wire)
     if len(topology.processes) == 1:
+        _say_alone()
         return exchange
     comm = topology.duplicate_comm()
     return exchange._replace(anyone=lambda flag: any(comm.allgather(flag)))
+
+
+@functools.cache  # once per process
+def _say_alone() -> None:
+    logger.warning(
+        "1 node: nothing to exchange with. For several, start several processes with mpiexec or "
+        "srun."
+    )
 
 
 def _prepare_to_shrink(topology: Topology) -> Topology:

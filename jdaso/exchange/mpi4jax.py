@@ -18,7 +18,7 @@ from jdaso.core.mpi_types import Comm
 from jdaso.core.tree import outline
 from jdaso.core.types import Exchange, Leaves, PyTree
 from jdaso.core.wire import BLOCK_DTYPE, check_wire, pack_sum, sum_dtype, unpack_sum
-from jdaso.exchange.axis import single_exchange
+from jdaso.exchange.axis import one_node
 from jdaso.exchange.synchronous import stored_exchange
 from jdaso.exchange.transport.collectives import check_alike
 
@@ -57,7 +57,7 @@ def mpi4jax_exchange(topology: Topology, wire: str | None = None) -> Exchange:
     if check_wire("wire", wire) == "int8":
         raise ValueError(_NO_INT8)
     if topology.num_nodes == 1:
-        return single_exchange(wire)
+        return one_node(wire)
     mpi4jax, size = _library(), topology.num_nodes
     comm = topology.group_communicators()[topology.local_rank]
 

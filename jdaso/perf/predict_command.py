@@ -8,7 +8,7 @@ from typing import Any
 from jdaso import perf
 from jdaso.perf.model import Network, Prediction
 from jdaso.perf.network import FLOAT32_WIRES, MODELLED_PATTERNS
-from jdaso.perf.text_table import text_table
+from jdaso.perf.text_table import text_table, wrapped
 
 ALGORITHMS = ("allreduce_gradients", "local_sgd", "dasgd", "easgd", "daso", "diloco")
 DILOCO_PERIOD = 500  # H of its paper, arXiv:2311.08105
@@ -103,11 +103,11 @@ def run(args: argparse.Namespace) -> None:
         wire=args.wire or "float32, and bfloat16 for allreduce_gradients",
         steps=predictions["dasgd"][-1].exchange_time / predictions["dasgd"][0].step_time,
     )
-    print(f"\n{notes}")
+    print(wrapped(f"\n{notes}"))
     if args.overhead == args.slowdown == 0:
-        print(NO_COSTS)
+        print(wrapped(NO_COSTS))
     if args.pattern == "collectives":
-        print(LOWER_BOUND)
+        print(wrapped(LOWER_BOUND))
     try:
         out = draw(predictions, node_counts(args.max_nodes), args.out or Path("predict.png"))
         print(f"\npicture: {out}")

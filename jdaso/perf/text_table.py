@@ -1,5 +1,7 @@
 """Tables as text, for the command line."""
 
+import shutil
+import textwrap
 from collections.abc import Sequence
 
 
@@ -17,4 +19,17 @@ def text_table(rows: Sequence[tuple[str, ...]], numbers: bool = True) -> str:
             for place, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
+    )
+
+
+def wrapped(text: str) -> str:
+    """The text with lines of at most the terminal's width. Lines with a command are not wrapped.
+
+    >>> print(wrapped("one line"))
+    one line
+    """
+    width = shutil.get_terminal_size().columns
+    return "\n".join(
+        line if "python -m jdaso" in line else textwrap.fill(line, width)
+        for line in text.split("\n")
     )

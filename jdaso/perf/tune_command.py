@@ -12,6 +12,7 @@ from jdaso.exchange.settings import SENDERS
 from jdaso.perf.measure import Measured, sweep
 from jdaso.perf.network import FLOAT32_WIRES
 from jdaso.perf.predict_command import add_model
+from jdaso.perf.text_table import wrapped
 
 HELP = "measure the network between nodes and recommend a period and a delay"
 # Longest delays in the papers with little loss of accuracy compared to delay 0, same period.
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
         raise SystemExit(f"jdaso tune: {error}") from error
     measured = sweep(topology, exchange, args.parameters, args.wire, args.repeats, args.seconds)
     if topology.rank == 0:
-        print("\n".join(report(args, topology, measured)))
+        print(wrapped("\n".join(report(args, topology, measured))))
 
 
 def report(args: argparse.Namespace, topology: Topology, measured: Measured) -> list[str]:

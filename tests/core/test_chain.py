@@ -276,7 +276,7 @@ def test_drain_takes_what_has_the_state():
     member = dasgd()
     tx = jdaso.chain(sgd(), member, "average")
     state = tx.init(PARAMS)
-    with pytest.raises(ValueError, match=r"not an optax\.chain around it"):
+    with pytest.raises(ValueError, match=r"not an optax\.chain or another wrapper around it"):
         jdaso.drain(optax.chain(sgd(), member), state, PARAMS)
     with pytest.raises(ValueError, match=r"call jdaso\.drain\(tx, opt_state, params\)"):
         jdaso.drain(member, state, PARAMS)

@@ -185,4 +185,5 @@ def test_compare_runs_from_end_to_end(tmp_path, data):
     assert lines["none"][-4:] == ["0", "0", "0", "0.000"]
     for name in ("local_sgd", "dasgd", "easgd", "eamsgd", "diloco", "daso, cycling"):
         assert any(line.startswith(name) for line in lines), ended.stdout
+    assert "has blocking phases only: choose at least 3" in ended.stdout
     assert (tmp_path / "plot.png").stat().st_size > 1000
