@@ -6,6 +6,7 @@ import ctypes
 import faulthandler
 import functools
 import os
+import signal
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ import traceback
 from collections.abc import Callable
 
 from jdaso.cluster.kill_launcher import start_watchdog
-from jdaso.core.mpi_types import Comm
+from jdaso.cluster.launch_environment import detect_launch
 
 # The aborting process waits this long before MPI_Abort, so that the others can print the reason.
 _GRACE_SECONDS = 1.0
@@ -24,16 +25,35 @@ _NEW_THREAD = 2  # SIGEV_THREAD
 _aborting = threading.Lock()
 
 
-def abort(comm: Comm, reason: str, status: int) -> None:
-    """Prints the reason to stderr, then ends this process and, through MPI, all others."""
+def abort(reason: str, status: int, all_abort: bool = True) -> None:
+    """Prints the reason to stderr, then ends this process and all others.
+
+    Launchers report different statuses of the job. MPICH's mpiexec and Open MPI report ``status``
+    if MPI_Abort is called with MPI_COMM_WORLD. With another communicator, MPICH tells its mpiexec
+    nothing, which then kills the other processes and reports that signal, or hangs. Slurm's plugin
+    pmi2 has no status in its abort. It kills all processes, and srun reports 137. So where
+    ``all_abort`` and none is lost, they exit by themselves, and no signal of ``srun -K`` ends them.
+    A launcher that itself notices a dead process first reports its signal (9 or 137).
+    """
     if not _aborting.acquire(blocking=False):
         threading.Event().wait()  # until the other thread has ended the process
     _exit_later(status, _GRACE_SECONDS + _ABORT_SECONDS)  # if the code below hangs
+    exits = status == 1 and all_abort and detect_launch(os.environ)[1:] == ("srun", "pmi2")
+    if exits:
+        _ignore_sigterm()
     _print_last(f"ending all processes: {reason}")
     time.sleep(_GRACE_SECONDS)
+    if exits:
+        os._exit(status)
     start_watchdog()
     _skip_exit_handlers(status)
-    comm.Abort(status)
+    _abort_mpi(status)
+
+
+def _abort_mpi(status: int) -> None:
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Abort(status)
 
 
 def abort_alone(reason: str) -> None:
@@ -92,6 +112,12 @@ def _skip_exit_handlers(status: int) -> None:
     with contextlib.suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL(None)
         libc.__cxa_atexit(libc._exit, ctypes.c_void_p(status), None)
+
+
+def _ignore_sigterm() -> None:
+    """Works in any thread, unlike ``signal.signal``."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(int(signal.SIG_IGN)))
 
 
 def abort_on_exception(process_name: str, abort_all: Callable[[str], None]) -> None:

@@ -77,10 +77,11 @@ class Heartbeat:
         """Names ranks and their hosts, and says whether each is alive or silent."""
         return self._reports.states(ranks)
 
-    def broadcast_abort(self, reason: str, status: int) -> None:
-        """Asks all other processes to abort for the same reason."""
+    def broadcast_abort(self, reason: str, status: int) -> bool:
+        """Asks all other processes to abort for the same reason; whether all are connected."""
         for peer in list(self._sockets):
             peer.send("end", reason[-MAX_MESSAGE_BYTES // 16 :], status)
+        return not self._reports.unconnected
 
     def tolerate_deaths(self, on_death: Callable[[int], None], silence: bool) -> None:
         """From now on a death, and with ``silence`` a long silence, does not abort this process.

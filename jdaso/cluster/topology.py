@@ -110,10 +110,10 @@ class Topology:
 
     def abort(self, reason: str) -> None:
         """Ends all processes with status 1, or ``EXIT_NODE_LOST`` if a process is silent."""
-        if self.heartbeat is None or self.comm is None:
+        if self.heartbeat is None:
             abort_alone(reason)
         else:
-            _abort_all(self.comm, self.heartbeat, reason)
+            _abort_all(self.heartbeat, reason)
 
     def duplicate_comm(self) -> Comm:
         """A new communicator over all processes, with messages of its own; collective."""
@@ -238,16 +238,15 @@ def _start_heartbeat(comm: Comm) -> Heartbeat:
     def describe(rank: int) -> str:
         return f"rank {rank} ({hosts[rank]})"
 
-    heartbeat = start_heartbeat(comm, describe, functools.partial(abort, comm))
+    heartbeat = start_heartbeat(comm, describe, abort)
     at_exit(heartbeat.close)
-    abort_on_exception(describe(comm.Get_rank()), functools.partial(_abort_all, comm, heartbeat))
+    abort_on_exception(describe(comm.Get_rank()), functools.partial(_abort_all, heartbeat))
     return heartbeat
 
 
-def _abort_all(comm: Comm, heartbeat: Heartbeat, reason: str) -> None:
+def _abort_all(heartbeat: Heartbeat, reason: str) -> None:
     status = EXIT_NODE_LOST if heartbeat.silent_ranks() else 1
-    heartbeat.broadcast_abort(reason, status)
-    abort(comm, reason, status)
+    abort(reason, status, all_abort=heartbeat.broadcast_abort(reason, status))
 
 
 def _world() -> Comm | None:

@@ -11,19 +11,19 @@ from jdaso.cluster.abort import at_exit
 
 TWO_THREADS = """
 import os, threading, time
-from jdaso.cluster.abort import abort
+from jdaso.cluster import abort
 
-class Comm:
-    def Abort(self, status):
-        print("aborted", flush=True)
-        time.sleep(1)  # time for the other thread to abort as well
-        os._exit(status)
+def abort_mpi(status):
+    print("aborted", flush=True)
+    time.sleep(1)  # time for the other thread to abort as well
+    os._exit(status)
 
+abort._abort_mpi = abort_mpi
 both = threading.Barrier(2)
 
 def abort_with(status):
     both.wait()
-    abort(Comm(), f"status {status}", status)
+    abort.abort(f"status {status}", status)
 
 threading.Thread(target=abort_with, args=(70,)).start()
 abort_with(71)
@@ -43,12 +43,10 @@ HANGS = """
 import ctypes
 from jdaso.cluster import abort
 
-class Comm:
-    def Abort(self, status):
-        ctypes.PyDLL(None).pause()  # with the interpreter's lock, as in mpi4py
-
+# With the interpreter's lock, as in mpi4py.
+abort._abort_mpi = lambda status: ctypes.PyDLL(None).pause()
 abort._GRACE_SECONDS = abort._ABORT_SECONDS = 0.25
-abort.abort(Comm(), "a node is lost", 69)
+abort.abort("a node is lost", 69)
 """
 
 
@@ -56,6 +54,31 @@ def test_process_whose_abort_hangs_ends_with_the_status():
     done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60)
     assert done.returncode == 69
     assert done.stderr == "jdaso: ending all processes: a node is lost\n"
+
+
+# MPI_Abort ends with 70 here. srun -K sends SIGTERM when the first process has exited.
+UNDER_SRUN = """
+import os, signal, threading, time
+from jdaso.cluster import abort
+
+os.environ |= dict.fromkeys(["SLURM_STEP_ID", "SLURM_PROCID", "PMI_FD"], "1")
+os.environ["SLURM_STEP_NUM_TASKS"] = "3"
+abort._GRACE_SECONDS = 0.5
+abort._abort_mpi = lambda status: os._exit(70)
+threading.Thread(target=abort.abort, args=("the reason", {status}, {all_abort})).start()
+if {status} == 1 and {all_abort}:
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize(
+    ("status", "all_abort", "ends_with"), [(1, True, 1), (1, False, 70), (69, True, 70)]
+)
+def test_under_srun_processes_that_all_abort_exit_by_themselves(status, all_abort, ends_with):
+    program = UNDER_SRUN.format(status=status, all_abort=all_abort)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert done.returncode == ends_with, done.stderr
 
 
 ALONE = """

@@ -1,7 +1,5 @@
 """A process that dies is named by all others; one that is silent or slow is called what it is."""
 
-import signal
-
 import pytest
 from launch import mpiexec, passes
 
@@ -9,8 +7,6 @@ import jdaso
 
 PROCESSES = 3
 ENDING = "jdaso: ending all processes: "
-# On a busy machine, MPICH's launcher may report the signal with which it ended the other processes.
-KILLED = signal.SIGKILL
 
 
 @pytest.mark.parametrize(
@@ -18,8 +14,7 @@ KILLED = signal.SIGKILL
 )
 def test_death_is_named_by_all_others_though_nobody_waits(case, dead):
     ended = mpiexec(PROCESSES, "death.py", case, dead, timeout=60, deaths_are_noticed=False)
-    assert ended.returncode != 0
-    assert f"exit status {jdaso.cluster.EXIT_NODE_LOST}\n" in ended.output
+    assert ended.returncode == jdaso.cluster.EXIT_NODE_LOST, ended.output
     said = [line for line in ended.output.splitlines() if ENDING in line]
     assert len(said) == PROCESSES - 1, ended.output
     assert all(f"{ENDING}rank {dead} (" in line and "has died" in line for line in said)
@@ -32,7 +27,7 @@ def test_death_that_the_launcher_notices_ends_all_as_well():
 
 def test_uncaught_exception_is_told_by_all():
     ended = mpiexec(PROCESSES, "death.py", "exception", timeout=60)
-    assert ended.returncode in (1, KILLED), ended.output
+    assert ended.returncode == 1, ended.output
     said = [line for line in ended.output.splitlines() if ENDING in line]
     assert len(said) == PROCESSES, ended.output
     assert all("rank 1 (" in line and "ZeroDivisionError: what went wrong" in line for line in said)
@@ -40,7 +35,7 @@ def test_uncaught_exception_is_told_by_all():
 
 def test_stopped_process_is_called_silent_and_given_up():
     ended = mpiexec(PROCESSES, "death.py", "stopped", timeout=60)
-    assert ended.returncode in (jdaso.cluster.EXIT_NODE_LOST, KILLED), ended.output
+    assert ended.returncode == jdaso.cluster.EXIT_NODE_LOST, ended.output
     assert "is late, for 3 s now: it waits for rank 1 (" in ended.output
     assert "silent: stopped, or its host or link is down" in ended.output
     assert "did not complete within 6 s: nothing came from rank 1 (" in ended.output
