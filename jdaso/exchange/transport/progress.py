@@ -31,8 +31,8 @@ _UNAWAITED_SECONDS = 60.0
 # request.
 _SHORTEST_SECONDS, _LONGEST_SECONDS, _LONGEST_SERVING_SECONDS = 5e-4, 10e-3, 2e-3
 _POLLS_PER_PROGRESS = 4
-# While the program waits for a result, the core is idle and latency counts.
-_POLL_SECONDS_AWAITED = 5e-5
+# While the program waits for a result, latency counts, but other processes may need the core.
+_AWAITED_SECONDS = 5e-5, 2e-4
 
 
 class Polling:
@@ -51,7 +51,7 @@ class Polling:
         before, self.polled_at = self.polled_at, time.monotonic()
         return self.polled_at - before
 
-    def pause(self, states: Sequence[WaitState]) -> float:
+    def pause(self, states: Sequence[WaitState], awaited: bool) -> float:
         """Seconds until the next poll of operations in these states."""
         quiet = (self.polled_at - self._progressed_at) / _POLLS_PER_PROGRESS
         if any(state.progressed for state in states):
@@ -60,7 +60,8 @@ class Polling:
             self._pause = max(quiet, self._pause)
         serving = not all(state.requests for state in states)
         self._pause = min(self._pause, _LONGEST_SERVING_SECONDS if serving else _LONGEST_SECONDS)
-        return self._pause
+        shortest, longest = _AWAITED_SECONDS
+        return max(shortest, min(quiet, longest)) if awaited else self._pause
 
 
 class Progress:
@@ -171,9 +172,9 @@ class Progress:
                     if not request.done.is_set():
                         request.restart()
             if not self._remove_completed(requests):
-                pause = polling.pause([request.state for request in requests])
+                states = [request.state for request in requests]
                 with self._changed:
-                    self._changed.wait(_POLL_SECONDS_AWAITED if self._waiters else pause)
+                    self._changed.wait(polling.pause(states, awaited=self._waiters > 0))
 
     def _next_requests(self, polling: Polling) -> list[Request]:
         """Waits until there are requests, and returns them; none when the thread must end."""
