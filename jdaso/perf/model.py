@@ -185,7 +185,7 @@ def predict(
     >>> network = Network(latency=50e-6, bandwidth=1.25e9)
     >>> of = dict(num_parameters=25_000_000, step_time=0.1, network=network)
     >>> f"{predict('local_sgd', 16, period=4, **of).step_time:.4f}"
-    '0.1375'
+    '0.1376'
     >>> f"{predict('dasgd', 16, **of).step_time:.4f}"
     '0.1000'
     """

@@ -45,8 +45,8 @@ if arguments.stand_in:
 schedule = jdaso.cycling(period=4, delay=2, warmup=6, cooldown=6, total=30, epoch=6)
 
 
-# Compiled code copies each leaf as a part of its own.
-parts._LEAST_BYTES = 1
+# Compiled code copies the leaves in two parts.
+parts._LEAST_BYTES, parts._COUNT = 1, 2
 
 
 def make_averaging(exchange):
