@@ -33,7 +33,7 @@ import numpy as np
 from machine import keep_memory, machine, memcpy_seconds
 
 import jdaso
-from jdaso.core.types import HEADER_SIZE
+from jdaso.core.exchange import HEADER_SIZE
 
 
 def resident_bytes() -> int:

@@ -27,7 +27,7 @@ from machine import machine
 
 import jdaso
 from jdaso.cluster.placement import Placement, Process
-from jdaso.core.types import HEADER_SIZE
+from jdaso.core.exchange import HEADER_SIZE
 from jdaso.exchange.host.layout import LeafSpec, unsharded
 from jdaso.exchange.transport.collectives import AllReduceOptions
 from jdaso.exchange.transport.membership import Membership

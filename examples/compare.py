@@ -27,7 +27,8 @@ from jdaso import (
     schedules,
     single_exchange,
 )
-from jdaso.core.types import Exchange, PyTree
+from jdaso.core.exchange import Exchange
+from jdaso.core.types import PyTree
 from jdaso.perf.text_table import text_table
 
 HEAD = ("", "final loss", "accuracy", "exchanges", "waits", "bytes/step", "of sync")

@@ -32,9 +32,10 @@ from small_cnn import SmallCNN as SmallCNN
 from jdaso.core.apply_gradients import apply_gradients
 from jdaso.core.consensus import consensus
 from jdaso.core.drain import drain
+from jdaso.core.exchange import Exchange
 from jdaso.core.state import averaging_state
 from jdaso.core.transformation import Averaging
-from jdaso.core.types import Exchange, PyTree
+from jdaso.core.types import PyTree
 from jdaso.core.wire import wire_dtype, wire_shape
 from jdaso.exchange.axis import axis_exchange
 

@@ -14,8 +14,9 @@ from jdaso.core.apply_gradients import apply_gradients
 from jdaso.core.chain import chain
 from jdaso.core.consensus import broadcast, consensus, drift
 from jdaso.core.drain import drain
+from jdaso.core.exchange import Exchange
 from jdaso.core.metrics import metrics
-from jdaso.core.types import Exchange, JdasoError, Schedule
+from jdaso.core.types import JdasoError, Schedule
 from jdaso.exchange.axis import axis_exchange, single_exchange
 from jdaso.exchange.mpi import mpi_exchange
 from jdaso.schedules import constant, cycling

@@ -1,8 +1,9 @@
 """DaSGD: Local SGD with delayed averaging."""
 
 from jdaso.algorithms import defaults
+from jdaso.core.exchange import Exchange
 from jdaso.core.transformation import Averaging
-from jdaso.core.types import Arrival, Exchange, Leaves, Merge, PyTree, Schedule
+from jdaso.core.types import Arrival, Leaves, Merge, PyTree, Schedule
 from jdaso.core.validation import check_share
 
 

@@ -2,9 +2,10 @@
 
 from jdaso.algorithms.defaults import resolve_wire
 from jdaso.core.engine import averaging
+from jdaso.core.exchange import Exchange
 from jdaso.core.transformation import Averaging
 from jdaso.core.tree import divide
-from jdaso.core.types import Arrival, Exchange, Leaves, Merge, PyTree, Schedule
+from jdaso.core.types import Arrival, Leaves, Merge, PyTree, Schedule
 
 
 def daso(

@@ -6,9 +6,10 @@ import jax
 import optax
 
 from jdaso.algorithms import defaults
+from jdaso.core.exchange import Exchange
 from jdaso.core.transformation import Averaging
 from jdaso.core.tree import is_float, widened
-from jdaso.core.types import Arrival, Exchange, Leaves, Merge, PyTree, Schedule
+from jdaso.core.types import Arrival, Leaves, Merge, PyTree, Schedule
 from jdaso.core.validation import check_share
 
 #: The outer optimizer of the DiLoCo paper.

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import optax
 
 from jdaso.algorithms.easgd import elastic_averaging
+from jdaso.core.exchange import Exchange
 from jdaso.core.optimizer_step import apply_step, updates_of
 from jdaso.core.state import find_state
 from jdaso.core.transformation import Averaging
 from jdaso.core.tree import is_float
-from jdaso.core.types import Exchange, PyTree, Schedule
+from jdaso.core.types import PyTree, Schedule
 from jdaso.core.validation import check_share
 
 

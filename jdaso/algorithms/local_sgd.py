@@ -2,8 +2,9 @@
 
 from jdaso.algorithms.dasgd import mixing_merge
 from jdaso.algorithms.defaults import averaging_on_one_wire, check_progress, resolve_schedule
+from jdaso.core.exchange import Exchange
 from jdaso.core.transformation import Averaging
-from jdaso.core.types import Exchange, Schedule
+from jdaso.core.types import Schedule
 
 
 def local_sgd(

@@ -8,8 +8,9 @@ import optax
 
 from jdaso.center.rules import check_center, summing_rule
 from jdaso.center.types import Center
+from jdaso.core.exchange import HEADER_SIZE
 from jdaso.core.tree import split, widened
-from jdaso.core.types import HEADER_SIZE, Leaves, PyTree
+from jdaso.core.types import Leaves, PyTree
 from jdaso.core.validation import check_positive
 
 

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jdaso.center.types import Center, ServerRule, no_broadcast, reply_header
+from jdaso.core.exchange import Exchange
 from jdaso.core.state import find_state, map_states
 from jdaso.core.tree import all_finite, split, widened
-from jdaso.core.types import Exchange, Leaves, PyTree
+from jdaso.core.types import Leaves, PyTree
 from jdaso.core.validation import check_whole
 from jdaso.core.wire import sum_dtype
 

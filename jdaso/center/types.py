@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jdaso.core.types import FINITE, HEADER_SIZE, Exchange, Leaves, PyTree
+from jdaso.core.exchange import FINITE, HEADER_SIZE, Exchange
+from jdaso.core.types import Leaves, PyTree
 
 
 class CenterState(NamedTuple):

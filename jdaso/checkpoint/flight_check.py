@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdaso.checkpoint.in_flight import InFlight, Key
+from jdaso.core.exchange import Exchange, HostState, PostedExchange, SentLeaf
 from jdaso.core.state import FragmentState, find_states, map_states
-from jdaso.core.types import Exchange, HostState, JdasoError, PostedExchange, PyTree, SentLeaf
+from jdaso.core.types import JdasoError, PyTree
 from jdaso.core.wire import wire_dtype
 
 

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdaso.core.exchange import Shards
 from jdaso.core.mpi_types import Comm
 from jdaso.core.tree import place_like
-from jdaso.core.types import PyTree, Shards
+from jdaso.core.types import PyTree
 
 _MAX_LISTED = 5  # differences in an error
 

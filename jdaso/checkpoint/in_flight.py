@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdaso.core.exchange import AGREEMENT_NAMES, HEADER_SIZE, PostedExchange
 from jdaso.core.state import AveragingState, FragmentState, find_states, map_states
-from jdaso.core.types import AGREEMENT_NAMES, HEADER_SIZE, PostedExchange, PyTree
+from jdaso.core.types import PyTree
 
 #: Position of an :class:`jdaso.Exchange` in the list that Checkpoints was given, and the number
 #: of what it has in flight.

@@ -14,8 +14,9 @@ from jdaso.checkpoint.folder import SavedCheckpoint
 from jdaso.checkpoint.host_arrays import from_host_arrays
 from jdaso.checkpoint.node_part import NodePart, is_finite, read_part
 from jdaso.cluster.topology import Topology
+from jdaso.core.exchange import Exchange
 from jdaso.core.log import logger
-from jdaso.core.types import Exchange, JdasoError, PyTree
+from jdaso.core.types import JdasoError, PyTree
 
 
 def read_checkpoint(

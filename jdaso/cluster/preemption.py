@@ -4,7 +4,7 @@ import signal
 from collections.abc import Sequence
 from typing import Self
 
-from jdaso.core.types import Exchange
+from jdaso.core.exchange import Exchange
 
 #: Exit status of a training that has saved a checkpoint and is to be started again: EX_TEMPFAIL
 #: of sysexits.h. A batch script can tell it from success and from an error.

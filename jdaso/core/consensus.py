@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jdaso.core.consistency import agreement_numbers
+from jdaso.core.exchange import AGREEMENT_NAMES, HEADER_SIZE, UNCOUNTED, Exchange
 from jdaso.core.state import AveragingState, find_states
 from jdaso.core.tree import (
     all_finite,
@@ -18,7 +19,7 @@ from jdaso.core.tree import (
     split,
     widened,
 )
-from jdaso.core.types import AGREEMENT_NAMES, HEADER_SIZE, UNCOUNTED, Exchange, PyTree
+from jdaso.core.types import PyTree
 
 
 def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyTree:

@@ -23,6 +23,7 @@ from jax import lax
 
 from jdaso.core.engine_config import EngineConfig, StepContext, stop_unless_finite
 from jdaso.core.error_feedback import init_feedback
+from jdaso.core.exchange import Exchange
 from jdaso.core.fragment_merge import merge_fragment
 from jdaso.core.fragment_step import FragmentResult, skip_fragment, step_fragment
 from jdaso.core.fragments import cut, float_positions, num_parameters, part
@@ -31,15 +32,7 @@ from jdaso.core.state import AveragingState, FragmentState
 from jdaso.core.sync_target import AFTER_UPDATE, SyncTarget
 from jdaso.core.transformation import Averaging, Engine
 from jdaso.core.tree import all_finite, check_arrays, conditional, float_leaves, where_tree
-from jdaso.core.types import (
-    Exchange,
-    Merge,
-    ParamsWithMoments,
-    Plan,
-    PyTree,
-    Schedule,
-    keep_leaves,
-)
+from jdaso.core.types import Merge, ParamsWithMoments, Plan, PyTree, Schedule, keep_leaves
 from jdaso.core.validation import check_choice, check_schedule
 
 

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import jax
 from jax import lax
 
+from jdaso.core.exchange import Exchange
 from jdaso.core.sync_target import SyncTarget
-from jdaso.core.types import Exchange, JdasoError, Merge, Plan, PyTree, Schedule
+from jdaso.core.types import JdasoError, Merge, Plan, PyTree, Schedule
 
 
 class EngineConfig(NamedTuple):

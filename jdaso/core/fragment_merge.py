@@ -7,11 +7,12 @@ import jax.numpy as jnp
 
 from jdaso.core.engine_config import EngineConfig, stop_unless_finite
 from jdaso.core.error_feedback import Feedback, decompress
+from jdaso.core.exchange import FINITE
 from jdaso.core.merge_state import Dependence, dependence, split_state
 from jdaso.core.parts import finish_in_parts
 from jdaso.core.state import FragmentState
 from jdaso.core.tree import divide, where_tree
-from jdaso.core.types import FINITE, Arrival, Leaves
+from jdaso.core.types import Arrival, Leaves
 
 
 def merge_fragment(

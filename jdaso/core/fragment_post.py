@@ -12,10 +12,11 @@ from jax import lax
 from jdaso.core.consistency import agreement_numbers
 from jdaso.core.engine_config import EngineConfig, StepContext, stop_unless_finite
 from jdaso.core.error_feedback import FIRST_WIRE, Feedback, compress
+from jdaso.core.exchange import AGREEMENT_NAMES
 from jdaso.core.parts import start_in_parts
 from jdaso.core.state import FragmentState
 from jdaso.core.tree import all_finite
-from jdaso.core.types import AGREEMENT_NAMES, Leaves, Number, Plan, PyTree
+from jdaso.core.types import Leaves, Number, Plan, PyTree
 from jdaso.core.wire import BLOCK_DTYPE, describe_narrow_wires, wire_dtype
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdaso.core.exchange import Exchange
 from jdaso.core.fragments import near_equal
-from jdaso.core.types import Exchange, Leaves, Number, PyTree
+from jdaso.core.types import Leaves, Number, PyTree
 
 # More parts take less memory and more time to compile. Parts that fit a cache are also merged
 # faster.

@@ -4,7 +4,7 @@ This entry imports :mod:`jdaso.cluster` and :mod:`jdaso.core`. The folder ``tran
 messages over MPI, and ``host/`` moves arrays between devices and host memory.
 """
 
-from jdaso.core.types import ExchangeRecord
+from jdaso.core.exchange import ExchangeRecord
 from jdaso.exchange.mpi4jax import mpi4jax_exchange, process_mean
 
 __all__ = ["ExchangeRecord", "mpi4jax_exchange", "process_mean"]

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdaso.cluster.launch_environment import detect_launch
+from jdaso.core.exchange import Exchange
 from jdaso.core.log import logger
-from jdaso.core.types import Exchange, Leaves
+from jdaso.core.types import Leaves
 from jdaso.core.wire import BLOCK_DTYPE, pack_sum, unpack, unpack_sum
 from jdaso.exchange.synchronous import stored_exchange
 from jdaso.exchange.transport.all_reduce import shards

@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import io_callback
 
 from jdaso.cluster.topology import Topology
+from jdaso.core.exchange import Exchange, HostState, PostedExchange, SentLeaf
 from jdaso.core.log import logger
 from jdaso.core.tree import outline
-from jdaso.core.types import (
-    Exchange,
-    HostState,
-    Leaves,
-    PartOperations,
-    PostedExchange,
-    PyTree,
-    SentLeaf,
-)
+from jdaso.core.types import Leaves, PyTree
 from jdaso.core.validation import check_number
 from jdaso.core.wire import check_wire
 from jdaso.exchange.axis import one_node
 from jdaso.exchange.host.ffi_bridge import use_native
-from jdaso.exchange.host.jit_interface import Bound, JitInterface
+from jdaso.exchange.host.jit_interface import JitInterface
 from jdaso.exchange.host.keys import Keys
 from jdaso.exchange.host.shardings import Shardings
-from jdaso.exchange.settings import Settings, check_int8, check_same_settings, check_settings
+from jdaso.exchange.leaf_functions import LeafFunctions
+from jdaso.exchange.settings import Settings, check_same_settings, check_settings
 from jdaso.exchange.transport.collectives import AllReduceOptions
 from jdaso.exchange.transport.host_collectives import HostCollectives
 from jdaso.exchange.transport.membership import Membership
 from jdaso.exchange.transport.mpi_transport import MpiTransport
 from jdaso.exchange.transport.progress import Progress
-from jdaso.exchange.transport.ulfm import check_can_shrink, limit_finalize
+from jdaso.exchange.transport.ulfm import prepare_to_shrink
 
 
 def mpi_exchange(
@@ -112,7 +103,7 @@ def mpi_exchange(
             A ``NamedSharding`` has its own mesh, of all devices of the node and with any axes.
 
     Returns:
-        A :class:`jdaso.Exchange`, whose state is a :class:`jdaso.core.types.HostState`. The host
+        A :class:`jdaso.Exchange`, whose state is a :class:`jdaso.core.exchange.HostState`. The host
         keeps exchanges in flight, in two copies of the parameters and some messages, and
         ``posted()`` returns them. ``init`` compares the nodes' parameters, so all nodes must call
         it. With one node, the result is that of :func:`jdaso.single_exchange`.
@@ -134,8 +125,7 @@ def mpi_exchange(
     wire = check_wire("wire", wire)
     settings = Settings(wire, chunk_bytes, senders, on_failure, same_bits)
     check_number("timeout", timeout, above=True)
-    check_settings(settings)
-    _check_joined(topology, senders)
+    check_settings(settings, topology.joined)
     sharded = Shardings(shardings, topology.mesh)
     if topology.num_nodes == 1:
         return _single_node(topology, wire)
@@ -143,7 +133,7 @@ def mpi_exchange(
     native = use_native(native, topology.devices[0].platform)
     shrinks = on_failure == "shrink"
     if shrinks:
-        topology = _prepare_to_shrink(topology)
+        topology = prepare_to_shrink(topology)
     options = AllReduceOptions(senders, chunk_bytes)
     membership = Membership(topology, options, timeout, shrinks)
     recovery = membership if shrinks else None
@@ -151,7 +141,7 @@ def mpi_exchange(
     transport = MpiTransport(membership, progress)
     program = JitInterface(transport, native, sharded)
     collectives = HostCollectives(membership, progress)
-
+    functions = LeafFunctions(topology, program, transport, collectives, same_bits)
     keys = Keys()
 
     def compare(tree: PyTree, more: Sequence[str] = ()) -> HostState:
@@ -163,11 +153,9 @@ def mpi_exchange(
     def init(params: PyTree) -> HostState:
         return compare(params, sharded.register(params))
 
-    send = functools.partial(_broadcast, topology, program, transport, collectives)
-
     def bind(names: Sequence[str], leaves: Leaves) -> Exchange:
-        functions = _leaf_functions(program, settings, send, program.bind(names, leaves))
-        return exchange._replace(bind=None, init=compare, **functions)
+        bound = functions._replace(bound=program.bind(names, leaves))
+        return exchange._replace(bind=None, init=compare, **bound.fields())
 
     def post_again(posted: dict[int, PostedExchange], sent: dict[int, list[SentLeaf]]) -> None:
         layouts = {n: program.posted_layout(sent[n], each) for n, each in posted.items()}
@@ -197,55 +185,9 @@ def mpi_exchange(
         bind=bind,
         all_devices=program.all_devices,
         close=close,
-        **_leaf_functions(program, settings, send),
+        **functions.fields(),
     )
     return exchange
-
-
-def _leaf_functions(
-    program: JitInterface,
-    settings: Settings,
-    send: Callable[..., Leaves],
-    bound: Bound | None = None,
-) -> dict[str, Any]:
-    """The functions of an exchange that depend on the sharding of the leaves."""
-
-    def start(state: HostState, number, step, leaves: Leaves, header, wire, part=None):
-        if wire == "int8":
-            check_int8(settings.same_bits)
-        sent = state.key, number, step, leaves, header, wire
-        token, number = program.start(*sent, part, bound)
-        return HostState(token), number
-
-    def finish(state: HostState, number, like: Leaves, part=None):
-        sums, header, token = program.finish(state.key, number, like, part, bound)
-        return sums, header, HostState(token)
-
-    def after(state: HostState, part: slice, lists: list[Leaves], into=None):
-        assert bound is not None
-        token, lists = program.after(state.key, part, lists, into, bound)
-        return HostState(token), lists
-
-    def per_shard(function, part: slice):
-        return function if bound is None else program.per_shard(function, bound.specs[part])
-
-    parts = bound is not None and program.copies_parts(bound)
-    operations = PartOperations(start, finish, after) if parts else None
-    return {
-        "start": start,
-        "finish": finish,
-        "broadcast": functools.partial(send, bound),
-        "parts": operations,
-        "per_shard": per_shard,
-    }
-
-
-def _check_joined(topology: Topology, senders: str) -> None:
-    if topology.joined and senders == "all":
-        raise ValueError(
-            "senders='all' is for processes that are not joined: joined processes send their own "
-            "shards all at once, and replicated parameters in turn. Use senders='one'."
-        )
 
 
 def _wait_until_computed(tree: PyTree) -> None:
@@ -270,39 +212,3 @@ def _say_alone() -> None:
         "1 node: nothing to exchange with. For several, start several processes with mpiexec or "
         "srun."
     )
-
-
-def _prepare_to_shrink(topology: Topology) -> Topology:
-    """Lets this process survive the death of others; returns a topology for one exchange."""
-    check_can_shrink(topology)
-    limit_finalize()
-    if topology.heartbeat is not None:
-        # MPI reports a death itself.
-        topology.heartbeat.tolerate_deaths(lambda rank: None, silence=False)
-    # Each exchange replaces its communicator independently of the others.
-    return dataclasses.replace(topology, comm=topology.duplicate_comm())
-
-
-def _broadcast(
-    topology: Topology,
-    program: JitInterface,
-    transport: MpiTransport,
-    collectives: HostCollectives,
-    bound: Bound | None,
-    leaves: Leaves,
-    root: int,
-) -> Leaves:
-    def send(*leaves):
-        with transport.abort_on_error():
-            return collectives.broadcast(leaves, root)
-
-    if topology.joined:
-        specs = (bound or program.bind((), leaves)).specs
-        return program.call_host(("broadcast", root), send, leaves, specs)
-    shape = jax.ShapeDtypeStruct((), bool)
-    arrived, received = io_callback(
-        lambda *leaves: (np.bool_(True), send(*leaves)), (shape, leaves), *leaves
-    )
-    # ``arrived`` is always True. In a program for several devices, the host's result lies on one
-    # of them, and this operation with values on all devices distributes it.
-    return [jnp.where(arrived, y, x) for y, x in zip(received, leaves, strict=True)]

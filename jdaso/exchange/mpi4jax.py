@@ -14,9 +14,10 @@ import numpy as np
 from jax import lax
 
 from jdaso.cluster.topology import Topology
+from jdaso.core.exchange import Exchange
 from jdaso.core.mpi_types import Comm
 from jdaso.core.tree import outline
-from jdaso.core.types import Exchange, Leaves, PyTree
+from jdaso.core.types import Leaves, PyTree
 from jdaso.core.wire import BLOCK_DTYPE, check_wire, pack_sum, sum_dtype, unpack_sum
 from jdaso.exchange.axis import one_node
 from jdaso.exchange.synchronous import stored_exchange

@@ -21,8 +21,8 @@ class Settings(NamedTuple):
     same_bits: bool
 
 
-def check_settings(settings: Settings) -> None:
-    """Raises ValueError for arguments that are invalid by themselves."""
+def check_settings(settings: Settings, joined: bool) -> None:
+    """Raises ValueError for arguments that a process can see to be invalid."""
     check_whole("chunk_bytes", settings.chunk_bytes, 16)
     if settings.chunk_bytes >= 2**31:
         raise ValueError(f"chunk_bytes must be below 2**31, got {settings.chunk_bytes}.")
@@ -30,6 +30,11 @@ def check_settings(settings: Settings) -> None:
     check_choice("on_failure", settings.on_failure, ON_FAILURE)
     if settings.wire == "int8":
         check_int8(settings.same_bits)
+    if joined and settings.senders == "all":
+        raise ValueError(
+            "senders='all' is for processes that are not joined: joined processes send their own "
+            "shards all at once, and replicated parameters in turn. Use senders='one'."
+        )
 
 
 def check_int8(same_bits: bool) -> None:

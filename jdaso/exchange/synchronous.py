@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jdaso.core.exchange import FINITE, HEADER_SIZE, Exchange
 from jdaso.core.tree import is_float
-from jdaso.core.types import FINITE, HEADER_SIZE, Exchange, Leaves, PyTree
+from jdaso.core.types import Leaves, PyTree
 from jdaso.core.wire import BLOCK_DTYPE, check_wire, pack, sum_dtype, unpadded, wire_dtype
 
 

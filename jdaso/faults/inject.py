@@ -25,7 +25,8 @@ from jax import lax
 from jax.experimental import io_callback
 
 from jdaso.checkpoint.checkpoints import Checkpoints
-from jdaso.core.types import Exchange, Leaves, PyTree
+from jdaso.core.exchange import Exchange
+from jdaso.core.types import Leaves, PyTree
 from jdaso.faults.fault import LINK, Fault, Kind, PendingFaults, apply_before_post, die
 
 _BEFORE_POST = LINK | {

@@ -10,9 +10,10 @@ import numpy as np
 import optax
 
 from jdaso.core.consensus import broadcast, consensus
+from jdaso.core.exchange import Exchange
 from jdaso.core.fragments import part
 from jdaso.core.tree import all_finite, is_masked
-from jdaso.core.types import Exchange, JdasoError, Leaves, PyTree
+from jdaso.core.types import JdasoError, Leaves, PyTree
 from jdaso.core.validation import check_choice, check_positive, check_share
 from jdaso.passm.block_gradient import restricted_value_and_grad, with_leaves
 from jdaso.passm.blocks import Block, check_blocks

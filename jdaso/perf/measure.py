@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jdaso import perf
 from jdaso.cluster.topology import Topology
-from jdaso.core.types import HEADER_SIZE, Exchange
+from jdaso.core.exchange import HEADER_SIZE, Exchange
 
 _WIDTH = 512  # of the matrices whose products simulate training
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jdaso.checkpoint.flight_check import check_leaves
-from jdaso.core.types import HEADER_SIZE, PostedExchange, SentLeaf
+from jdaso.core.exchange import HEADER_SIZE, PostedExchange, SentLeaf
 
 KEY = (0, 7)
 SENT = [SentLeaf("w", (2, 3), np.dtype("float32")), SentLeaf("b", (3,), np.dtype("float16"))]

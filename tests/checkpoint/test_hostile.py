@@ -13,7 +13,7 @@ import jdaso
 from jdaso.checkpoint import Checkpoints
 from jdaso.checkpoint.node_part import checkpointer, part_tree
 from jdaso.checkpoint.verify import verify
-from jdaso.core.types import HEADER_SIZE
+from jdaso.core.exchange import HEADER_SIZE
 
 TOPOLOGY = jdaso.discover_topology()
 EXCHANGE = jdaso.single_exchange()

@@ -14,7 +14,7 @@ import jdaso
 from jdaso.checkpoint.host_arrays import to_host_arrays
 from jdaso.checkpoint.node_part import checkpointer, part_tree
 from jdaso.checkpoint.verify import run, verify
-from jdaso.core.types import HEADER_SIZE, HostState, PostedExchange
+from jdaso.core.exchange import HEADER_SIZE, HostState, PostedExchange
 
 NODES = 2
 PARAMS = {"w": jnp.linspace(-1, 1, 6).reshape(2, 3), "half": jnp.ones(3, jnp.bfloat16)}

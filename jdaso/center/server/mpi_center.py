@@ -17,9 +17,10 @@ from jdaso.center.server.state_machine import CenterServer, Record
 from jdaso.center.server.worker_transport import WorkerTransport
 from jdaso.center.types import Center, CenterState, ServerRule, map_state, no_broadcast
 from jdaso.cluster.topology import Topology
+from jdaso.core.exchange import Exchange
 from jdaso.core.mpi_types import Comm
 from jdaso.core.tree import outline, split, widened
-from jdaso.core.types import Exchange, PyTree
+from jdaso.core.types import PyTree
 from jdaso.core.validation import check_number
 from jdaso.exchange.host.ffi_bridge import use_native
 from jdaso.exchange.host.jit_interface import JitInterface

@@ -11,7 +11,8 @@ from jdaso.center.server import frames
 from jdaso.center.server.connection import Connection
 from jdaso.center.types import reply_header
 from jdaso.cluster.topology import Topology
-from jdaso.core.types import JdasoError, empty_report
+from jdaso.core.exchange import empty_report
+from jdaso.core.types import JdasoError
 from jdaso.exchange.host.buffers import BufferPool, StagingBuffers
 from jdaso.exchange.host.exchange_table import ExchangeTable
 from jdaso.exchange.host.layout import Layout

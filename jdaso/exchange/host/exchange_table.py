@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from jdaso.core.types import UNCOUNTED, JdasoError
+from jdaso.core.exchange import UNCOUNTED
+from jdaso.core.types import JdasoError
 from jdaso.exchange.host.buffers import StagingBuffers
 from jdaso.exchange.host.layout import Layout
 

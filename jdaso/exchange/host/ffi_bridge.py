@@ -24,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdaso.cluster.abort import at_exit
-from jdaso.core.types import HEADER_SIZE, UNCOUNTED, Leaves, Number
+from jdaso.core.exchange import HEADER_SIZE, UNCOUNTED
+from jdaso.core.types import Leaves, Number
 from jdaso.core.wire import pack
 from jdaso.exchange.host.layout import Layout
 from jdaso.exchange.host.pinned_memory import PinnedMemory
@@ -173,15 +174,7 @@ class FfiBridge:
         self._forget = at_exit(self.close)
 
     def post(
-        self,
-        layout: Layout,
-        device: Number,
-        leaves: Leaves,
-        token: jax.Array,
-        number: Number,
-        step: Number,
-        header: jax.Array,
-        part: slice,
+        self, layout: Layout, device: Number, leaves: Leaves, token, number, step, header, part
     ) -> jax.Array:
         """Copies a part of a device's leaves, or zeros if ``header[0]`` is 0. Returns the token.
 
@@ -215,14 +208,7 @@ class FfiBridge:
         )
 
     def collect(
-        self,
-        readers: int,
-        device: Number,
-        shapes: Sequence[jax.ShapeDtypeStruct],
-        token: jax.Array,
-        number: Number,
-        part: slice,
-        last: bool,
+        self, readers: int, device: Number, shapes: Sequence, token, number, part: slice, last: bool
     ) -> tuple[Leaves, jax.Array, jax.Array]:
         """Waits for an exchange. Returns a part of the sums, the header and the token."""
         of_token = jax.ShapeDtypeStruct((), jnp.int32)
@@ -242,7 +228,7 @@ class FfiBridge:
     def order(
         token: jax.Array, lists: list[Leaves], into: list[Leaves] | None = None
     ) -> tuple[jax.Array, list[Leaves]]:
-        """As ``after`` of :class:`jdaso.core.types.PartOperations`."""
+        """As ``after`` of :class:`jdaso.core.exchange.PartOperations`."""
         places, treedef = jax.tree.flatten((token, lists if into is None else into))
         copied = [] if into is None else jax.tree.leaves(lists)
         aliases = {i: i for i in range(len(places))}

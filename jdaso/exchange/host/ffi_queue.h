@@ -15,7 +15,7 @@ namespace jdaso {
 
 namespace ffi = xla::ffi;
 
-constexpr int kHeader = 8;  // HEADER_SIZE of core/types.py
+constexpr int kHeader = 8;  // HEADER_SIZE of core/exchange.py
 enum Kind : int32_t { kReserve = 0, kPost = 1, kCollect = 2, kFail = 3 };
 
 // RECORD of buffers.py.

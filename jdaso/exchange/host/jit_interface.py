@@ -16,15 +16,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import io_callback
 
-from jdaso.core.types import (
-    AGREEMENT_NAMES,
-    HEADER_SIZE,
-    UNCOUNTED,
-    Leaves,
-    Number,
-    PostedExchange,
-    SentLeaf,
-)
+from jdaso.core.exchange import AGREEMENT_NAMES, HEADER_SIZE, UNCOUNTED, PostedExchange, SentLeaf
+from jdaso.core.types import Leaves, Number
 from jdaso.core.wire import BLOCK_DTYPE, pack, sum_dtype, unpadded, wire_dtype
 from jdaso.exchange.host.ffi_bridge import FfiBridge
 from jdaso.exchange.host.layout import Layout, make_layout
@@ -153,7 +146,7 @@ class JitInterface:
         )
 
     def after(self, token, part: slice, lists: list[Leaves], into, bound: Bound):
-        """As in :class:`jdaso.core.types.PartOperations`."""
+        """As in :class:`jdaso.core.exchange.PartOperations`."""
         assert self._bridge is not None
         specs = [list(bound.specs[part][: len(arrays)]) for arrays in lists]
         of_into = None if into is None else specs
@@ -219,15 +212,7 @@ class Callbacks:
         self._transport = transport
 
     def post(
-        self,
-        layout: Layout,
-        device: Number,
-        leaves: Leaves,
-        token: jax.Array,
-        number: Number,
-        step: Number,
-        header: jax.Array,
-        part: slice,
+        self, layout: Layout, device: Number, leaves: Leaves, token, number, step, header, part
     ) -> jax.Array:
         """Posts a device's leaves, or zeros if ``header[0]`` is 0. Returns the token."""
         del part  # callbacks copy all leaves at once
@@ -253,14 +238,7 @@ class Callbacks:
         return io_callback(call, token, token, device, number, step, header, *cast)
 
     def collect(
-        self,
-        readers: int,
-        device: Number,
-        shapes: Sequence[jax.ShapeDtypeStruct],
-        token: jax.Array,
-        number: Number,
-        part: slice,
-        last: bool,
+        self, readers: int, device: Number, shapes: Sequence, token, number, part: slice, last: bool
     ) -> tuple[Leaves, jax.Array, jax.Array]:
         """Waits for an exchange. Returns the sums for a device, the header and the token."""
         del part, last

@@ -6,8 +6,9 @@ import itertools
 
 import jax.numpy as jnp
 
+from jdaso.core.exchange import HostState, SentLeaf
 from jdaso.core.tree import named_floats
-from jdaso.core.types import HostState, PyTree, SentLeaf
+from jdaso.core.types import PyTree
 
 # Unique in this process. A checkpoint stores the position of the exchange instead.
 _numbers = itertools.count()

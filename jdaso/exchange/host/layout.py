@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdaso.core.types import Shards
+from jdaso.core.exchange import Shards
 from jdaso.core.wire import BLOCK_DTYPE, pack, unpack, unpadded, wire_shape
 
 Group = tuple[np.dtype, tuple[int, ...]]

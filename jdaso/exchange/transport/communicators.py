@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jdaso.cluster.topology import Topology
+from jdaso.core.exchange import FINITE, UNCOUNTED
 from jdaso.core.mpi_types import Comm
-from jdaso.core.types import FINITE, UNCOUNTED
 from jdaso.exchange.host.buffers import StagingBuffers
 from jdaso.exchange.host.layout import sender
 from jdaso.exchange.transport import collectives

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jdaso.core.exchange import UNCOUNTED, ExchangeRecord, PostedExchange, empty_report
 from jdaso.core.log import logger
-from jdaso.core.types import UNCOUNTED, ExchangeRecord, JdasoError, PostedExchange, empty_report
+from jdaso.core.types import JdasoError
 from jdaso.core.wire import describe_narrow_wires
 from jdaso.exchange.host.buffers import BufferPool, StagingBuffers
 from jdaso.exchange.host.exchange_table import ExchangeTable

@@ -1,6 +1,7 @@
 """Requirements on MPI's fault tolerance, and workarounds for it."""
 
 import ctypes
+import dataclasses
 import os
 import threading
 
@@ -13,7 +14,18 @@ _OPEN_MPI = "OMPI_MCA_mpi_ft_enable"
 _FINALIZE_SECONDS = 10.0
 
 
-def check_can_shrink(topology: Topology) -> None:
+def prepare_to_shrink(topology: Topology) -> Topology:
+    """Lets this process survive the death of others; returns a topology for one exchange."""
+    _check_can_shrink(topology)
+    _limit_finalize()
+    if topology.heartbeat is not None:
+        # MPI reports a death itself.
+        topology.heartbeat.tolerate_deaths(lambda rank: None, silence=False)
+    # Each exchange replaces its communicator independently of the others.
+    return dataclasses.replace(topology, comm=topology.duplicate_comm())
+
+
+def _check_can_shrink(topology: Topology) -> None:
     """Raises ValueError if the job cannot continue without some of its processes."""
     from mpi4py import MPI
 
@@ -40,7 +52,7 @@ def check_can_shrink(topology: Topology) -> None:
         )
 
 
-def limit_finalize() -> None:
+def _limit_finalize() -> None:
     """Limits the time that this process waits in MPI_Finalize at exit.
 
     Open MPI 5.0 sometimes waits in MPI_Finalize for a process that has died. MPI_Finalized is

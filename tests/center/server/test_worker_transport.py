@@ -5,7 +5,7 @@ import pytest
 
 import jdaso
 from jdaso.center.server.worker_transport import WorkerTransport
-from jdaso.core.types import HEADER_SIZE
+from jdaso.core.exchange import HEADER_SIZE
 from jdaso.exchange.host.layout import LeafSpec, unsharded
 
 LAYOUT = unsharded([LeafSpec((3,), np.dtype("float32"))])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdaso.core.types import HEADER_SIZE
+from jdaso.core.exchange import HEADER_SIZE
 from jdaso.exchange.host import ffi_bridge
 from jdaso.exchange.host.buffers import StagingBuffers
 from jdaso.exchange.host.exchange_table import ExchangeTable

@@ -11,7 +11,7 @@ import pytest
 PROGRAM = """
 import numpy as np
 import jdaso
-from jdaso.core.types import HEADER_SIZE
+from jdaso.core.exchange import HEADER_SIZE
 from jdaso.exchange.host.layout import LeafSpec, unsharded
 from jdaso.exchange.transport.collectives import AllReduceOptions
 from jdaso.exchange.transport.membership import Membership

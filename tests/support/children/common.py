@@ -10,7 +10,7 @@ import optax
 
 import jdaso
 from jdaso.cluster.barrier import barrier
-from jdaso.core.types import HostState
+from jdaso.core.exchange import HostState
 
 
 def first_params(dtypes=("float32",)):

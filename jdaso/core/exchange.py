@@ -1,0 +1,233 @@
+"""The interface of exchanges, the only part of an algorithm that knows a network."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jdaso.core.types import Leaves, Number, PyTree
+
+#: Names of the quantities that must be equal on all nodes, as error messages show them. The
+#: function :func:`jdaso.core.consistency.agreement_numbers` computes one number for each.
+AGREEMENT_NAMES = ("period", "delay", "phase", "the schedule's state", "the shared state")
+#: Length of the header that travels with every exchange and is never rounded: 1 if the node
+#: contributes, the sum and the number of its losses in this epoch, and its agreement numbers. The
+#: agreement numbers are compared between nodes, all others are summed.
+HEADER_SIZE = 3 + len(AGREEMENT_NAMES)
+#: Where the header of an exchange that has ended says whether all sums are finite, 1 or 0.
+FINITE = 3
+#: Number of an exchange that is finished immediately and does not count.
+UNCOUNTED = -1
+
+
+class PostedExchange(NamedTuple):
+    """What this node has sent for an exchange that has not completed.
+
+    Attributes:
+        step: optimizer step after which the exchange was posted.
+        header: float32[HEADER_SIZE].
+        leaves: arrays in their wire dtypes, float32 for the wire int8.
+        int8: whether the wire is int8. Its blocks depend on the sharding of the leaves.
+    """
+
+    step: int
+    header: np.ndarray
+    leaves: list[np.ndarray]
+    int8: bool = False
+
+
+class Shards(NamedTuple):
+    """Some shards of an array, each with its place in the array."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    shards: list[tuple[tuple[slice, ...], np.ndarray]]
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the array."""
+        return math.prod(self.shape)
+
+    def whole(self) -> np.ndarray:
+        """The array, of which these must be all shards."""
+        array = np.empty(self.shape, self.dtype)
+        for place, shard in self.shards:
+            array[place] = shard
+        return array
+
+
+class HostState(NamedTuple):
+    """The state of an exchange whose data the host keeps outside the program.
+
+    Attributes:
+        key: int32 scalar, which exchange and which leaves of this process it stands for.
+    """
+
+    key: jax.Array
+
+
+class SentLeaf(NamedTuple):
+    """A floating-point leaf that an exchange sends, with its shape and dtype in the program."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+class ExchangeRecord(NamedTuple):
+    """Timing of a completed exchange.
+
+    The last four fields are pairs of start and end time, in seconds of the monotonic clock.
+
+    Attributes:
+        step: optimizer step after which it was posted.
+        bytes_sent: bytes that this process sent.
+        copy_to_host: the parameters were copied to the host and cast to the wire dtype.
+        transfer: the progress thread exchanged messages.
+        wait: training was blocked.
+        copy_to_device: the sums were copied to the device. Zeros until this copy has ended. With
+            host callbacks, JAX makes another copy before ``copy_to_host`` and after
+            ``copy_to_device``, which these times do not include.
+    """
+
+    number: int
+    step: int
+    bytes_sent: int
+    copy_to_host: tuple[float, float]
+    transfer: tuple[float, float]
+    wait: tuple[float, float]
+    copy_to_device: tuple[float, float]
+
+
+def empty_report() -> dict[str, float]:
+    """The report of an exchange that runs inside the compiled program."""
+    return {"exchanges": 0, "bytes_sent": 0, "seconds_blocked": 0.0, "seconds_in_flight": 0.0}
+
+
+def _refuse_posted(posted: dict[int, PostedExchange], sent: dict[int, list[SentLeaf]]) -> None:
+    del sent
+    if posted:
+        raise ValueError(
+            f"posted must be empty for an exchange that keeps everything in its state, got "
+            f"exchanges {sorted(posted)}, which an mpi_exchange had posted: restore with an "
+            "mpi_exchange."
+        )
+
+
+class PartOperations(NamedTuple):
+    """How an exchange copies its leaves in parts, one after the other; see ``parts.py``.
+
+    A part is a slice of the leaves to which the exchange is bound.
+
+    Attributes:
+        start: as that of :class:`Exchange`, with the leaves of a part, and the part. The last part
+            posts the exchange.
+        finish: as that of :class:`Exchange`, like the leaves of a part, and the part.
+        after: ``(state, part, lists, into) -> (state, lists)``. What is called with this state
+            comes after the arrays are computed. Array j of each list is like leaf j of the part.
+            If lists ``into`` are given, the arrays are copied into the places of theirs, which
+            nothing may use afterwards.
+    """
+
+    start: Callable[..., tuple[PyTree, Number]]
+    finish: Callable[[PyTree, Number, Leaves, slice], tuple[Leaves, jax.Array, PyTree]]
+    after: Callable[..., tuple[PyTree, list[Leaves]]]
+
+
+class Exchange(NamedTuple):
+    """How nodes communicate. This is the only part of an algorithm that knows a network.
+
+    An exchange sums lists of arrays over all nodes, and a header of ``HEADER_SIZE`` numbers.
+    ``start`` posts the exchange and returns without waiting where the network allows it.
+    ``finish`` waits for the sums and returns them.
+
+    Attributes:
+        wire: dtype name that overrides the algorithm's choice, or None.
+        init: ``(params) -> state`` of one exchange in flight, arrays only. It raises if the nodes'
+            parameters differ in structure, shape or dtype.
+        start: ``(state, number, step, leaves, header, wire) -> (state, next_number)``. ``number``
+            (int32) counts the exchanges and is equal on all nodes. The Python int ``UNCOUNTED``
+            stands for an exchange that is finished immediately. ``step`` (int32) must also be
+            equal on all nodes. ``header[0]`` is 1 or 0. If it is 0, this node's leaves count as
+            zeros, whatever they contain.
+        finish: ``(state, number, like) -> (sums, header, state)``. The sums have the shapes of
+            ``like`` and their accumulation dtype, float32 or float64. The header holds the number
+            of nodes that contributed, the sum and the number of the losses, and at ``FINITE`` 1 if
+            all sums are finite, 0 if not. With the wire int8, the part that this node has summed
+            is not rounded yet. The node must round it and keep the rounding error in its error
+            feedback, because no other node knows the error.
+        broadcast: ``(leaves, root) -> leaves``, those of node ``root``, bit for bit.
+        report: ``() -> dict`` of what the host has measured, as in :func:`empty_report`.
+        history: ``() -> list`` of :class:`ExchangeRecord`, for the last thousand completed
+            exchanges.
+        posted: ``() -> dict`` from number to :class:`PostedExchange`, for what the host keeps
+            outside the state. A checkpoint needs both. The dictionary is complete once the
+            program that posts has ended.
+        post_again: ``(posted, sent)``, the inverse of ``posted``, called by all nodes together. It
+            posts the given exchanges again and forgets those that were still in flight. ``sent``
+            has the list of :class:`SentLeaf` of each.
+        restart: ``() -> None``, called when an optimizer state is made. Its exchanges may have the
+            numbers of those of an earlier state, which are then forgotten.
+        sent_leaves: ``(state) -> list`` of :class:`SentLeaf`, given a :class:`HostState`. None if
+            the state is not of this exchange.
+        anyone: ``(flag) -> bool``, whether any node has passed True in this or an earlier call.
+            The answer is the same on all nodes. All nodes call it at the same steps, on the host,
+            outside jit.
+        compares: whether the exchange compares the agreement numbers of the nodes. If not, the
+            engine does not compute them.
+        same_bits: whether the last agreement number, the shared state's, must be equal.
+        topology: ``() -> Topology`` of the processes that are left, the same on all nodes, or None
+            where processes cannot leave. All nodes call it, on the host. ``num_nodes`` and the root
+            of a broadcast keep counting the nodes that the exchange started with.
+        bind: ``(names, leaves) -> Exchange`` whose ``start``, ``finish``, ``per_shard`` and
+            ``parts`` are for these leaves. It differs from this exchange where leaves may be
+            sharded over devices.
+        parts: how a bound exchange copies its leaves in parts, or None if it does not.
+        per_shard: ``(function, part) -> function``, which is applied to the shards of each device.
+            Lists with one array per leaf of the part are sharded like the leaves, all other arrays
+            are replicated.
+        all_devices: ``(flag) -> flag``, whether a flag holds on all devices of the node.
+        close: ``() -> None``, completes what is in flight and gives back threads, memory and
+            communicators. All nodes call it, on the host. Afterwards the exchange cannot be used.
+            ``with jdaso.mpi_exchange(topology) as exchange:`` calls it at the end.
+    """
+
+    num_nodes: int
+    wire: str | None
+    init: Callable[[PyTree], PyTree]
+    start: Callable[[PyTree, Number, Number, Leaves, jax.Array, str | None], tuple[PyTree, Number]]
+    finish: Callable[[PyTree, Number, Leaves], tuple[Leaves, jax.Array, PyTree]]
+    broadcast: Callable[[Leaves, int], Leaves]
+    report: Callable[[], dict[str, float]] = empty_report
+    history: Callable[[], list[ExchangeRecord]] = lambda: []
+    posted: Callable[[], dict[int, PostedExchange]] = lambda: {}
+    post_again: Callable[[dict[int, PostedExchange], dict[int, list[SentLeaf]]], None] = (
+        _refuse_posted
+    )
+    restart: Callable[[], None] = lambda: None
+    sent_leaves: Callable[[HostState], list[SentLeaf] | None] = lambda state: None
+    anyone: Callable[[bool], bool] = lambda flag: flag
+    compares: bool = False
+    same_bits: bool = True
+    topology: Callable[[], Any] = lambda: None
+    bind: Callable[[Sequence[str], Leaves], Exchange] | None = None
+    parts: PartOperations | None = None
+    per_shard: Callable[[Callable, slice], Callable] = lambda function, part: function
+    all_devices: Callable[[jax.Array], jax.Array] = lambda flag: flag
+    close: Callable[[], None] = lambda: None
+
+    def bound(self, names: Sequence[str], leaves: Leaves) -> Exchange:
+        """The exchange for leaves of these names, as ``jax.tree_util.keystr`` returns them."""
+        return self if self.bind is None else self.bind(names, leaves)
+
+    def __enter__(self) -> Exchange:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *more: object) -> None:
+        # After an error, other nodes may never call it.
+        if kind is None:
+            self.close()

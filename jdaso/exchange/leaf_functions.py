@@ -1,0 +1,77 @@
+"""The functions of an exchange over MPI that depend on how its leaves are sharded."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+
+from jdaso.cluster.topology import Topology
+from jdaso.core.exchange import HostState, PartOperations
+from jdaso.core.types import Leaves
+from jdaso.exchange.host.jit_interface import Bound, JitInterface
+from jdaso.exchange.settings import check_int8
+from jdaso.exchange.transport.host_collectives import HostCollectives
+from jdaso.exchange.transport.mpi_transport import MpiTransport
+
+
+class LeafFunctions(NamedTuple):
+    """Their methods are those of :class:`jdaso.Exchange`, for the leaves ``bound`` if given."""
+
+    topology: Topology
+    program: JitInterface
+    transport: MpiTransport
+    collectives: HostCollectives
+    same_bits: bool
+    bound: Bound | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """The functions, as fields of an exchange."""
+        parts = self.bound is not None and self.program.copies_parts(self.bound)
+        return {
+            "start": self.start,
+            "finish": self.finish,
+            "broadcast": self.broadcast,
+            "parts": PartOperations(self.start, self.finish, self.after) if parts else None,
+            "per_shard": self.per_shard,
+        }
+
+    def start(self, state: HostState, number, step, leaves: Leaves, header, wire, part=None):
+        if wire == "int8":
+            check_int8(self.same_bits)
+        sent = state.key, number, step, leaves, header, wire
+        token, number = self.program.start(*sent, part, self.bound)
+        return HostState(token), number
+
+    def finish(self, state: HostState, number, like: Leaves, part=None):
+        sums, header, token = self.program.finish(state.key, number, like, part, self.bound)
+        return sums, header, HostState(token)
+
+    def after(self, state: HostState, part: slice, lists: list[Leaves], into=None):
+        assert self.bound is not None
+        token, lists = self.program.after(state.key, part, lists, into, self.bound)
+        return HostState(token), lists
+
+    def per_shard(self, function, part: slice):
+        if self.bound is None:
+            return function
+        return self.program.per_shard(function, self.bound.specs[part])
+
+    def broadcast(self, leaves: Leaves, root: int) -> Leaves:
+        def send(*leaves):
+            with self.transport.abort_on_error():
+                return self.collectives.broadcast(leaves, root)
+
+        if self.topology.joined:
+            specs = (self.bound or self.program.bind((), leaves)).specs
+            return self.program.call_host(("broadcast", root), send, leaves, specs)
+        shape = jax.ShapeDtypeStruct((), bool)
+        arrived, received = io_callback(
+            lambda *leaves: (np.bool_(True), send(*leaves)), (shape, leaves), *leaves
+        )
+        # ``arrived`` is always True. In a program for several devices, the host's result lies on
+        # one of them, and this operation with values on all devices distributes it.
+        return [jnp.where(arrived, y, x) for y, x in zip(received, leaves, strict=True)]
