@@ -128,7 +128,7 @@ def mpi_exchange(
     check_settings(settings, topology.joined)
     sharded = Shardings(shardings, topology.mesh)
     if topology.num_nodes == 1:
-        return _single_node(topology, wire)
+        return _single_node(topology, wire, sharded if shardings is not None else None)
     check_same_settings(topology, settings)
     native = use_native(native, topology.devices[0].platform)
     shrinks = on_failure == "shrink"
@@ -196,9 +196,16 @@ def _wait_until_computed(tree: PyTree) -> None:
         jax.block_until_ready(tree)
 
 
-def _single_node(topology: Topology, wire: str | None) -> Exchange:
+def _single_node(topology: Topology, wire: str | None, sharded: Shardings | None) -> Exchange:
     """The exchange of one node, which may consist of several processes."""
-    exchange = one_node(wire)
+    exchange = bound = one_node(wire)
+    if sharded is not None:
+
+        def init(params: PyTree) -> PyTree:
+            sharded.register(params)
+            return bound.init(params)
+
+        exchange = bound._replace(init=init, bind=lambda names, leaves: bound)
     if len(topology.processes) == 1:
         _say_alone()
         return exchange

@@ -68,7 +68,9 @@ class Shardings:
             name, shape = jax.tree_util.keystr(path), np.shape(leaf)
             spec = self._spec(name, self._find(path, leaf))
             try:
-                NamedSharding(self.mesh, spec).shard_shape(shape)
+                sharding = NamedSharding(self.mesh, spec)
+                sharding.check_compatible_aval(shape)  # for a spec of more axes
+                sharding.shard_shape(shape)
             except ValueError as error:
                 if not prefix.startswith(".moments"):
                     raise ValueError(

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import bad_shardings
 import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
@@ -65,3 +66,11 @@ for name, specs in SPECS.items():
     if name == "replicated":
         for joined, leaf in zip(once, leaves, strict=True):
             np.testing.assert_array_equal(joined, rounded(leaf))
+
+params = {"bias": np.ones(7, np.float32), "kernel": np.ones((8, 2), np.float32)}
+given = {"bias": NamedSharding(mesh, P()), "kernel": NamedSharding(mesh, P("data"))}
+topology = jdaso.discover_topology()
+bad_shardings.check(topology, mesh, given, params)
+exchange = jdaso.mpi_exchange(topology, shardings=given)
+jdaso.dasgd(exchange, 4, 3).init(params)
+jdaso.consensus(exchange, params["bias"])  # any other tree

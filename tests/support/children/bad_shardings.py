@@ -1,0 +1,36 @@
+"""Shardings that do not fit are refused with the name of the leaf, before anything is sent."""
+
+import jax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jdaso
+
+
+def check(topology, mesh, given, params):
+    """Checks an exchange between any number of nodes.
+
+    Args:
+        mesh: of the devices of the node.
+        given: shardings of the parameters. That of ``kernel`` is not replicated, and ``bias`` has
+            one axis that cannot be cut.
+    """
+
+    def fails(message, shardings):
+        with pytest.raises(ValueError, match=message):
+            jdaso.dasgd(jdaso.mpi_exchange(topology, shardings=shardings), 4, 3).init(params)
+
+    axis = mesh.axis_names[0]
+    fails(r"no sharding for \['kernel'\]", {k: s for k, s in given.items() if k != "kernel"})
+    fails(r"of \['bias'\] does not fit its shape \(7,\)", {**given, "bias": P(axis)})
+    fails(r"of \['bias'\] does not fit its shape \(7,\)", {**given, "bias": P(None, axis)})
+    fails(r"of \['bias'\] has the axis 'other', and the", {**given, "bias": P("other")})
+    fails(r"\['bias'\] must be a PartitionSpec or a NamedSharding", {**given, "bias": "data"})
+    fewer = jax.sharding.Mesh(mesh.devices.flat[:1], ("x",))
+    with_fewer = {**given, "bias": NamedSharding(fewer, P())}
+    fails(r"mesh of \['bias'\] has the .* the node has", with_fewer)
+    if topology.num_nodes > 1:
+        other = {**given, "kernel": P() if topology.node else given["kernel"]}
+        with pytest.raises(jdaso.JdasoError, match=r"kernel.*on a mesh"):
+            jdaso.dasgd(jdaso.mpi_exchange(topology, shardings=other), 4, 3).init(params)
