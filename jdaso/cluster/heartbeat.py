@@ -1,25 +1,29 @@
 """Heartbeats between processes, which tell whether a process is dead, silent, or only slow.
 
-Every process has a TCP connection to rank 0, over which a thread sends a heartbeat every second.
-When a process dies, the kernel closes its connection, so all others learn of it at once. When a
-process is stopped, or its host or network link is down, its connection is silent. A process that
-is only slow still sends heartbeats. MPI reports none of this, and waits for a dead process forever.
+The processes are connected in a tree, see ``tree``. A thread sends a heartbeat over each of a
+process's TCP connections every second. When a process dies, the kernel closes its connections, and
+the processes at their other ends tell all others at once. When a process is stopped, or its host or
+network link is down, its connections are silent. A process that is only slow still sends
+heartbeats. MPI reports none of this, and waits for a dead process forever.
 """
 
 import contextlib
 import os
-import resource
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
 
 from jdaso.cluster.addresses import addresses, listen
 from jdaso.cluster.json_socket import MAX_MESSAGE_BYTES, JsonSocket
 from jdaso.cluster.rendezvous import accept_peers, connect, new_secret
 from jdaso.cluster.reports import Reports
-from jdaso.cluster.roll_call import RollCall
+from jdaso.cluster.roll_call import MAX_NAMES, RollCall
+from jdaso.cluster.tree import parents
 from jdaso.core.log import logger
 from jdaso.core.mpi_types import Comm
 
@@ -31,17 +35,22 @@ SILENT_SECONDS = 5.0
 LOST_SECONDS = 600.0
 _CONNECT_SECONDS = 20.0
 _RESTART = "then start the job again from its last checkpoint."
+_DIED = f"has died. Look for the cause in its output and in the log of its host, {_RESTART}"
+_SILENT = (
+    "was silent for {:.0f} s. Check whether it is stopped, or its host or network link is down, "
+    f"{_RESTART}"
+)
 
 
 class Heartbeat:
     """Sends heartbeats from this process and watches those of others, in one thread.
 
     Args:
-        sockets: Connection to rank 0. In rank 0, the connections to all other ranks.
+        tree: The rank to which each rank reports; rank 0 reports to itself.
+        sockets: Connections to the parent of this rank, and to the ranks that report to it.
         abort: ``(reason, exit status)``. Called on every process when one has died, was silent for
             ten minutes, or has asked all to abort.
-        unconnected: Ranks without a connection.
-        parent: The rank to which this one reports. In the first process, its own rank.
+        unconnected: Ranks without a connection to their parents.
 
     Attributes:
         roll_call: Which processes have posted an operation.
@@ -50,21 +59,22 @@ class Heartbeat:
     def __init__(
         self,
         rank: int,
+        tree: np.ndarray,
         sockets: Collection[JsonSocket],
         describe: Callable[[int], str],
         abort: Callable[[str, int], None],
         unconnected: frozenset[int] = frozenset(),
-        parent: int = 0,
     ):
-        self._rank, self._parent, self._sockets = rank, parent, list(sockets)
-        self._describe, self._abort = describe, abort
+        self._sockets, self._describe, self._abort = list(sockets), describe, abort
         self._on_death: list[Callable[[int], None]] = []
         self._tolerates_silence = False
+        self._needed: frozenset[int] = frozenset()
+        self._dead: frozenset[int] = frozenset()
         self._silent_peers: frozenset[int] = frozenset()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_writer.setblocking(False)
         self.roll_call = RollCall(rank, self._wake)
-        self._reports = Reports(rank, parent, describe, unconnected, self.roll_call)
+        self._reports = Reports(rank, tree, describe, unconnected, self.roll_call)
         self._closing = False
         os.register_at_fork(after_in_child=self._close_in_child)
         threading.Thread(target=self._run, name="jdaso-heartbeat", daemon=True).start()
@@ -81,15 +91,22 @@ class Heartbeat:
         """Asks all other processes to abort for the same reason; whether all are connected."""
         for peer in list(self._sockets):
             peer.send("end", reason[-MAX_MESSAGE_BYTES // 16 :], status)
-        return not self._reports.unconnected
+        return bool(self._reports.connected().all())
 
-    def tolerate_deaths(self, on_death: Callable[[int], None], silence: bool) -> None:
-        """From now on a death, and with ``silence`` a long silence, does not abort this process.
+    def tolerate_deaths(
+        self,
+        on_death: Callable[[int], None],
+        silence: bool,
+        needed: frozenset[int] = frozenset(),
+    ) -> None:
+        """From now on a death, and with ``silence`` a long silence, does not abort the job.
 
-        A death calls ``on_death`` with the rank.
+        All processes must call it. A death calls ``on_death`` with the rank. The death of a rank
+        in ``needed`` still aborts all that learn of it.
         """
         self._on_death.append(on_death)
         self._tolerates_silence |= silence
+        self._needed |= needed
 
     def close(self) -> None:
         """Announces that this process exits normally."""
@@ -142,11 +159,8 @@ class Heartbeat:
         )
         for peer in self._sockets:
             lost = peer.rank in self._silent_peers and now - peer.last_received > LOST_SECONDS
-            if lost and not self._tolerates_silence:
-                reason = (
-                    f"{self._describe(peer.rank)} was silent for {LOST_SECONDS:.0f} s. Check "
-                    f"whether it is stopped, or its host or network link is down, {_RESTART}"
-                )
+            if lost and (not self._tolerates_silence or peer.rank in self._needed):
+                reason = f"{self._describe(peer.rank)} {_SILENT.format(LOST_SECONDS)}"
                 self._abort_all(reason, EXIT_NODE_LOST, source=peer)
 
     def _report(self) -> None:
@@ -156,12 +170,16 @@ class Heartbeat:
         for peer in list(self._sockets):
             if peer.rank in messages:
                 peer.send("beat", *messages[peer.rank])
+        died, self._dead = self._reports.dead - self._dead, self._reports.dead
+        for rank in sorted(died):
+            for on_death in self._on_death:
+                on_death(rank)
 
     def _receive(self, peer: JsonSocket) -> None:
         for message in peer.read():
             match message:
-                case ["beat", [*ranks], [*questions], [*answers]]:
-                    self._reports.receive(peer.rank, ranks, questions, answers)
+                case ["beat", [*silent], [*dead], [*questions], [*answers]]:
+                    self._reports.receive(peer.rank, silent, dead, questions, answers)
                 case ["bye"]:
                     peer.exiting = True
                 case ["end", str(reason), int(status)]:
@@ -169,23 +187,14 @@ class Heartbeat:
 
     def _disconnected(self, peer: JsonSocket) -> None:
         self._sockets.remove(peer)
-        self._reports.forget(peer.rank)
         self._silent_peers -= {peer.rank}
-        if peer.rank == self._parent and self._on_death:
-            # Without it, the states of all others are unknown.
-            self._silent_peers |= {peer.rank}
-            self._reports.silent = self._silent_peers
+        self._reports.disconnect(peer.rank)
         if not peer.exiting and not self._closing:
-            if not self._on_death:
-                reason = (
-                    f"{self._describe(peer.rank)} has died. Look for the cause in its output and "
-                    f"in the log of its host, {_RESTART}"
-                )
-                self._abort_all(reason, EXIT_NODE_LOST, source=peer)
+            if self._on_death and peer.rank not in self._needed:
+                self._reports.dead |= {peer.rank}
             else:
-                self._reports.unconnected |= {peer.rank}
-                for on_death in self._on_death:
-                    on_death(peer.rank)
+                reason = f"{self._describe(peer.rank)} {_DIED}"
+                self._abort_all(reason, EXIT_NODE_LOST, source=peer)
         peer.connection.close()
 
     def _abort_all(self, reason: str, status: int, source: JsonSocket) -> None:
@@ -197,44 +206,40 @@ class Heartbeat:
 
 
 def start_heartbeat(
-    comm: Comm, describe: Callable[[int], str], abort: Callable[[str, int], None]
+    comm: Comm,
+    memory_groups: np.ndarray,
+    describe: Callable[[int], str],
+    abort: Callable[[str, int], None],
 ) -> Heartbeat:
-    """Connects all processes of a communicator, and starts their heartbeats; collective."""
-    rank, others = comm.Get_rank(), set(range(1, comm.Get_size()))
-    hosts, port, connections = ["no address"], 0, {}
-    if rank == 0:
-        if (listener := _listener(len(others))) is None:
-            comm.bcast(None)
-        else:
-            hosts, port, secret = addresses(), listener.getsockname()[1], new_secret()
-            comm.bcast((hosts, port, secret))
-            # Some MPI libraries complete the broadcast only while they are being called.
-            connections = accept_peers(listener, secret, others, _CONNECT_SECONDS, comm.Iprobe)
-    elif (offer := comm.bcast(None)) is not None:
-        hosts, port, secret = offer
-        connection = connect(hosts, port, secret, rank, _CONNECT_SECONDS)
-        connections = {} if connection is None else {0: connection}
-    connected = comm.allgather(rank == 0 or bool(connections))
-    unconnected = frozenset(
-        r for r in range(len(connected)) if not (connected[rank] and connected[r])
-    )
-    if rank == 0 and unconnected:
+    """Connects the processes of a communicator, and starts their heartbeats; collective."""
+    rank, tree = comm.Get_rank(), parents(memory_groups)
+    parent, below = int(tree[rank]), set(np.flatnonzero(tree == rank).tolist()) - {rank}
+    listener, secret = listen(len(below)) if below else None, new_secret()
+    own = (addresses(), listener.getsockname()[1], secret) if listener else ([], 0, secret)
+    sends = [comm.isend(own, dest=child) for child in below]
+    hosts, port, code = comm.recv(source=parent) if rank else ([], 0, secret)
+    connections: dict[int, socket.socket] = {}
+    with ThreadPoolExecutor(1) as pool:  # the own parent may answer later than the others connect
+        above = pool.submit(connect, hosts, port, code, rank, _CONNECT_SECONDS) if hosts else None
+        if listener is not None:
+            # Some MPI libraries complete sends only while they are being called.
+            connections = accept_peers(listener, secret, below, _CONNECT_SECONDS, comm.Iprobe)
+    if above is not None and (connection := above.result()) is not None:
+        connections[parent] = connection
+    for send in sends:
+        send.wait()
+    connects = np.empty(len(tree), bool)
+    comm.Allgather(np.array([rank == 0 or parent in connections]), connects)
+    unconnected = frozenset(np.flatnonzero(~connects).tolist())
+    if rank == min(unconnected, default=None):
+        names = [*map(describe, sorted(unconnected)[:MAX_NAMES])]
+        names += [f"{len(unconnected) - MAX_NAMES} more"] * (len(unconnected) > MAX_NAMES)
         logger.warning(
-            "no heartbeat from %s: they could not connect to %s at port %d of %s within %g s. If "
+            "no heartbeat from %s: %s could not connect to %s at port %d of %s within %g s. If "
             "one of them dies, it is noticed only when an exchange times out. Allow TCP "
             "connections between the nodes in their firewalls.",
-            *(", ".join(map(describe, sorted(unconnected))), describe(0), port),
-            *(", ".join(hosts), _CONNECT_SECONDS),
+            *(", ".join(names), describe(rank), describe(parent), port),
+            *(", ".join(hosts) or "no address", _CONNECT_SECONDS),
         )
-    sockets = [JsonSocket(s, r) for r, s in connections.items() if rank > 0 or r not in unconnected]
-    return Heartbeat(rank, sockets, describe, abort, unconnected)
-
-
-def _listener(connections: int) -> socket.socket | None:
-    """A listening socket, with file descriptors for its connections; None without a network."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        wanted = soft + connections
-        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    return listen(connections)
+    sockets = [JsonSocket(s, r) for r, s in connections.items() if r not in unconnected - {parent}]
+    return Heartbeat(rank, tree, sockets, describe, abort, unconnected)

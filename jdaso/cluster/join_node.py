@@ -2,7 +2,6 @@
 
 import os
 import secrets
-from collections.abc import Sequence
 
 import jax
 
@@ -15,7 +14,7 @@ _SHUTDOWN_SECONDS = 1800
 _PROXY = "grpc_proxy"  # gRPC reads this variable first
 
 
-def join_node(comm: Comm, placements: Sequence[Placement], per_node: int) -> None:
+def join_node(comm: Comm, placement: Placement, per_node: int) -> None:
     """Calls ``jax.distributed.initialize`` for the processes of this node; collective over all.
 
     The coordinator is the first process of the node. It listens at a socket of the host, because
@@ -23,10 +22,10 @@ def join_node(comm: Comm, placements: Sequence[Placement], per_node: int) -> Non
     """
     if per_node == 1 or jax.distributed.is_initialized():
         return
-    names = comm.allgather(secrets.token_hex(8))
-    node, local_rank = placements[comm.Get_rank()]
-    first = next(rank for rank, place in enumerate(placements) if place == (node, 0))
-    address = f"unix-abstract:jdaso-{names[first]}"
+    local_rank = placement.local_rank
+    within_node = comm.Split(color=placement.node, key=local_rank)
+    address = f"unix-abstract:jdaso-{within_node.bcast(secrets.token_hex(8))}"
+    within_node.Free()
     # JAX's preemption service would handle SIGTERM, which is up to jdaso.cluster.Preemption.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_check_proxy_envs", False)

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import numpy as np
+
 from jdaso.core.types import JdasoError
 
 
@@ -32,83 +34,84 @@ def assign_nodes(
     ``processes_per_node`` and errors are those of :func:`jdaso.discover_topology`. Messages name
     the hosts.
     """
-    hosts: dict[int, list[Process]] = {}
-    for process in processes:
-        hosts.setdefault(process.memory_group, []).append(process)
-    groups = list(hosts.values())
+    about = {
+        name: np.array(values) for name, *values in zip(Process._fields, *processes, strict=True)
+    }
+    _, first, on_host = np.unique(about["memory_group"], return_index=True, return_inverse=True)
+    counts = np.bincount(on_host)
     per_node = processes_per_node
     if per_node is None:
-        on_cpu = all(process.platform == "cpu" for process in processes)
-        joined = max(process.program_size for process in processes)
-        per_node = joined if on_cpu else max(map(len, groups))
+        on_cpu = bool((about["platform"] == "cpu").all())
+        per_node = int(about["program_size"].max() if on_cpu else counts.max())
     if per_node < 1:
         raise ValueError(f"processes_per_node must be at least 1, got {processes_per_node}.")
-    if any(len(group) % per_node for group in groups):
+    if (counts % per_node).any():
+        kinds = [f"{counts[i]} on {processes[first[i]].host}" for i in _examples(counts)]
         raise JdasoError(
             f"nodes of {per_node} processes require a multiple of {per_node} processes on every "
-            "host, got "
-            + ", ".join(f"{len(group)} on {group[0].host}" for group in groups)
-            + ". Start the same number on every host, or pass processes_per_node=1 to make each "
-            "process a node."
+            f"host, got {', '.join(kinds)}. Start the same number on every host, or pass "
+            "processes_per_node=1 to make each process a node."
         )
-    nodes = [
-        group[first : first + per_node]
-        for group in groups
-        for first in range(0, len(group), per_node)
-    ]
-    _check_devices(nodes, per_node)
-    _check_programs(nodes, per_node)
-    placements = {
-        process.rank: Placement(node, local_rank)
-        for node, members in enumerate(nodes)
-        for local_rank, process in enumerate(members)
-    }
-    return per_node, tuple(placements[rank] for rank in range(len(processes)))
+    by_node = np.argsort(on_host, kind="stable")
+    places = np.argsort(by_node)
+    about = {name: values[by_node].reshape(-1, per_node) for name, values in about.items()}
+    _check_devices(about)
+    _check_programs(about)
+    nodes, local_ranks = (places // per_node).tolist(), (places % per_node).tolist()
+    return per_node, tuple(map(Placement, nodes, local_ranks))
 
 
-def _check_devices(nodes: list[list[Process]], per_node: int) -> None:
-    """Raises JdasoError unless all processes have the same kind and number of devices."""
-    by_platform = {process.platform: process for node in nodes for process in node}
-    if len(by_platform) > 1:
+def _examples(values: np.ndarray) -> list[int]:
+    """The first index of each different row, in the order of indices."""
+    return sorted(np.unique(values, axis=0, return_index=True)[1].tolist())
+
+
+def _check_devices(about: dict[str, np.ndarray]) -> None:
+    """Raises JdasoError unless all processes have the same kind and number of devices.
+
+    ``about`` has an array [node, local rank] for each field of :class:`Process`.
+    """
+    ranks, hosts, platforms = (about[name].flat for name in ("rank", "host", "platform"))
+    if len(kinds := _examples(about["platform"].reshape(-1))) > 1:
         raise JdasoError(
             "all nodes must have the same kind of device, got "
-            + ", ".join(f"{name} on {p.host} (rank {p.rank})" for name, p in by_platform.items())
+            + ", ".join(f"{platforms[i]} on {hosts[i]} (rank {ranks[i]})" for i in kinds)
             + ". JAX falls back to the CPU where a GPU or its driver fails: check that host, or "
             "set JAX_PLATFORMS=cpu for all processes."
         )
-    counts = [[process.num_devices for process in node] for node in nodes]
-    if len({count for node in counts for count in node}) > 1:
+    counts, first_hosts = about["num_devices"], about["host"][:, 0]
+    if (counts != counts[0, 0]).any():
         raise JdasoError(
             "nodes have unequal numbers of devices, where all must have the same: "
             + ", ".join(
-                f"node {i} ({node[0].host}) has {'+'.join(map(str, count))}"
-                for i, (node, count) in enumerate(zip(nodes, counts, strict=True))
+                f"node {i} ({first_hosts[i]}) has {'+'.join(map(str, counts[i]))}"
+                for i in _examples(counts)
             )
             + ". Make the same number visible on every node (CUDA_VISIBLE_DEVICES)."
         )
-    visible = counts[0][0]
-    joined = nodes[0][0].program_size > 1
+    visible, per_node = counts[0, 0], counts.shape[1]
+    joined = about["program_size"][0, 0] > 1
     if per_node > 1 and visible not in (1, 1 if joined else per_node):
         problem = "more ranks than devices" if visible < per_node else "more devices than ranks"
         raise JdasoError(
-            f"{problem}: {per_node} processes of node 0 ({nodes[0][0].host}) see {visible} devices "
+            f"{problem}: {per_node} processes of node 0 ({first_hosts[0]}) see {visible} devices "
             "each, but several processes of a node must have one device each. Start one process "
             f"per node, or {visible} processes per node. If each process has devices to itself, "
             "pass processes_per_node=1."
         )
 
 
-def _check_programs(nodes: list[list[Process]], per_node: int) -> None:
+def _check_programs(about: dict[str, np.ndarray]) -> None:
     """Raises JdasoError unless a JAX program is one process, or the processes of one node."""
-    if all(process.program_size == 1 for node in nodes for process in node):
-        return
-    for node in nodes:
-        for local_rank, process in enumerate(node):
-            if (process.program_size, process.program_index) != (per_node, local_rank):
-                raise JdasoError(
-                    f"rank {process.rank} ({process.host}) is process {process.program_index} of "
-                    f"{process.program_size} of a JAX program, but process {local_rank} of "
-                    f"{per_node} of its node. A JAX program must consist of the processes of one "
-                    "node: leave out jax.distributed.initialize, and call "
-                    "discover_topology(join_processes=True)."
-                )
+    sizes, indices = about["program_size"], about["program_index"]
+    per_node = sizes.shape[1]
+    wrong = (sizes != per_node) | (indices != np.arange(per_node))
+    if (sizes > 1).any() and wrong.any():
+        node, local_rank = np.argwhere(wrong)[0]
+        place = node, local_rank
+        raise JdasoError(
+            f"rank {about['rank'][place]} ({about['host'][place]}) is process {indices[place]} of "
+            f"{sizes[place]} of a JAX program, but process {local_rank} of {per_node} of its node. "
+            "A JAX program must consist of the processes of one node: leave out "
+            "jax.distributed.initialize, and call discover_topology(join_processes=True)."
+        )

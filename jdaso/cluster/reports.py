@@ -1,4 +1,4 @@
-"""What heartbeats say: which processes are silent, and who has not posted an operation.
+"""What heartbeats say: which processes are silent or dead, and who has not posted an operation.
 
 Reports go up to the first process and down again. On the way up, each process merges those of the
 processes that report to it, so a report does not grow with the number of processes.
@@ -7,6 +7,8 @@ processes that report to it, so a report does not grow with the number of proces
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from jdaso.cluster.roll_call import (
     Answer,
@@ -18,17 +20,20 @@ from jdaso.cluster.roll_call import (
     encode,
     merge,
 )
+from jdaso.cluster.tree import connected
 
 
 class Report(NamedTuple):
     """Upwards it is about the sender and all that report to it, downwards about all processes."""
 
     silent: frozenset[int] = frozenset()
+    dead: frozenset[int] = frozenset()
     questions: tuple[Call, ...] = ()
     answers: Mapping[Call, Answer] = MappingProxyType({})
 
     def message(self) -> list[Any]:
-        return [sorted(self.silent), [list(call) for call in self.questions], encode(self.answers)]
+        calls = [list(call) for call in self.questions]
+        return [sorted(self.silent), sorted(self.dead), calls, encode(self.answers)]
 
 
 class Reports:
@@ -36,36 +41,38 @@ class Reports:
 
     Attributes:
         silent: Ranks from which nothing was received for some time.
-        unconnected: Ranks without a connection.
+        dead: Ranks whose death all processes tolerate.
+        unconnected: Ranks without a connection to their parents.
     """
 
     def __init__(
         self,
         rank: int,
-        parent: int,
+        tree: np.ndarray,
         describe: Callable[[int], str],
         unconnected: frozenset[int],
         roll_call: RollCall,
     ):
-        self._rank, self._parent = rank, parent
+        self._rank, self._tree, self._parent = rank, tree, int(tree[rank])
         self._describe, self._roll_call = describe, roll_call
         self.unconnected = unconnected
         self._heard: dict[int, Report] = {}
         self._sent: dict[int, list[Any]] = {}
         self.silent: frozenset[int] = frozenset()
+        self.dead: frozenset[int] = frozenset()
+
+    def connected(self) -> np.ndarray:
+        """For each rank, whether its heartbeats arrive here, bool[P]."""
+        return connected(self._tree, self._rank, self.unconnected, self.silent | self.dead)
 
     def states(self, ranks: frozenset[int]) -> str:
         """Names ranks and their hosts, and says whether each is alive or silent."""
-        silent = self.silent
-        unknown = ranks - {0, self._rank} - silent if 0 in silent else frozenset()
-        known = ranks - silent - unknown
+        arrives = self.connected()
+        known = frozenset(rank for rank in ranks - self.silent if arrives[rank])
         groups = {
-            "silent: stopped, or its host or link is down": ranks & silent,
-            "unknown: it has no heartbeat connection": known & self.unconnected,
-            "unknown: rank 0, which forwards the states of other ranks, is silent": unknown,
-            "alive: slower, at another step, or busy with something else": (
-                known - self.unconnected
-            ),
+            "silent: stopped, or its host or link is down": ranks & self.silent,
+            "unknown: no heartbeat connection leads to it": ranks - self.silent - known,
+            "alive: slower, at another step, or busy with something else": known,
         }
         texts = [
             f"{', '.join(map(self._describe, sorted(group)))} ({state})"
@@ -74,13 +81,19 @@ class Reports:
         ]
         return "; ".join(texts) or "the other processes"
 
-    def receive(self, rank: int, silent: list, questions: list, answers: list) -> None:
+    def receive(self, rank: int, silent: list, dead: list, questions: list, answers: list) -> None:
         """Keeps the report of a peer. What is malformed is left out."""
-        ranks = frozenset(rank for rank in silent if isinstance(rank, int))
-        self._heard[rank] = Report(ranks, tuple(decode_calls(questions)), decode(answers))
+        calls = tuple(decode_calls(questions))
+        self._heard[rank] = Report(self._ranks(silent), self._ranks(dead), calls, decode(answers))
 
-    def forget(self, rank: int) -> None:
+    def _ranks(self, numbers: list) -> frozenset[int]:
+        size = len(self._tree)
+        return frozenset(n for n in numbers if isinstance(n, int) and 0 <= n < size)
+
+    def disconnect(self, rank: int) -> None:
+        """Forgets a peer whose connection is closed."""
         self._heard.pop(rank, None)
+        self.unconnected |= {self._rank if rank == self._parent else rank}
 
     def repeat(self) -> None:
         """Sends reports again, also if they are the same as before."""
@@ -90,6 +103,7 @@ class Reports:
         """The new messages for peers, by rank."""
         below = [self._heard.get(rank, Report()) for rank in peers if rank != self._parent]
         above = self._heard.get(self._parent)
+        self.dead = self.dead.union(*(report.dead for report in self._heard.values()))
         silent = silent_peers.union(*(report.silent for report in below)) - {self._parent}
         asked = [*self._roll_call.questions(), *(c for report in below for c in report.questions)]
         questions = tuple(earliest(asked))
@@ -100,8 +114,8 @@ class Reports:
             )
             for call in (above.questions if above else questions)
         }
-        up = Report(silent, questions, answers)
-        down = above or up
+        up = Report(silent, self.dead, questions, answers)
+        down = above._replace(dead=self.dead) if above else up
         self.silent = down.silent | silent_peers
         self._roll_call.answers = down.answers
         messages = {rank: (up if rank == self._parent else down).message() for rank in peers}

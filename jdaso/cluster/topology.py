@@ -23,6 +23,12 @@ from jdaso.cluster.placement import Placement, Process, assign_nodes
 from jdaso.core.mpi_types import Comm
 from jdaso.core.types import JdasoError
 
+# What processes tell each other at the start. Linux allows host names of 64 bytes.
+_HOST = np.dtype([("host", "S64"), ("memory_group", "<i4")])
+_DEVICES = np.dtype(
+    [(name, "S16" if name == "platform" else "<i4") for name in Process._fields[3:]]
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
@@ -201,44 +207,63 @@ def discover_topology(
     use_enough_threads()
     comm = _world()
     rank = comm.Get_rank() if comm is not None else 0
+    hosts = _gather(comm, _HOST, socket.gethostname().encode(), _memory_group(comm))
     # Before JAX, because a process that finds no device must not leave the others waiting.
-    heartbeat = _start_heartbeat(comm) if comm is not None and comm.Get_size() > 1 else None
-    memory_group = rank
-    if comm is not None:
-        from mpi4py import MPI
-
-        on_host = comm.Split_type(MPI.COMM_TYPE_SHARED, key=rank)
-        memory_group = on_host.allreduce(rank, op=MPI.MIN)
-        on_host.Free()
-
-    def gathered(*about: Any) -> tuple[Process, ...]:
-        own = Process(rank, socket.gethostname(), memory_group, *about)
-        return tuple(comm.allgather(own)) if comm is not None else (own,)
-
+    heartbeat = _start_heartbeat(comm, hosts) if comm is not None and len(hosts) > 1 else None
     if join_processes and comm is not None:
         # Without a platform, all processes of a host are a node.
-        per_node, placements = assign_nodes(gathered("", 1), processes_per_node)
-        join_node(comm, placements, per_node)
+        alike = np.zeros(len(hosts), _DEVICES)
+        per_node, placements = assign_nodes(_processes(hosts, alike), processes_per_node)
+        join_node(comm, placements[rank], per_node)
     visible = tuple(jax.local_devices())
     program = jax.process_count(), jax.process_index()
-    processes = gathered(visible[0].platform, len(visible), *program)
+    devices = _gather(comm, _DEVICES, visible[0].platform.encode(), len(visible), *program)
+    processes = _processes(hosts, devices)
     per_node, placements = assign_nodes(processes, processes_per_node)
-    devices, joined = visible, program[0] > 1
+    joined = program[0] > 1
     if per_node > 1 and len(visible) > 1:
-        devices = (visible[placements[rank].local_rank],)
+        visible = (visible[placements[rank].local_rank],)
     if len(processes) == 1 and (warning := launch_environment.missing_srun(os.environ)):
         warnings.warn(f"jdaso: {warning}", RuntimeWarning, stacklevel=2)
-    return Topology(rank, processes, placements, per_node, devices, comm, heartbeat, joined)
+    return Topology(rank, processes, placements, per_node, visible, comm, heartbeat, joined)
 
 
-def _start_heartbeat(comm: Comm) -> Heartbeat:
+def _gather(comm: Comm | None, dtype: np.dtype, *own: Any) -> np.ndarray:
+    """The records of all processes, by rank. The own one has the fields ``own``."""
+    record = np.array([own], dtype)
+    if comm is None:
+        return record
+    records = np.empty(comm.Get_size(), dtype)
+    comm.Allgather(record.view(np.uint8), records.view(np.uint8))
+    return records
+
+
+def _memory_group(comm: Comm | None) -> int:
+    """The smallest rank among the processes that share memory with this one; collective."""
+    if comm is None:
+        return 0
+    from mpi4py import MPI
+
+    on_host = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.Get_rank())
+    first = on_host.bcast(comm.Get_rank())
+    on_host.Free()
+    return first
+
+
+def _processes(hosts: np.ndarray, devices: np.ndarray) -> tuple[Process, ...]:
+    names, groups = hosts["host"].tolist(), hosts["memory_group"].tolist()
+    platforms, *counts = (devices[name].tolist() for name in Process._fields[3:])
+    texts = map(bytes.decode, names), map(bytes.decode, platforms)
+    return tuple(map(Process, range(len(names)), texts[0], groups, texts[1], *counts))
+
+
+def _start_heartbeat(comm: Comm, hosts: np.ndarray) -> Heartbeat:
     """Starts the heartbeat. From now on all processes are aborted when one of them fails."""
-    hosts = comm.allgather(socket.gethostname())
 
     def describe(rank: int) -> str:
-        return f"rank {rank} ({hosts[rank]})"
+        return f"rank {rank} ({hosts['host'][rank].decode()})"
 
-    heartbeat = start_heartbeat(comm, describe, abort)
+    heartbeat = start_heartbeat(comm, hosts["memory_group"], describe, abort)
     at_exit(heartbeat.close)
     abort_on_exception(describe(comm.Get_rank()), functools.partial(_abort_all, heartbeat))
     return heartbeat

@@ -73,6 +73,15 @@ class Comm(Protocol):
     def Iprobe(self) -> bool:
         """Whether a message has arrived; makes progress."""
 
+    def Allgather(self, send: Any, receive: Any, /) -> None:
+        """Sends ``send`` to all processes, and receives theirs, by rank."""
+
+    def isend(self, value: Any, /, dest: int) -> Any:
+        """Starts sending a picklable value."""
+
+    def recv(self, *, source: int) -> Any:
+        """The picklable value that a process sends."""
+
     def gather(self, value: Any, /) -> list[Any] | None: ...
     def allgather(self, value: Any, /) -> list[Any]:
         """The picklable value of every process, by rank."""

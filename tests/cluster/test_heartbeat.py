@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +18,8 @@ from jdaso.cluster.json_socket import MAX_MESSAGE_BYTES, JsonSocket
 from jdaso.cluster.rendezvous import accept_peers, connect, new_secret
 
 TIMEOUT = 20  # seconds, for a busy machine
+STAR = np.zeros(4, int)  # all report to rank 0
+UNKNOWN = "unknown: no heartbeat connection leads to it"
 MALFORMED = [
     b"",
     b"\n",
@@ -29,25 +32,24 @@ MALFORMED = [
 ]
 
 
-class Star:
+class Job:
     """Heartbeats of several processes as threads of this one, and the aborts of each."""
 
-    def __init__(self, size):
-        self.size = size
-        pairs = {rank: socket.socketpair() for rank in range(1, size)}
-        self.aborts = {rank: queue.Queue() for rank in range(size)}
+    def __init__(self, tree):
+        self.tree = np.array(tree)
+        self.sockets = {rank: [] for rank in range(len(tree))}
+        self.aborts = {rank: queue.Queue() for rank in range(len(tree))}
+        for rank, parent in enumerate(tree[1:], 1):
+            ours, theirs = socket.socketpair()
+            self.sockets[parent].append(JsonSocket(ours, rank))
+            self.sockets[rank].append(JsonSocket(theirs, parent))
         self.heartbeats = [
-            self.heartbeat(0, [JsonSocket(ours, r) for r, (ours, _) in pairs.items()])
-        ]
-        self.heartbeats += [
-            self.heartbeat(r, [JsonSocket(theirs, 0)]) for r, (_, theirs) in pairs.items()
+            Heartbeat(rank, self.tree, sockets, "rank {}".format, self.recorder(rank))
+            for rank, sockets in self.sockets.items()
         ]
 
-    def heartbeat(self, rank, sockets):
-        self.sockets = {**getattr(self, "sockets", {}), rank: sockets}
-        return Heartbeat(
-            rank, sockets, "rank {}".format, lambda *abort: self.aborts[rank].put(abort)
-        )
+    def recorder(self, rank):
+        return lambda *abort: self.aborts[rank].put(abort)
 
     def dies(self, rank):
         self.heartbeats[rank]._closing = True  # a dead process sends nothing
@@ -58,6 +60,14 @@ class Star:
     def abort(self, rank):
         """The reason and the status with which a process was aborted."""
         return self.aborts[rank].get(timeout=TIMEOUT)
+
+
+def star_of(size):
+    return Job([0] * size)
+
+
+# Two levels below the first process: 1 and 2 report to it, 3 and 4 to 1, and 5 to 2.
+DEEP = [0, 0, 0, 1, 1, 2]
 
 
 @pytest.fixture
@@ -73,31 +83,46 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("dead", [1, 2])
-def test_a_death_aborts_all(dead):
-    star = Star(4)
-    star.dies(dead)
-    for rank in {0, 1, 2, 3} - {dead}:
-        reason, status = star.abort(rank)
+@pytest.mark.parametrize(
+    ("tree", "dead"), [([0] * 4, 1), ([0] * 3, 0)] + [(DEEP, r) for r in (0, 1, 4)]
+)
+def test_a_death_aborts_all(tree, dead):
+    job = Job(tree)
+    job.dies(dead)
+    for rank in set(range(len(tree))) - {dead}:
+        reason, status = job.abort(rank)
         assert reason.startswith(f"rank {dead} has died. Look for the cause")
         assert status == EXIT_NODE_LOST
 
 
-def test_the_death_of_rank_0_aborts_all():
-    star = Star(3)
-    star.dies(0)
-    for rank in (1, 2):
-        reason, status = star.abort(rank)
-        assert reason.startswith("rank 0 has died.")
-        assert status == EXIT_NODE_LOST
+def test_all_that_are_connected_learn_of_a_death_that_they_tolerate():
+    job, died = Job(DEEP), {rank: queue.Queue() for rank in range(6)}
+    for rank, heartbeat in enumerate(job.heartbeats):
+        heartbeat.tolerate_deaths(died[rank].put, silence=True, needed=frozenset({0}))
+    job.dies(4)
+    for rank in (0, 1, 2, 3, 5):
+        assert died[rank].get(timeout=TIMEOUT) == 4
+        assert "(unknown: no heartbeat" in job.heartbeats[rank].states(frozenset({4}))
+        assert "(alive" in job.heartbeats[rank].states(frozenset({0, 1, 2, 3, 5} - {rank}))
+    job.dies(1)  # rank 3 is on its own now
+    for rank in (0, 2, 3, 5):
+        assert died[rank].get(timeout=TIMEOUT) == 1
+        unknown = job.heartbeats[rank].states(frozenset({1, 3} if rank != 3 else {0, 1, 2, 4, 5}))
+        assert "(unknown: no heartbeat" in unknown
+        assert "alive" not in unknown
+    job.dies(0)  # which is needed
+    for rank in (2, 5):
+        assert job.abort(rank)[0].startswith("rank 0 has died.")
+    assert job.aborts[3].empty()
+    assert all(queue.empty() for queue in died.values())
 
 
 def test_rank_0_tolerates_a_death_but_its_own_aborts_the_others():
-    star, died = Star(4), queue.Queue()
+    star, died = star_of(4), queue.Queue()
     star.heartbeats[0].tolerate_deaths(died.put, silence=False)
     star.dies(2)
     assert died.get(timeout=TIMEOUT) == 2
-    assert "it has no heartbeat connection" in star.heartbeats[0].states(frozenset({2}))
+    assert "(unknown: no heartbeat connection" in star.heartbeats[0].states(frozenset({2}))
     star.heartbeats[3].broadcast_abort("the reason", 7)
     assert star.abort(0) == star.abort(1) == ("the reason", 7)
     star.dies(0)
@@ -107,7 +132,9 @@ def test_rank_0_tolerates_a_death_but_its_own_aborts_the_others():
 def test_a_long_silence_is_tolerated(fast, monkeypatch):
     monkeypatch.setattr(heartbeat_module, "LOST_SECONDS", 0.6)
     (ours, _theirs), aborts, died = socket.socketpair(), queue.Queue(), queue.Queue()
-    first = Heartbeat(0, [JsonSocket(ours, 1)], "rank {}".format, lambda *abort: aborts.put(abort))
+    first = Heartbeat(
+        0, STAR, [JsonSocket(ours, 1)], "rank {}".format, lambda *abort: aborts.put(abort)
+    )
     first.tolerate_deaths(died.put, silence=True)
     wait_until(lambda: first.silent_ranks() == {1})
     time.sleep(0.5)
@@ -119,7 +146,9 @@ def test_a_process_that_announced_its_exit_is_not_silent(fast, monkeypatch):
     """It may wait for others long after its heartbeat has closed down."""
     monkeypatch.setattr(heartbeat_module, "LOST_SECONDS", 0.6)
     (ours, theirs), aborts = socket.socketpair(), queue.Queue()
-    first = Heartbeat(0, [JsonSocket(ours, 1)], "rank {}".format, lambda *abort: aborts.put(abort))
+    first = Heartbeat(
+        0, STAR, [JsonSocket(ours, 1)], "rank {}".format, lambda *abort: aborts.put(abort)
+    )
     JsonSocket(theirs, 0).send("bye")
     time.sleep(1.0)
     assert first.silent_ranks() == set()
@@ -129,35 +158,36 @@ def test_a_process_that_announced_its_exit_is_not_silent(fast, monkeypatch):
 def test_a_long_silence_is_not_tolerated_where_only_deaths_are(fast, monkeypatch):
     monkeypatch.setattr(heartbeat_module, "LOST_SECONDS", 0.6)
     (ours, _theirs), aborts = socket.socketpair(), queue.Queue()
-    first = Heartbeat(0, [JsonSocket(ours, 1)], "rank {}".format, lambda *abort: aborts.put(abort))
+    first = Heartbeat(
+        0, STAR, [JsonSocket(ours, 1)], "rank {}".format, lambda *abort: aborts.put(abort)
+    )
     first.tolerate_deaths(lambda rank: None, silence=False)
     assert aborts.get(timeout=TIMEOUT)[1] == EXIT_NODE_LOST
 
 
 def test_without_rank_0_the_states_of_others_are_unknown():
-    star, died = Star(3), queue.Queue()
+    star, died = star_of(3), queue.Queue()
     star.heartbeats[1].tolerate_deaths(died.put, silence=False)
     star.dies(0)
     assert died.get(timeout=TIMEOUT) == 0
-    assert star.heartbeats[1].silent_ranks() == {0}
-    assert "rank 2 (unknown" in star.heartbeats[1].states(frozenset({2}))
+    assert "rank 0, rank 2 (unknown" in star.heartbeats[1].states(frozenset({0, 2}))
 
 
 def test_an_abort_reaches_all_with_its_status():
-    star = Star(3)
+    star = star_of(3)
     star.heartbeats[2].broadcast_abort("the reason", 7)
     assert star.abort(0) == star.abort(1) == ("the reason", 7)
 
 
 def test_a_long_reason_is_shortened():
-    star = Star(2)
+    star = star_of(2)
     star.heartbeats[1].broadcast_abort("\u00fc" * MAX_MESSAGE_BYTES + " at last", 1)
     reason, _ = star.abort(0)
     assert reason.endswith(" at last")
 
 
 def test_a_process_that_exits_normally_has_not_died():
-    star = Star(3)
+    star = star_of(3)
     for rank, peer in ((1, star.sockets[0][0]), (0, star.sockets[2][0])):
         star.heartbeats[rank].close()
         wait_until(lambda peer=peer: peer.exiting)
@@ -170,14 +200,16 @@ def test_silence_is_noticed_forwarded_and_over(fast):
     pairs = [socket.socketpair() for _ in range(2)]
     aborts = queue.Queue()
     heartbeats = [
-        Heartbeat(0, [JsonSocket(pairs[0][0], 1), JsonSocket(pairs[1][0], 2)], str, aborts.put),
-        Heartbeat(1, [JsonSocket(pairs[0][1], 0)], str, aborts.put),
+        Heartbeat(
+            0, STAR, [JsonSocket(pairs[0][0], 1), JsonSocket(pairs[1][0], 2)], str, aborts.put
+        ),
+        Heartbeat(1, STAR, [JsonSocket(pairs[0][1], 0)], str, aborts.put),
     ]
     for heartbeat in heartbeats:
         wait_until(lambda heartbeat=heartbeat: heartbeat.silent_ranks() == {2})
         assert heartbeat.states(frozenset({2})).startswith("2 (silent")
         assert "(alive" in heartbeat.states(frozenset({0, 2}))
-    Heartbeat(2, [JsonSocket(pairs[1][1], 0)], str, aborts.put)
+    Heartbeat(2, STAR, [JsonSocket(pairs[1][1], 0)], str, aborts.put)
     for heartbeat in heartbeats:
         wait_until(lambda heartbeat=heartbeat: heartbeat.silent_ranks() == frozenset())
     assert aborts.empty()
@@ -189,11 +221,12 @@ def test_a_long_silence_aborts_all(fast, monkeypatch):
     aborts = [queue.Queue(), queue.Queue()]
     Heartbeat(
         0,
+        STAR,
         [JsonSocket(pairs[0][0], 1), JsonSocket(pairs[1][0], 2)],
         str,
         lambda *e: aborts[0].put(e),
     )
-    Heartbeat(1, [JsonSocket(pairs[0][1], 0)], str, lambda *e: aborts[1].put(e))
+    Heartbeat(1, STAR, [JsonSocket(pairs[0][1], 0)], str, lambda *e: aborts[1].put(e))
     for received in aborts:
         reason, status = received.get(timeout=TIMEOUT)
         assert reason.startswith("2 was silent for 1 s. Check whether")
@@ -201,8 +234,10 @@ def test_a_long_silence_aborts_all(fast, monkeypatch):
 
 
 def test_a_rank_without_a_connection_is_not_called_alive():
-    heartbeat = Heartbeat(0, [], "rank {}".format, lambda *abort: None, frozenset({1}))
-    assert heartbeat.states(frozenset({1})) == "rank 1 (unknown: it has no heartbeat connection)"
+    heartbeat = Heartbeat(0, STAR, [], "rank {}".format, lambda *abort: None, frozenset({1}))
+    assert (
+        heartbeat.states(frozenset({1})) == "rank 1 (unknown: no heartbeat connection leads to it)"
+    )
     assert heartbeat.states(frozenset()) == "the other processes"
 
 
@@ -210,7 +245,7 @@ def test_a_rank_without_a_connection_is_not_called_alive():
 def test_malformed_messages_are_ignored(data):
     ours, theirs = socket.socketpair()
     aborts = queue.Queue()
-    Heartbeat(0, [JsonSocket(ours, 1)], str, lambda *abort: aborts.put(abort))
+    Heartbeat(0, STAR, [JsonSocket(ours, 1)], str, lambda *abort: aborts.put(abort))
     theirs.sendall(data)
     theirs.sendall(b'\n["end", "a message", 3]\n')
     assert aborts.get(timeout=TIMEOUT) == ("a message", 3)
@@ -255,42 +290,47 @@ def test_sending_does_not_block_if_the_peer_does_not_read():
 class Comm:
     """A communicator of threads of one process, with the methods that the heartbeat uses.
 
-    A broadcast completes only when rank 0 calls MPI again, as with OFI's sockets.
+    A message arrives only when its sender calls MPI again, as with OFI's sockets.
     """
 
-    def __init__(self, rank, barrier, given, called):
-        self.rank, self.barrier, self.given, self.called = rank, barrier, given, called
+    def __init__(self, rank, barrier, given, sent):
+        self.rank, self.barrier, self.given, self.sent = rank, barrier, given, sent
+        self.posted = []
 
     def Get_rank(self):
         return self.rank
 
-    def Get_size(self):
-        return self.barrier.parties
-
-    def allgather(self, value):
-        self.given[self.rank] = value
+    def Allgather(self, own, received):
+        self.given[self.rank] = own[0]
         self.barrier.wait(TIMEOUT)
-        values = [self.given[rank] for rank in range(self.barrier.parties)]
-        self.barrier.wait(TIMEOUT)
-        return values
+        received[:] = [self.given[rank] for rank in range(self.barrier.parties)]
 
-    def bcast(self, value):
-        received = self.allgather(value)[0]
-        assert self.rank == 0 or self.called.wait(TIMEOUT)
-        return received
+    def isend(self, value, dest):
+        self.posted.append((dest, value))
+        return self
+
+    def recv(self, source):
+        self.Iprobe()
+        return self.sent[self.rank].get(timeout=TIMEOUT)
 
     def Iprobe(self):
-        self.called.set()
+        while self.posted:
+            rank, value = self.posted.pop()
+            self.sent[rank].put(value)
+
+    wait = Iprobe
 
 
 def started(size):
-    """Heartbeats by rank, and the aborts of each."""
-    barrier, given, heartbeats, called = threading.Barrier(size), {}, {}, threading.Event()
+    """Heartbeats by rank, and the aborts of each. All processes are on one host."""
+    barrier, given, heartbeats = threading.Barrier(size), {}, {}
     aborts = {rank: queue.Queue() for rank in range(size)}
+    sent = {rank: queue.Queue() for rank in range(size)}
 
     def start(rank):
         heartbeats[rank] = start_heartbeat(
-            Comm(rank, barrier, given, called),
+            Comm(rank, barrier, given, sent),
+            np.zeros(size, int),
             "rank {}".format,
             lambda *abort: aborts[rank].put(abort),
         )
@@ -303,12 +343,16 @@ def started(size):
     return heartbeats, aborts
 
 
-def test_processes_connect_to_each_other(caplog):
-    heartbeats, aborts = started(4)
-    heartbeats[3].broadcast_abort("the reason", 5)
-    for rank in range(3):
+@pytest.mark.parametrize(("size", "group"), [(4, 32), (8, 2)])
+def test_processes_connect_to_each_other(caplog, monkeypatch, size, group):
+    monkeypatch.setattr("jdaso.cluster.tree.GROUP", group)
+    heartbeats, aborts = started(size)
+    assert max(len(heartbeat._sockets) for heartbeat in heartbeats.values()) <= group + 1
+    last = size - 1
+    assert heartbeats[last].broadcast_abort("the reason", 5)
+    for rank in range(last):
         assert aborts[rank].get(timeout=TIMEOUT) == ("the reason", 5)
-        assert "alive" in heartbeats[rank].states(frozenset({0, 1, 2, 3} - {rank}))
+        assert "(alive" in heartbeats[rank].states(frozenset(range(size)) - {rank})
     assert caplog.text == ""
 
 
@@ -319,9 +363,10 @@ def test_a_rank_that_cannot_connect_is_named_and_not_called_alive(monkeypatch, c
     monkeypatch.setattr(heartbeat_module, "connect", fail_for_rank_2)
     monkeypatch.setattr(heartbeat_module, "_CONNECT_SECONDS", 1.0)
     heartbeats, aborts = started(3)
-    assert "no heartbeat from rank 2: they could not connect to rank 0 at port" in caplog.text
+    assert "no heartbeat from rank 2: rank 2 could not connect to rank 0 at port" in caplog.text
     assert (
-        heartbeats[0].states(frozenset({2})) == "rank 2 (unknown: it has no heartbeat connection)"
+        heartbeats[0].states(frozenset({2}))
+        == "rank 2 (unknown: no heartbeat connection leads to it)"
     )
     assert "alive" in heartbeats[1].states(frozenset({0}))
     assert "alive" not in heartbeats[2].states(frozenset({0, 1}))
@@ -404,9 +449,9 @@ def test_connecting_times_out():
 
 
 def test_with_a_silent_rank_0_the_states_of_others_are_unknown():
-    heartbeat = Heartbeat(1, [], "rank {}".format, lambda *abort: None)
+    heartbeat = Heartbeat(1, STAR, [], "rank {}".format, lambda *abort: None)
     heartbeat._reports.silent = frozenset({0})
-    assert heartbeat.states(frozenset({2})).startswith("rank 2 (unknown: rank 0, which forwards")
+    assert heartbeat.states(frozenset({2})).startswith("rank 2 (unknown: no heartbeat connection")
     assert "rank 0 (silent" in heartbeat.states(frozenset({0, 2}))
 
 
@@ -416,23 +461,9 @@ def test_without_a_network_a_warning_is_logged(monkeypatch, caplog):
 
     monkeypatch.setattr(socket, "create_server", refuse)
 
-    class Comm:
-        def __init__(self, rank):
-            self.rank, self.size = rank, 2
-
-        def Get_rank(self):
-            return self.rank
-
-        def Get_size(self):
-            return self.size
-
-        def bcast(self, value):
-            return None
-
-        def allgather(self, value):
-            return [True, False]
-
-    for rank in (0, 1):
-        heartbeat = start_heartbeat(Comm(rank), "rank {}".format, lambda *abort: None)
-        assert "no heartbeat" in heartbeat.states(frozenset({1 - rank}))
-    assert "no heartbeat from rank 1" in caplog.text
+    heartbeats, _ = started(3)
+    for rank, heartbeat in heartbeats.items():
+        others = heartbeat.states(frozenset({0, 1, 2}) - {rank})
+        assert "no heartbeat connection" in others
+        assert "alive" not in others
+    assert "no heartbeat from rank 1, rank 2: rank 1 could not connect to rank 0" in caplog.text

@@ -1,5 +1,6 @@
 """Who has not posted an operation: questions go up a tree of processes, and answers come down."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,8 +34,8 @@ class Tree:
         self.parents = parents
         self.calls = [RollCall(rank, lambda: None) for rank in range(len(parents))]
         self.reports = [
-            Reports(rank, parent, str, frozenset(), self.calls[rank])
-            for rank, parent in enumerate(parents)
+            Reports(rank, np.array(parents), str, frozenset(), self.calls[rank])
+            for rank in range(len(parents))
         ]
         self.most = 0
 

@@ -98,6 +98,11 @@ def mpi_center(
     comm = topology.duplicate_comm()
     serves = topology.rank == frames.SERVER
     hosted = _start_server(topology, comm, gone_after, record) if serves else None
+    if topology.heartbeat is not None:
+        # Only the server handles deaths, but all forward them.
+        on_death = hosted.liveness.set_died if hosted else lambda worker: None
+        needed = frozenset({frames.SERVER})
+        topology.heartbeat.tolerate_deaths(on_death, silence=True, needed=needed)
     policy = (worker_exit.server_policy if serves else worker_exit.worker_policy)(topology)
     worker_exit.ignore_death_signal()
     connection = Connection(topology, comm, timeout, gone_after / _HEARTBEATS, policy)
@@ -224,8 +229,6 @@ def _start_server(
     """Starts the thread of the server, which ends after all workers."""
     server = CenterServer(topology.num_nodes, topology.describe, record)
     liveness = Liveness(topology.num_nodes, topology.describe, gone_after, time.monotonic())
-    if topology.heartbeat is not None:
-        topology.heartbeat.tolerate_deaths(liveness.set_died, silence=True)
 
     def operation() -> Operation:
         try:

@@ -1,0 +1,52 @@
+"""The tree of processes in which heartbeats travel."""
+
+from collections.abc import Collection
+
+import numpy as np
+
+# As many processes of its own host report to a process at most, and as many first ones of others.
+GROUP = 32
+
+
+def parents(memory_groups: np.ndarray) -> np.ndarray:
+    """The rank to which each rank reports. Rank 0 reports to itself.
+
+    The first process of each host reports to that of another host, and the others within their
+    host. No process has more than ``2 GROUP`` others that report to it.
+
+    Args:
+        memory_groups: For each rank, the smallest rank of its host, int[P].
+
+    >>> parents(np.array([0, 0, 0, 3, 3, 5]))
+    array([0, 0, 0, 0, 3, 0])
+    """
+    first_ranks, hosts = np.unique(memory_groups, return_inverse=True)
+    order = np.argsort(hosts, kind="stable")  # all ranks, host by host
+    first_places = np.searchsorted(hosts[order], np.arange(len(first_ranks)))
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order))
+    local = places - first_places[hosts]
+    within = order[first_places[hosts] + np.maximum(local - 1, 0) // GROUP]
+    between = first_ranks[np.maximum(hosts - 1, 0) // GROUP]
+    return np.where(local > 0, within, between)
+
+
+def connected(
+    tree: np.ndarray, rank: int, unconnected: Collection[int], gone: Collection[int]
+) -> np.ndarray:
+    """For each rank, whether messages travel between it and ``rank``, bool[P].
+
+    Args:
+        tree: The result of :func:`parents`.
+        unconnected: Ranks without a connection to their parents.
+        gone: Ranks that neither send nor forward messages.
+
+    >>> connected(np.array([0, 0, 0, 1, 3]), 0, unconnected=[], gone=[3])
+    array([ True,  True,  True, False, False])
+    """
+    cut = np.isin(tree, list(gone))
+    cut[[*unconnected, *gone]] = True
+    top = np.where(cut, np.arange(len(tree)), tree)
+    while (top[top] != top).any():
+        top = top[top]
+    return top == top[rank]
