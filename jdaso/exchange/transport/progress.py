@@ -23,6 +23,8 @@ from jdaso.exchange.transport.request import Request
 
 # After a longer pause between two polls, the process was stopped or the machine was suspended.
 _SUSPENDED_SECONDS = 5.0
+# Without operations, the thread looks for deaths this often, if a job survives them.
+_IDLE_SECONDS = 0.5
 # If nobody has awaited an error for this long, the program is blocked somewhere else.
 _UNAWAITED_SECONDS = 60.0
 # The pause between two polls is a fraction of the time since the last progress, within these
@@ -156,7 +158,7 @@ class Progress:
 
     def _loop(self) -> None:
         polling = Polling()
-        while requests := self._next_requests(polling):
+        while (requests := self._next_requests(polling)) or not self._closing:
             if (paused := polling.start()) > _SUSPENDED_SECONDS:
                 for request in requests:
                     request.postpone(paused)
@@ -171,18 +173,18 @@ class Progress:
                 for request in requests:
                     if not request.done.is_set():
                         request.restart()
-            if not self._remove_completed(requests):
+            if requests and not self._remove_completed(requests):
                 states = [request.state for request in requests]
                 with self._changed:
                     self._changed.wait(polling.pause(states, awaited=self._waiters > 0))
 
     def _next_requests(self, polling: Polling) -> list[Request]:
-        """Waits until there are requests, and returns them; none when the thread must end."""
+        """The requests. Without any, it waits for the next one, or until it is time to poll."""
         with self._changed:
-            while not self._requests and not self._closing:
+            if not self._requests and not self._closing:
                 unawaited = not all(request.awaited for request in self._failed)
-                self._changed.wait(_UNAWAITED_SECONDS if unawaited else None)
-                self._abort_if_unawaited()
+                limit = _UNAWAITED_SECONDS if unawaited else None
+                self._changed.wait(_IDLE_SECONDS if self._peers.recovery else limit)
                 polling.reset()
             return list(self._requests)
 

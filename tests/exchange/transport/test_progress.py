@@ -68,6 +68,29 @@ def test_only_the_exit_of_a_process_that_is_missing_fails_an_operation(progress,
         progress.wait(progress.submit(waiting_until(lambda: False), "an exchange"))
 
 
+def test_a_death_is_repaired_while_no_operation_is_in_progress(aborts, monkeypatch):
+    repaired = threading.Event()
+
+    class Recovery:
+        def can_repair(self, error):
+            return isinstance(error, ConnectionError)
+
+        def repair(self):
+            repaired.set()
+            return Topology()
+
+    def exited(barrier):
+        if not repaired.is_set():
+            raise ConnectionError("a process has died")
+        return frozenset()
+
+    monkeypatch.setattr(ExitBarrier, "exited", exited)
+    idle = Progress(Topology(), TIMEOUT, ExitBarrier(), aborts.put, Recovery())
+    assert repaired.wait(PATIENCE)
+    idle.close()
+    assert aborts.empty()
+
+
 def waiting_until(condition):
     while not condition():
         yield WaitState(frozenset({1}))
