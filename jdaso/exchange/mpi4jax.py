@@ -23,6 +23,8 @@ from jdaso.exchange.axis import one_node
 from jdaso.exchange.synchronous import stored_exchange
 from jdaso.exchange.transport.collectives import check_alike
 
+# mpi4jax counts elements in 32 bits, without a check.
+_MOST_ELEMENTS = 2**31 - 1
 _NO_INT8 = "mpi4jax_exchange has no wire 'int8': use mpi_exchange, or a wire of 16 bits."
 
 
@@ -148,6 +150,11 @@ def _all_reduce(mpi4jax: Any, comm: Comm | None, size: int, vector: jax.Array) -
 
 def _bits(x: jax.Array) -> jax.Array:
     """The bits as unsigned integers, because mpi4jax has neither bfloat16 nor float16."""
+    if x.size > _MOST_ELEMENTS:
+        raise ValueError(
+            f"mpi4jax sends at most {_MOST_ELEMENTS} elements of a dtype, got {x.size}: use "
+            "mpi_exchange."
+        )
     if x.dtype == np.bool_:
         return x.astype(jnp.uint8)
     return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))

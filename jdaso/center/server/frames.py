@@ -21,6 +21,8 @@ EXCHANGE, JOIN, READ, WRITE, ALIVE, END, REPLY, REFUSAL = range(8)
 # The rank of the process that runs the server.
 SERVER = 0
 _MAGIC = 0x6A64
+# The longest message of an MPI that counts bytes in 32 bits.
+_MOST_BYTES = 2**31 - 1
 # Magic number, kind, request, contributes, fingerprint, and length of the content.
 _HEAD = struct.Struct("<4i2q")
 
@@ -40,11 +42,26 @@ def pack(
     contributes: bool = True,
     fingerprint: int = 0,
 ) -> np.ndarray:
-    """A frame, uint8, whose content is the concatenation of arrays."""
+    """A frame, uint8, whose content is the concatenation of arrays.
+
+    It raises ValueError if MPI cannot send a frame of this length.
+    """
     contents = [part.reshape(-1).view(np.uint8) for part in parts]
     length = sum(len(content) for content in contents)
+    if _HEAD.size + length > _MOST_BYTES and not _has_large_counts():
+        raise ValueError(
+            f"a message between a worker and the centre would have {length} bytes, and this MPI "
+            f"sends at most {_MOST_BYTES}: use an MPI of version 4, such as MPICH, or fewer "
+            "parameters."
+        )
     head = _HEAD.pack(_MAGIC, kind, request, contributes, fingerprint, length)
     return np.concatenate([np.frombuffer(head, np.uint8), *contents])
+
+
+def _has_large_counts() -> bool:
+    from mpi4py import MPI
+
+    return MPI.Get_version() >= (4, 0)
 
 
 def unpack(frame: np.ndarray) -> Frame:

@@ -207,6 +207,20 @@ def test_a_state_that_was_read_can_be_written():
     assert again.average[0].tolist() == saved.average[0].tolist()
 
 
+def test_a_reply_that_mpi_cannot_count_is_refused(monkeypatch):
+    rule, params = averaging_rule(), {"b": np.zeros(300, np.float32)}
+    server = CenterServer(3, "rank {}".format)
+    server.rule = rule
+    request = joining(rule, params, leaves=[params["b"]])
+    monkeypatch.setattr(frames, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(frames, "_has_large_counts", lambda: False)
+    assert "bytes, and this MPI sends at most 1000: use" in refusal(server, 0, request)
+    with pytest.raises(ValueError, match="would have 1200 bytes"):
+        exchange(rule, [params["b"]])
+    monkeypatch.setattr(frames, "_has_large_counts", lambda: True)
+    assert ask(server, 0, request)[0] == REPLY
+
+
 @pytest.mark.parametrize("size", [0, 7, 31, 100])
 def test_a_message_that_is_no_frame_is_an_error(size):
     with pytest.raises(ValueError, match=f"a message of {size} bytes"):

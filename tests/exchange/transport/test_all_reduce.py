@@ -266,6 +266,34 @@ def test_counts_stay_below_the_limit_of_mpi(monkeypatch):
     assert row_bytes(vector) == 65
 
 
+def test_counts_of_more_than_2_to_31_elements_fit_into_32_bits():
+    vector = np.empty(2**31 + 7, np.uint8)  # memory that is not read takes no space
+    counted = 0
+
+    class Comm:
+        def Get_rank(self):
+            return 1
+
+        def Get_size(self):
+            return 3
+
+        def Ialltoallv(self, send, receive):
+            nonlocal counted
+            for array, numbers, _ in (send, receive):
+                assert all((x >= 0).all() and x.dtype == np.int32 for x in numbers)
+                assert np.sum(numbers, axis=0).max() <= array.nbytes
+            counted += send[1][0].sum(dtype=np.int64)
+            raise InterruptedError
+
+    for place in segments(vector):
+        segment = vector[place]
+        owned = shards(len(segment), 3)
+        with pytest.raises(InterruptedError):
+            next(all_reduce(Comm(), segment, segment, segment, owned, 2**31 - 1))
+        counted += owned.counts[1]  # it sends nothing to itself
+    assert counted == len(vector)
+
+
 @pytest.mark.parametrize("members", [2, 1024, 8192])
 def test_messages_are_large_with_many_members(members):
     """64 KB at least, if each shard has as much."""
