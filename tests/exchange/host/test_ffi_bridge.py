@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jdaso.core.exchange import HEADER_SIZE
 from jdaso.exchange.host import ffi_bridge
@@ -175,6 +176,45 @@ def test_what_uses_a_token_comes_after_what_computes_the_arrays(bridge):
     assert nothing == []
     for x, y in zip(arrays, doubled, strict=True):
         assert y.tolist() == (2 * x).tolist()
+
+
+@pytest.fixture
+def cached(tmp_path):
+    """Compiles a function of a token; returns the number of programs in an own persistent cache."""
+
+    def count(function):
+        jax.jit(function).lower(jnp.int32(0)).compile()
+        return len(list(tmp_path.glob("jit__lambda*-cache")))
+
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    compilation_cache.reset_cache()
+    yield count
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+def test_the_persistent_cache_tells_queues_layouts_and_parts_apart(bridge, transport, cached):
+    other = FfiBridge(transport, "cpu", devices=1)
+    layout = unsharded([LeafSpec((3,), np.dtype("float32"))] * 2)
+    another = layout._replace(fingerprint=1)
+    x, first, second = jnp.ones(3), slice(0, 1), slice(1, 2)
+
+    def count(bridge, layout, part=first):
+        return cached(lambda token: bridge.post(layout, 0, [x], token, 0, 0, HEADER, part))
+
+    assert [count(bridge, layout), count(bridge, layout)] == [1, 1]
+    assert [count(other, layout), count(bridge, another)] == [2, 3]
+    assert count(bridge, layout, second) == 4
+
+    def count(bridge, readers, part=first, last=False):
+        like = [jax.ShapeDtypeStruct((3,), jnp.float32)]
+        return cached(lambda token: bridge.collect(readers, 0, like, token, 0, part, last))
+
+    assert [count(bridge, 1), count(bridge, 1)] == [5, 5]
+    assert [count(other, 1), count(bridge, 2), count(bridge, 1, second)] == [6, 7, 8]
+    assert count(bridge, 1, last=True) == 9
+    other.close()
 
 
 @pytest.mark.parametrize(
