@@ -1,4 +1,5 @@
 # make demo   sets up .venv (MPI runtime included) and trains a ResNet with DASO on two processes
+# make demo-lm  trains a small language model with DiLoCo on two processes
 # make test-fast  runs the tests that need one process; 4 minutes
 # make test   passes lint, types and the tests of a contributor; 12 minutes
 # make test-all  adds whole trainings, and compiles with optimizations
@@ -13,7 +14,7 @@ export PATH := $(BIN):$(PATH)
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 
-.PHONY: demo test-fast test test-all lint docs bench clean
+.PHONY: demo demo-lm test-fast test test-all lint docs bench clean
 
 # mpi4jax is built from source: mpicc must be on PATH first, hence an earlier pip call for the
 # MPI runtime. Its build takes any nvcc on PATH for a sign of CUDA beside it; CUDA_PATH set to an
@@ -30,6 +31,10 @@ $(VENV)/.installed: pyproject.toml setup.py $(wildcard jdaso/exchange/host/*.cc 
 demo: $(VENV)/.installed
 	rm -rf runs/demo
 	mpiexec -n 2 $(BIN)/python examples/train.py --devices 2 --out runs/demo
+
+demo-lm: $(VENV)/.installed
+	rm -rf runs/demo-lm
+	mpiexec -n 2 $(BIN)/python examples/language_model.py --out runs/demo-lm
 
 lint: $(VENV)/.installed
 	ruff check .

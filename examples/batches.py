@@ -25,12 +25,23 @@ WORKER_THREADS = 2  # per worker process, so that one reads while the other deco
 
 
 def train_indices(
-    num_images: int, part: int, num_parts: int, batch_size: int, seed: int, epoch: int
+    num_images: int,
+    part: int,
+    num_parts: int,
+    batch_size: int,
+    seed: int,
+    epoch: int,
+    own_parts: bool = False,
 ) -> np.ndarray:
     """The indices of one process's images in one epoch, of shape (steps, batch_size).
 
-    Images that do not fill a batch on every process are left out. They differ in every epoch.
+    Images that do not fill a batch on every process are left out. They differ in every epoch. With
+    ``own_parts``, see :class:`data.Split`, a process takes indices of its own range only.
     """
+    if own_parts:
+        steps, size = steps_per_epoch(num_images, num_parts, batch_size), num_images // num_parts
+        order = part * size + np.random.default_rng((seed, epoch, part)).permutation(size)
+        return order[: steps * batch_size].reshape(steps, batch_size)
     return epoch_batches(num_images, num_parts, batch_size, seed, epoch)[:, part]
 
 
@@ -74,7 +85,7 @@ def train_batches(
         ValueError: If there are too few images for one step. The iterator raises it if an image
             cannot be read.
     """
-    items = _TrainingItems(split.size, part, num_parts, batch_size, epochs, seed)
+    items = _TrainingItems(split, part, num_parts, batch_size, epochs, seed)
     load = functools.partial(_load_train, split.load, seed)
     return _batches(items, load, batch_size, workers, start)
 
@@ -97,9 +108,10 @@ def test_batches(
 class _TrainingItems:
     """The source for grain: (epoch, image index) for each position in a training."""
 
-    def __init__(self, num_images, part, num_parts, batch_size, epochs, seed):
-        self.arguments = num_images, part, num_parts, batch_size, seed
-        self.per_epoch = steps_per_epoch(num_images, num_parts, batch_size) * batch_size
+    def __init__(self, split, part, num_parts, batch_size, epochs, seed):
+        self.arguments = split.size, part, num_parts, batch_size, seed
+        self.own_parts = split.own_parts
+        self.per_epoch = steps_per_epoch(split.size, num_parts, batch_size) * batch_size
         self.epochs = epochs
 
     def __len__(self):
@@ -107,7 +119,7 @@ class _TrainingItems:
 
     def __getitem__(self, position):
         epoch, position = divmod(position, self.per_epoch)
-        return epoch, _flat_train_indices(*self.arguments, epoch)[position]
+        return epoch, _flat_train_indices(*self.arguments, epoch, self.own_parts)[position]
 
 
 @functools.lru_cache(maxsize=2)  # threads may load two consecutive epochs at the same time

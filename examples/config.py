@@ -20,9 +20,10 @@ import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 DELAYED = {"fragments": 1, "wire": None, "moments": "local"}
+OUTER = {"outer_rate": 0.7, "outer_momentum": 0.9, "outer_warmup": 0}
 #: The values of sync, with the keys that each algorithm uses and their defaults.
 SYNC = {
     "daso": {"period": 4, "delay": 2, **DELAYED},
@@ -31,7 +32,7 @@ SYNC = {
     "post_local_sgd": {"period": 4, "wire": None, "moments": "local"},
     "easgd": {"period": 4, "wire": None},
     "eamsgd": {"period": 4, "wire": None},
-    "diloco": {"period": 4, "delay": 2, "own_weight": 0.5, **DELAYED},
+    "diloco": {"period": 4, "delay": 2, "own_weight": 0.5, **OUTER, **DELAYED},
     "allreduce_gradients": {"wire": None},
     "none": {},
 }
@@ -41,9 +42,14 @@ SHARED = {
     "passm": {"processes": None},
     "passm_plus": {"processes": None, "switches": ()},
 }
+#: The same for the local optimizer.
+OPTIMIZERS = {
+    "sgd": {"momentum": 0.9},
+    "adamw": {"beta1": 0.9, "beta2": 0.99},
+}
 #: The same for the decay of the learning rate.
 DECAY = {
-    "cosine": {},
+    "cosine": {"decay_floor": 0.0},
     "plateau": {"decay_factor": 0.5, "decay_patience": 5, "decay_threshold": 0.05},
     "step": {"decay_factor": 0.1, "decay_epochs": ()},
     "constant": {},
@@ -61,22 +67,37 @@ def key(default: Any, text: str, valid: str | tuple[str, ...] = "") -> Any:
 class Config:
     """The keys of every program. None stands for the default of the algorithm.
 
-    A program adds the keys of its data and its models in a subclass.
+    A program adds the keys of its data and its models in a subclass. It may replace ``CHOOSERS``:
+    for each key that chooses an algorithm its values, each with the keys that it uses and their
+    defaults.
     """
 
-    workers: int = key(0, "worker processes that load images; 0 loads with threads", "[0, inf)")
+    CHOOSERS: ClassVar[dict[str, dict[str, dict[str, Any]]]] = {
+        "sync": SYNC | SHARED,
+        "optimizer": OPTIMIZERS,
+        "decay": DECAY,
+    }
+
+    workers: int = key(0, "worker processes that load data; 0 loads with threads", "[0, inf)")
     compute_dtype: str = key("float32", "dtype of activations", ("float32", "bfloat16"))
-    epochs: int = key(24, "passes over the images", "[1, inf)")
-    batch_size: int = key(16, "images per device and step", "[1, inf)")
-    learning_rate: float = key(0.025, "per device; the peak is this times the devices", "(0, inf)")
+    epochs: int = key(24, "passes over the data", "[1, inf)")
+    batch_size: int = key(16, "images or sequences per device and step", "[1, inf)")
+    accumulate: int = key(1, "micro-batches into which a device's batch is cut", "[1, inf)")
+    shard: bool = key(False, "spread parameters and optimizer state over a node's devices")
+    optimizer: str = key("sgd", "optimizer of a node", tuple(OPTIMIZERS))
+    learning_rate: float = key(0.025, "adamw: peak; sgd: peak for each device", "(0, inf)")
     warmup_epochs: int = key(3, "epochs in which the rate rises and daso blocks", "[0, inf)")
     cooldown_epochs: int = key(3, "epochs at the end in which daso blocks", "[0, inf)")
     decay: str = key("cosine", "decay of the learning rate after warm-up", tuple(DECAY))
+    decay_floor: float | None = key(None, "fraction of the peak where cosine ends (0)", "[0, 1)")
     decay_factor: float | None = key(None, "factor of plateau (0.5), of step (0.1)", "(0, 1)")
     decay_patience: int | None = key(None, "stable epochs before plateau decays (5)", "[1, inf)")
     decay_threshold: float | None = key(None, "smallest progress for plateau (0.05)", "(0, 1)")
     decay_epochs: tuple[int, ...] = key((), "epochs at which step decays", "[1, inf)")
-    momentum: float = key(0.9, "momentum of SGD", "[0, 1)")
+    momentum: float | None = key(None, "momentum of sgd (0.9)", "[0, 1)")
+    beta1: float | None = key(None, "decay of adamw's mean of gradients (0.9)", "[0, 1)")
+    beta2: float | None = key(None, "decay of adamw's mean of squares (0.99)", "[0, 1)")
+    clip: float | None = key(None, "largest norm of a node's gradients (none)", "(0, inf)")
     nesterov: bool = key(False, "use Nesterov's momentum")
     weight_decay: float = key(1e-4, "decay of weights, not of norms and biases", "[0, inf)")
     seed: int = key(0, "seed of parameters, order and augmentation", "[0, inf)")
@@ -86,6 +107,9 @@ class Config:
     delay: int | None = key(None, "steps until a merge (2); daso, dasgd, diloco", "[0, inf)")
     own_weight: float | None = key(None, "xi of dasgd (0.25), mix of diloco (0.5)", "[0, 1]")
     fragments: int | None = key(None, "parts of the model (1); daso, dasgd, diloco", "[1, inf)")
+    outer_rate: float | None = key(None, "outer learning rate of diloco (0.7)", "(0, inf)")
+    outer_momentum: float | None = key(None, "outer Nesterov momentum (0.9)", "[0, 1)")
+    outer_warmup: int | None = key(None, "rounds of plain averaging before it (0)", "[0, inf)")
     wire: str | None = key(None, "dtype on the wire", ("float32", "bfloat16", "float16", "int8"))
     moments: str | None = key(None, "momenta at a merge (local)", ("local", "average", "reset"))
 
@@ -191,7 +215,7 @@ def complete(config: Config) -> Config:
         field.name: _checked(option(field.name), getattr(config, field.name), field, *kind)
         for field, *kind in _keys(config)
     }
-    for chooser, users in (("sync", SYNC | SHARED), ("decay", DECAY)):
+    for chooser, users in config.CHOOSERS.items():
         own = users[values[chooser]]
         for name in {name: None for options in users.values() for name in options}:
             if values[name] in (None, ()):
@@ -272,12 +296,27 @@ def _check_together(config: Config) -> None:
         raise SystemExit(
             f"--on-failure shrink has no effect with --sync {config.sync}; leave it out."
         )
+    if config.batch_size % config.accumulate:
+        raise SystemExit(
+            f"--batch-size must be a multiple of --accumulate {config.accumulate}, got "
+            f"{config.batch_size}."
+        )
+    if config.optimizer != "sgd" and config.sync in ("eamsgd", *SHARED):
+        raise SystemExit(f"--sync {config.sync} needs --optimizer sgd, got {config.optimizer}.")
+    if config.sync in SHARED:
+        for name in ("shard", "clip", "accumulate", "nesterov"):
+            if getattr(config, name) != getattr(Config, name):
+                raise SystemExit(
+                    f"{option(name)} has no effect with --sync {config.sync}; leave it out."
+                )
+    if config.nesterov and config.optimizer != "sgd":
+        raise SystemExit(
+            f"--nesterov has no effect with --optimizer {config.optimizer}; leave it out."
+        )
     if config.nesterov and config.sync == "eamsgd":
         raise SystemExit(
             "--nesterov has no effect with --sync eamsgd, which uses Nesterov's momentum."
         )
-    if config.nesterov and config.sync in SHARED:
-        raise SystemExit(f"--nesterov has no effect with --sync {config.sync}; leave it out.")
     if list(config.switches) != sorted({epoch for epoch in config.switches if epoch < epochs}):
         switches = list(config.switches)
         raise SystemExit(f"--switches must increase within [1, {epochs}), got {switches}.")

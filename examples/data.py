@@ -28,19 +28,26 @@ class Split(NamedTuple):
         load: ``(index, rng) -> (image, label)``. The image is uint8 of shape (height, width,
             channels) and is augmented if ``rng`` is not None. The label is int32 of any shape, and
             -1 where it is unknown. The function must be picklable for worker processes.
+        own_parts: Whether a process trains on the same range of indices in all epochs. Otherwise
+            all indices are divided anew in every epoch.
     """
 
     size: int
     load: Callable[[int, np.random.Generator | None], tuple[np.ndarray, np.ndarray]]
+    own_parts: bool = False
 
 
 class Dataset(NamedTuple):
-    """The training and test images, and the sizes that a model depends on."""
+    """The training and test images, and the sizes that a model depends on.
+
+    ``fingerprint`` is a non-negative int32 that tells data of the same size apart, or 0.
+    """
 
     train: Split
     test: Split
     num_classes: int
     channels: int
+    fingerprint: int = 0
 
 
 def load(config) -> Dataset:

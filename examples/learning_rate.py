@@ -34,11 +34,11 @@ class LearningRate(NamedTuple):
 def create(config: Config, num_devices: int) -> LearningRate:
     """Creates the learning rate of a configuration.
 
-    The linear scaling rule gives the peak, ``config.learning_rate * num_devices``. The learning
-    rate rises linearly from 0 to the peak during W warm-up epochs. After e of E epochs it is the
-    peak multiplied by
+    With SGD the linear scaling rule gives the peak, ``config.learning_rate * num_devices``. With
+    AdamW the peak is ``config.learning_rate``. The learning rate rises linearly from 0 to the peak
+    during W warm-up epochs. After e of E epochs it is the peak multiplied by
 
-        cosine:    (1 + cos(pi (e - W) / (E - W))) / 2
+        cosine:    f + (1 - f) (1 + cos(pi (e - W) / (E - W))) / 2 with f = decay_floor
         step:      decay_factor for each of decay_epochs that has begun
         plateau:   decay_factor for each time that the loss was stable for decay_patience epochs
         constant:  1
@@ -55,11 +55,14 @@ def create(config: Config, num_devices: int) -> LearningRate:
         and 2.2, where the warm-up starts at the rate of one device. The plateau is that of
         daso-journal, Table 1.
     """
-    peak, factor = config.learning_rate * num_devices, config.decay_factor
+    peak, factor = config.learning_rate, config.decay_factor
+    if config.optimizer == "sgd":
+        peak *= num_devices
     warmup, total = config.warmup_epochs, config.epochs
 
     def cosine(state, epochs: float) -> float:
-        return (1 + math.cos(math.pi * min((epochs - warmup) / (total - warmup), 1))) / 2
+        wave = (1 + math.cos(math.pi * min((epochs - warmup) / (total - warmup), 1))) / 2
+        return config.decay_floor + (1 - config.decay_floor) * wave
 
     def step(state, epochs: float) -> float:
         return factor ** sum(epochs >= begun for begun in config.decay_epochs)

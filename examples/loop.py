@@ -54,7 +54,9 @@ def train(
     if config.resume:
         position, begin = resume(setup, checkpoints, position)
     epochs = begin // setup.epoch_steps
-    watch = Watch(out, first, config.tensorboard, setup.images_per_step, setup.total, begin, epochs)
+    tokens = setup.task.tokens
+    count, unit = setup.items_per_step * (tokens or 1), "tok" if tokens else "img"
+    watch = Watch(out, first, config.tensorboard, count, setup.total, begin, epochs, unit)
     done, line, stop = take_steps(setup, position, begin, checkpoints, watch, preemption)
     checkpoints.close()
     watch.close()
@@ -62,6 +64,8 @@ def train(
         print(f"stopped by a signal and saved at step {done} of {setup.total}; --resume continues")
     elif first and line:
         report([out])
+        if "sample" in line:
+            print(f"\n{line['sample']}\n")
         print(summary(setup, line))
     return jdaso.cluster.EXIT_TRY_AGAIN if stop else 0
 
@@ -81,7 +85,8 @@ def take_steps(
         ended (None if no epoch ended), and whether a signal stopped the training.
     """
     state, decay, before = position
-    total, epoch_steps, images = setup.total, setup.epoch_steps, setup.images_per_step
+    total, epoch_steps, tokens = setup.total, setup.epoch_steps, setup.task.tokens
+    count, speed = setup.items_per_step * (tokens or 1), "tokens" if tokens else "images"
     start = epoch_start = time.perf_counter()
     done = epoch_begin = begin
     line, stop = None, False
@@ -113,7 +118,7 @@ def take_steps(
                 **scores,
                 "learning_rate": float(rate),
                 "drift": drift,
-                "images_per_second": (done - epoch_begin) * images / seconds,
+                f"{speed}_per_second": (done - epoch_begin) * count / seconds,
                 "nodes": (setup.world.topology() or setup.topology).num_nodes,
                 **numbers(plan, metrics),
             }
@@ -128,7 +133,7 @@ def take_steps(
     return done, line, stop
 
 
-def end_epoch(setup: Setup, state: TrainState, last: bool) -> tuple[TrainState, dict[str, float]]:
+def end_epoch(setup: Setup, state: TrainState, last: bool) -> tuple[TrainState, dict[str, Any]]:
     """Evaluates after an epoch. Returns the state for the next epoch, the loss and the scores."""
     optimizer, loss = setup.optimizer, mean_of(setup, state.losses[0] / state.losses[1])
     if last and optimizer.averaging is not None:
@@ -137,7 +142,10 @@ def end_epoch(setup: Setup, state: TrainState, last: bool) -> tuple[TrainState, 
     # Batch statistics differ between nodes, and parameters may differ as well. Their mean is
     # evaluated.
     own = (optimizer.evaluated(state.params, state.opt_state), state.stats)
-    scores = evaluate(setup, *jdaso.consensus(optimizer.exchange, own, state.opt_state))
+    params, stats = jdaso.consensus(optimizer.exchange, own, state.opt_state)
+    scores = evaluate(setup, params, stats)
+    if last and setup.task.sample is not None:
+        scores["sample"] = setup.task.sample(params)
     return state._replace(losses=no_losses(setup)), {"loss": float(loss), **scores}
 
 
@@ -159,7 +167,7 @@ def summary(setup: Setup, line: dict[str, Any]) -> str:
     scores = ", ".join(
         f"{key.replace('_', ' ')} {value:.4f}"
         for key, value in line.items()
-        if key.startswith("test_")
+        if key.startswith("test_") or key == "tokens_per_second"
     )
     return (
         f"{scores}  (sync={setup.config.sync}, {setup.topology.num_nodes} nodes x "

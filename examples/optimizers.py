@@ -1,4 +1,4 @@
-"""The optimizers of the training scripts: SGD with momentum and one algorithm of jdaso."""
+"""The optimizers of the training scripts: SGD or AdamW, and one algorithm of jdaso."""
 
 from __future__ import annotations
 
@@ -45,15 +45,19 @@ class Optimizer(NamedTuple):
         return jdaso.apply_gradients(tx, grads, opt_state, params, value=loss)
 
 
-def create(config: Config, world: jdaso.Exchange, epoch_steps: int) -> Optimizer:
+def create(
+    config: Config, world: jdaso.Exchange, epoch_steps: int, cut: Callable[[int], Any] = int
+) -> Optimizer:
     """Creates the optimizer of a configuration.
 
     Args:
         config: The configuration from :func:`config.parse`.
         world: The exchange between all nodes.
         epoch_steps: Optimizer steps of one epoch.
+        cut: Makes the argument ``fragments`` of an algorithm from the number of fragments.
     """
-    decay = optax.add_decayed_weights(config.weight_decay, mask=kernels)
+    clip = optax.clip_by_global_norm(config.clip) if config.clip else optax.identity()
+    decay = optax.chain(clip, optax.add_decayed_weights(config.weight_decay, mask=kernels))
     if config.sync in SHARED:  # shared_model.py has the optimizer
         return Optimizer(lambda rate: optax.identity(), world, _own_params, None)
 
@@ -65,10 +69,15 @@ def create(config: Config, world: jdaso.Exchange, epoch_steps: int) -> Optimizer
         return Optimizer(eamsgd, world, _center, eamsgd(0.0), before=decay)
     if config.sync == "none":
         world = jdaso.single_exchange()
-    averaging = _averaging(config, world, epoch_steps)
+    averaging = _averaging(config, world, epoch_steps, cut)
 
     def chained(rate: Any) -> optax.GradientTransformation:
-        local = optax.chain(decay, optax.sgd(rate, config.momentum or None, config.nesterov))
+        if config.optimizer == "adamw":
+            betas = {"b1": config.beta1, "b2": config.beta2}
+            adamw = optax.adamw(rate, **betas, weight_decay=config.weight_decay, mask=kernels)
+            local = optax.chain(clip, adamw)
+        else:
+            local = optax.chain(decay, optax.sgd(rate, config.momentum or None, config.nesterov))
         return jdaso.chain(local, averaging, config.moments or "local")
 
     if config.sync == "allreduce_gradients":
@@ -78,11 +87,12 @@ def create(config: Config, world: jdaso.Exchange, epoch_steps: int) -> Optimizer
 
 
 def _averaging(
-    config: Config, world: jdaso.Exchange, epoch_steps: int
+    config: Config, world: jdaso.Exchange, epoch_steps: int, cut: Callable[[int], Any]
 ) -> optax.GradientTransformationExtraArgs:
     """The algorithm of jdaso that is chained with the local optimizer."""
     total, warmup = config.epochs * epoch_steps, config.warmup_epochs * epoch_steps
-    period, wire, fragments = config.period, config.wire, config.fragments
+    period, wire = config.period, config.wire
+    fragments = None if config.fragments is None else cut(config.fragments)
     if config.sync == "allreduce_gradients":
         return jdaso.allreduce_gradients(world, wire=wire)
     if config.sync == "daso":
@@ -98,9 +108,10 @@ def _averaging(
     if config.sync == "dasgd":
         own = config.own_weight
         return jdaso.dasgd(world, period, config.delay, own, wire=wire, fragments=fragments)
-    if config.sync == "diloco":
-        late = {"delay": config.delay, "mix": config.own_weight}
-        return jdaso.diloco(world, period, **late, wire=wire, fragments=fragments)
+    if config.sync in ("diloco", "streaming_diloco"):
+        outer = optax.sgd(config.outer_rate, config.outer_momentum or None, nesterov=True)
+        late = {"delay": config.delay, "mix": config.own_weight, "warmup": config.outer_warmup}
+        return jdaso.diloco(world, period, outer, **late, wire=wire, fragments=fragments)
     if config.sync == "easgd":
         return jdaso.easgd(world, period, wire=wire)
     if config.sync == "local_sgd":

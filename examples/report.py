@@ -5,8 +5,8 @@
 
 Each run is a folder with the metrics.jsonl that a training writes. These keys are drawn where they
 exist: ``loss``, all keys that begin with ``test_``, ``learning_rate``, ``phase``, ``period``,
-``delay``, ``images_per_second``, ``drift``, and the totals ``bytes_sent``, ``seconds_blocked`` and
-``seconds_in_flight``.
+``delay``, ``images_per_second``, ``tokens_per_second``, ``drift``, and the totals ``bytes_sent``,
+``seconds_blocked`` and ``seconds_in_flight``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OPACITY = 0.12
 STYLES = ("-", "--")
 TIME_UNITS = {"h": 3600.0, "min": 60.0, "s": 1.0}
 WIDTH, HEIGHT = 5.5, 2.3  # of a panel, in inches; a figure is two panels wide
-LOWER_IS_BETTER = ("loss", "error", "perplexity")
+LOWER_IS_BETTER = ("loss", "error", "perplexity", "bits")
 
 
 class Panel(NamedTuple):
@@ -113,6 +113,7 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
         Panel("steps", "step", {"period": "period", "delay": "delay"}, stairs=True),
         Panel("learning rate", "step", {"learning_rate": ""}),
         Panel("images/s", "step", {"images_per_second": ""}),
+        Panel("tokens/s", "step", {"tokens_per_second": ""}),
         Panel("replica drift ‖x - mean‖", "step", {"drift": ""}),
         Panel("sent, MB", "step", {"megabytes_sent": ""}),
         Panel("seconds per epoch", "step", times, stairs=True),
@@ -222,20 +223,22 @@ def _draw_legend(figure: Figure, runs: Sequence[Run], colours: list[str]) -> Non
 def summary(runs: Sequence[Run]) -> str:
     """A table with one row for each run.
 
-    It has the best and the last value of each test score, and the median of the images per second.
+    It has the best and the last value of each test score, and the median of the images or tokens
+    per second.
     "hidden" is the fraction of the time in flight during which training was not blocked.
     """
     measured = keys_of_tests(runs)
     head = ["run", "steps", "seconds", "final loss"]
     head += [f"{_words(key)}, {which}" for key in measured for which in ("best", "last")]
-    rows = [(*head, "images/s", "MB sent", "s blocked", "hidden")]
+    speed = "tokens" if any("tokens_per_second" in run.columns for run in runs) else "images"
+    rows = [(*head, f"{speed}/s", "MB sent", "s blocked", "hidden")]
     for name, run in zip(names([run.folder for run in runs]), runs, strict=True):
         row = [name, _cell(run, "step", ".0f"), _cell(run, "seconds", ".1f")]
         row += [_cell(run, "loss", ".4f")]
         for key in measured:
             best = np.fmin if any(word in key for word in LOWER_IS_BETTER) else np.fmax
             row += [_cell(run, key, ".4f", best.reduce), _cell(run, key, ".4f")]
-        row += [_cell(run, "images_per_second", ".0f", np.nanmedian)]
+        row += [_cell(run, f"{speed}_per_second", ".0f", np.nanmedian)]
         row += [_cell(run, "megabytes_sent", ".1f"), _cell(run, "seconds_blocked", ".2f")]
         rows.append((*row, _hidden_fraction(run)))
     return text_table(rows)

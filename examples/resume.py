@@ -49,9 +49,10 @@ def to_save(setup: Setup, position: Position) -> dict[str, Any]:
     """
     return {
         **position._asdict(),
-        "num_images": setup.task.dataset.train.size,
+        "size": setup.task.dataset.train.size,
+        "fingerprint": setup.task.dataset.fingerprint,
         "epoch_steps": setup.epoch_steps,
-        "images_per_step": setup.images_per_step,
+        "items_per_step": setup.items_per_step,
     }
 
 
@@ -61,16 +62,18 @@ def resume(setup: Setup, checkpoints: Checkpoints, begin: Position) -> tuple[Pos
     if restored is None:
         return begin, 0
     saved, nodes = restored.state, restored.num_nodes
-    if saved["num_images"] != setup.task.dataset.train.size:
+    dataset, items = setup.task.dataset, "sequences" if setup.task.tokens else "images"
+    if saved["size"] != dataset.train.size or saved["fingerprint"] != dataset.fingerprint:
         raise ValueError(
-            f"data: the run to resume has {saved['num_images']} images for training, now there are "
-            f"{setup.task.dataset.train.size}, so all epochs would differ; give the same data."
+            f"data: the run to resume has {saved['size']} {items} for training (fingerprint "
+            f"{saved['fingerprint']}), now there are {dataset.train.size} ({dataset.fingerprint}), "
+            "so all epochs would differ; give the same data."
         )
     state, step = saved["state"], restored.step
-    same = saved["images_per_step"] == setup.images_per_step
+    same = saved["items_per_step"] == setup.items_per_step
     if not same:
         epoch, within = divmod(step, saved["epoch_steps"])
-        seen = within * saved["images_per_step"] // setup.images_per_step
+        seen = within * saved["items_per_step"] // setup.items_per_step
         step = epoch * setup.epoch_steps + min(seen, setup.epoch_steps - 1)
         state = at_step(state, step)
     if setup.topology.rank == 0:

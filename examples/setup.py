@@ -16,6 +16,7 @@ from flax import nnx
 from image_folders import steps_per_epoch
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from placement import replicated, sharded
 from shared_model import SharedModel
 from steps import Task, TrainState, make_steps
 
@@ -32,8 +33,8 @@ class Setup(NamedTuple):
         task: The data set and the model.
         optimizer: The optimizer with its averaging.
         rates: The learning rate.
-        batch_size: Images of this process in one step.
-        images_per_step: Images of all processes in one step.
+        batch_size: Images or sequences of this process in one step.
+        items_per_step: Images or sequences of all processes in one step.
         epoch_steps: Steps of one epoch.
         train_step: The compiled training step, see :func:`steps.make_steps`.
         count: The compiled evaluation of a batch, see :func:`steps.make_steps`.
@@ -49,7 +50,7 @@ class Setup(NamedTuple):
     optimizer: optimizers.Optimizer
     rates: learning_rate.LearningRate
     batch_size: int
-    images_per_step: int
+    items_per_step: int
     epoch_steps: int
     train_step: Callable
     count: Callable
@@ -64,12 +65,19 @@ class Setup(NamedTuple):
 
 def set_up(config: Config, topology: jdaso.Topology, task: Task) -> tuple[Setup, TrainState]:
     """Creates the parts of a training and its initial state, which is the same on all nodes."""
-    world = jdaso.mpi_exchange(topology, on_failure=config.on_failure)
+    place = sharded(topology) if config.shard else replicated(topology)
+    world = jdaso.mpi_exchange(
+        topology,
+        on_failure=config.on_failure,
+        shardings=(lambda path, x: place(x)) if config.shard else None,
+    )
     num_processes, num_devices = len(topology.processes), len(topology.devices)
     batch_size = config.batch_size * num_devices
     epoch_steps = steps_per_epoch(task.dataset.train.size, num_processes, batch_size)
-    optimizer = optimizers.create(config, world, epoch_steps)
-    train_step, count = make_steps(task, optimizer, topology)
+    optimizer = optimizers.create(config, world, epoch_steps, task.cut)
+    train_step, count = make_steps(
+        task, optimizer, topology, config.accumulate, place if config.shard else None
+    )
     shared, steps_together, settled = None, num_devices * num_processes, _as_it_is
     if config.sync in SHARED:
         shared, steps_together = SharedModel(config, task, topology, epoch_steps), 1
@@ -90,10 +98,16 @@ def set_up(config: Config, topology: jdaso.Topology, task: Task) -> tuple[Setup,
         settled,
     )
     check_sizes(setup)
-    replicated = NamedSharding(topology.mesh, P())
     _, params, stats = nnx.split(task.model, nnx.Param, nnx.BatchStat)
-    params, stats = jdaso.broadcast(world, jax.device_put((params, stats), replicated))
-    opt_state = jax.jit(optimizer.init, out_shardings=replicated)(params)
+    if config.shard and jax.tree.leaves(stats):
+        raise ValueError(
+            "shard: BatchNorm averages over the devices of a node, which needs a copy of the "
+            "parameters on each; leave --shard out, or use a model without BatchNorm."
+        )
+    params, stats = jax.device_put((params, stats), jax.tree.map(place, (params, stats)))
+    params, stats = jdaso.broadcast(world, (params, stats))
+    shardings = jax.tree.map(place, jax.eval_shape(optimizer.init, params))
+    opt_state = jax.jit(optimizer.init, out_shardings=shardings)(params)
     state = TrainState(params, stats, opt_state, no_losses(setup))
     if shared is not None:
         state = state._replace(opt_state=shared.init(state))
@@ -102,14 +116,16 @@ def set_up(config: Config, topology: jdaso.Topology, task: Task) -> tuple[Setup,
 
 def check_sizes(setup: Setup) -> None:
     """Raises ValueError if this process has another number of images than the first one."""
-    own = [setup.task.dataset.train.size, setup.task.dataset.test.size]
+    dataset = setup.task.dataset
+    own = [dataset.train.size, dataset.test.size, dataset.fingerprint]
     first = jdaso.broadcast(setup.world, np.array(own, np.int32)).tolist()
     if own != first:
         topology = setup.topology
+        items = "sequences" if setup.task.tokens else "images"
+        mine, theirs = (f"{x[0]} {items} for training, {x[1]} for testing" for x in (own, first))
         raise ValueError(
-            f"data: {topology.describe(topology.rank)} has {own[0]} images for training and "
-            f"{own[1]} for testing, but rank 0 has {first[0]} and {first[1]}; give all processes "
-            "the same images."
+            f"data: {topology.describe(topology.rank)} has {mine} (fingerprint {own[2]}), but rank "
+            f"0 has {theirs} (fingerprint {first[2]}); give all processes the same {items}."
         )
 
 
@@ -131,7 +147,7 @@ def training_batches(setup: Setup, begin: int) -> Iterator[Any]:
         start=begin,
         workers=config.workers,
     )
-    return (_on_devices(setup, batch) for batch in feed)
+    return (_on_devices(setup, batch, config.accumulate) for batch in feed)
 
 
 def evaluate(setup: Setup, params: Any, stats: Any) -> dict[str, float]:
@@ -160,7 +176,10 @@ def _as_it_is(tree: Any) -> Any:
     return tree
 
 
-def _on_devices(setup: Setup, batch: Any) -> Any:
-    """The images and labels of this process, on its devices."""
-    split = NamedSharding(setup.topology.mesh, P("local"))
+def _on_devices(setup: Setup, batch: Any, micro_batches: int = 1) -> Any:
+    """The images and labels of this process, on its devices, with an axis of micro-batches."""
+    mesh, cut = setup.topology.mesh, micro_batches > 1
+    split = NamedSharding(mesh, P(None, "local") if cut else P("local"))
+    if cut:
+        batch = [x.reshape(micro_batches, -1, *x.shape[1:]) for x in batch]
     return tuple(jax.make_array_from_process_local_data(split, x) for x in batch)

@@ -13,6 +13,7 @@ import optimizers
 from data import Dataset
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from placement import Placement
 
 import jdaso
 
@@ -27,6 +28,9 @@ class Task(NamedTuple):
         counts: ``(outputs, labels) -> float32 array``, which is summed over all test images. Labels
             of -1 must not count.
         score: ``counts -> {"test_...": value}``, the scores for the summed counts.
+        tokens: Tokens of an input, which then is a sequence, not an image. Speeds count tokens.
+        cut: Makes the argument ``fragments`` of an algorithm from the number of fragments.
+        sample: ``params -> text`` that the model generates after the training, or None.
     """
 
     dataset: Dataset
@@ -34,6 +38,9 @@ class Task(NamedTuple):
     loss: Callable[[Any, jax.Array], jax.Array]
     counts: Callable[[Any, jax.Array], jax.Array]
     score: Callable[[np.ndarray], dict[str, float]]
+    tokens: int = 0
+    cut: Callable[[int], Any] = int
+    sample: Callable[[Any], str] | None = None
 
 
 class TrainState(NamedTuple):
@@ -53,22 +60,38 @@ class TrainState(NamedTuple):
 
 
 def make_steps(
-    task: Task, optimizer: optimizers.Optimizer, topology: jdaso.Topology
+    task: Task,
+    optimizer: optimizers.Optimizer,
+    topology: jdaso.Topology,
+    accumulate: int = 1,
+    place: Placement | None = None,
 ) -> tuple[Callable, Callable]:
     """Compiles the training step and the evaluation.
+
+    Args:
+        task: The data set and the model.
+        optimizer: The optimizer with its averaging.
+        topology: The nodes, processes and devices of the job.
+        accumulate: Number of micro-batches, the first axis of images and labels, if above 1.
+        place: How the state is spread over the devices of a node. None: each device has all of it.
 
     Returns:
         ``train_step(state, rate, images, labels) -> (state, loss, metrics)`` and
         ``count(params, stats, images, labels) -> counts``.
     """
     graphdef = nnx.graphdef(task.model)
-    value_and_grad = jdaso.local_value_and_grad(
-        loss_of(task),
-        topology.mesh,
-        has_aux=True,
-        in_specs=(P(), P("local"), P("local")),
-        across=jdaso.exchange.process_mean(topology),
-    )
+    if place is None:
+        value_and_grad = jdaso.local_value_and_grad(
+            loss_of(task),
+            topology.mesh,
+            has_aux=True,
+            in_specs=(P(), P("local"), P("local")),
+            across=jdaso.exchange.process_mean(topology),
+        )
+    else:  # jit averages over the batch, and gathers parameters where they are used
+        value_and_grad = jax.value_and_grad(loss_of(task), has_aux=True)
+    if accumulate > 1:
+        value_and_grad = accumulated(value_and_grad, accumulate)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, rate, images, labels):
@@ -76,13 +99,32 @@ def make_steps(
         (loss, stats), grads = value_and_grad(params, stats, images, labels)
         params, opt_state = optimizer.apply_gradients(grads, opt_state, params, rate, loss)
         losses += jnp.stack([loss, jnp.ones_like(loss)])
-        return TrainState(params, stats, opt_state, losses), loss, jdaso.metrics(opt_state)
+        state = TrainState(params, stats, opt_state, losses)
+        if place is not None:
+            state = jax.lax.with_sharding_constraint(state, jax.tree.map(place, state))
+        return state, loss, jdaso.metrics(opt_state)
 
     @jax.jit
     def count(params, stats, images, labels):
         return task.counts(nnx.merge(graphdef, params, stats)(images, train=False), labels)
 
     return train_step, count
+
+
+def accumulated(value_and_grad: Callable, count: int) -> Callable:
+    """Averages loss and gradients over micro-batches, one after the other."""
+
+    def over_all(params, stats, images, labels):
+        def add(total, batch):
+            stats, loss, grads = total
+            (more, stats), each = value_and_grad(params, stats, *batch)
+            return (stats, loss + more, jax.tree.map(jnp.add, grads, each)), None
+
+        zero = (stats, jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
+        (stats, loss, grads), _ = jax.lax.scan(add, zero, (images, labels))
+        return (loss / count, stats), jax.tree.map(lambda x: x / count, grads)
+
+    return over_all
 
 
 def loss_of(task: Task) -> Callable:

@@ -26,11 +26,12 @@ class Watch:
         out: Folder of metrics.jsonl and tensorboard/.
         active: Whether this process records the training. Only rank 0 does.
         tensorboard: Whether to write files for TensorBoard.
-        images_per_step: Images of all processes in one step.
+        per_step: Images or tokens of all processes in one step.
         total_steps: Steps of the whole training.
         begin: The step from which training continues, or 0.
         epochs: Number of completed epochs at that step. Lines that an earlier process wrote about
             later epochs are dropped.
+        unit: What the bar counts.
 
     Raises:
         ImportError: If ``tensorboard`` is set and tensorboardX is not installed.
@@ -41,23 +42,24 @@ class Watch:
         out: Path,
         active: bool,
         tensorboard: bool,
-        images_per_step: int,
+        per_step: int,
         total_steps: int,
         begin: int = 0,
         epochs: int = 0,
+        unit: str = "img",
     ):
         self._active = active
         if not active:
             return
         out.mkdir(parents=True, exist_ok=True)
         begin_records(out / "metrics.jsonl", epochs)
-        self._epoch, self._images_per_step = epochs, images_per_step
+        self._epoch, self._per_step = epochs, per_step
         self._records = (out / "metrics.jsonl").open("a", buffering=1)  # flushed line by line
         self._writer = _summary_writer(out / "tensorboard", begin) if tensorboard else None
         self._bar = tqdm(
-            total=total_steps * images_per_step,
-            initial=begin * images_per_step,
-            unit="img",
+            total=total_steps * per_step,
+            initial=begin * per_step,
+            unit=unit,
             unit_scale=True,
             mininterval=0.1 if sys.stderr.isatty() else BAR_SECONDS,
         )
@@ -86,7 +88,7 @@ class Watch:
             f"period {metrics.period}, delay {metrics.delay}",
             refresh=False,
         )
-        self._bar.update(step * self._images_per_step - self._bar.n)
+        self._bar.update(step * self._per_step - self._bar.n)
         values = {"loss": loss, "learning_rate": learning_rate, **metrics._asdict()}
         self._to_tensorboard("step", step, {key: float(value) for key, value in values.items()})
 

@@ -4,7 +4,7 @@ from jdaso import center, checkpoint, cluster, core, exchange, faults, passm, pe
 from jdaso.algorithms.allreduce_gradients import allreduce_gradients
 from jdaso.algorithms.dasgd import dasgd
 from jdaso.algorithms.daso import daso
-from jdaso.algorithms.diloco import diloco
+from jdaso.algorithms.diloco import diloco, diloco_anchor
 from jdaso.algorithms.eamsgd import eamsgd, eamsgd_eval_params
 from jdaso.algorithms.easgd import easgd, easgd_center
 from jdaso.algorithms.local_sgd import local_sgd
@@ -32,6 +32,7 @@ __all__ = [  # noqa: RUF022  grouped by purpose
     "eamsgd",
     "diloco",
     "allreduce_gradients",
+    "diloco_anchor",
     "easgd_center",
     "eamsgd_eval_params",
     # Exchanges, which send arrays between nodes.

@@ -2,6 +2,7 @@
 
 from jdaso.algorithms import defaults
 from jdaso.core.exchange import Exchange
+from jdaso.core.fragments import Fragments
 from jdaso.core.transformation import Averaging
 from jdaso.core.types import Arrival, Leaves, Merge, PyTree, Schedule
 from jdaso.core.validation import check_share
@@ -15,7 +16,7 @@ def dasgd(
     *,
     schedule: Schedule | None = None,
     wire: str | None = None,
-    fragments: int = 1,
+    fragments: Fragments = 1,
     nonfinite: str = "skip",
 ) -> Averaging:
     """Local SGD with delayed averaging.
@@ -40,8 +41,9 @@ def dasgd(
         xi: Weight of a node's own parameters, in [0, 1].
         schedule: Replaces period and delay, for example :func:`jdaso.schedules.linear`.
         wire, nonfinite: As in :func:`jdaso.daso`.
-        fragments: Number of parts of the parameters. The parts are exchanged one after the other
-            within a period.
+        fragments: Number of parts of the parameters, or a function, see
+            :func:`jdaso.core.averaging`. The parts are exchanged one after the other within a
+            period.
 
     Returns:
         An optax transformation. Put it last in a chain. ``update`` requires ``params``.

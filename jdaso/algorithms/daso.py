@@ -3,6 +3,7 @@
 from jdaso.algorithms.defaults import resolve_wire
 from jdaso.core.engine import averaging
 from jdaso.core.exchange import Exchange
+from jdaso.core.fragments import Fragments
 from jdaso.core.transformation import Averaging
 from jdaso.core.tree import divide
 from jdaso.core.types import Arrival, Leaves, Merge, PyTree, Schedule
@@ -13,7 +14,7 @@ def daso(
     schedule: Schedule,
     wire: str | None = None,
     blocking_wire: str | None = None,
-    fragments: int = 1,
+    fragments: Fragments = 1,
     nonfinite: str = "skip",
 ) -> Averaging:
     """Distributed asynchronous and selective optimization.
@@ -43,8 +44,9 @@ def daso(
             selects the wire of the exchange, or bfloat16. bfloat16 loses updates below 1/256 of a
             parameter. If ``wire`` is int8, error feedback also covers these phases. A bfloat16
             blocking wire then loses only the rounding of the sums.
-        fragments: Number of parts of the parameters. In the cycling phase the parts are exchanged
-            one after the other within a period, which spreads the load on the network.
+        fragments: Number of parts of the parameters, or a function, see
+            :func:`jdaso.core.averaging`. In the cycling phase the parts are exchanged one
+            after the other within a period, which spreads the load on the network.
         nonfinite: What happens to gradients that are not finite. ``skip`` skips the step: the
             parameters and, in :func:`jdaso.chain`, the optimizer's whole state stay unchanged.
             The node is left out of sums and of P until it has merged the mean of the others. The

@@ -26,7 +26,7 @@ from jdaso.core.error_feedback import init_feedback
 from jdaso.core.exchange import Exchange
 from jdaso.core.fragment_merge import merge_fragment
 from jdaso.core.fragment_step import FragmentResult, skip_fragment, step_fragment
-from jdaso.core.fragments import cut, float_positions, num_parameters, part
+from jdaso.core.fragments import Fragments, cut, float_positions, num_parameters, part
 from jdaso.core.optimizer_step import link
 from jdaso.core.state import AveragingState, FragmentState
 from jdaso.core.sync_target import AFTER_UPDATE, SyncTarget
@@ -44,7 +44,7 @@ def averaging(
     wire: str | None = None,
     blocking_wire: str | None = None,
     nonfinite: str = "skip",
-    fragments: int = 1,
+    fragments: Fragments = 1,
     sync_target: SyncTarget = AFTER_UPDATE,
 ) -> Averaging:
     """Makes an optax transformation of a schedule, an exchange and a merge.
@@ -63,9 +63,9 @@ def averaging(
             are not finite are found when they are posted. The node is then left out as well,
             unless ``nonfinite`` is ``raise``. A sum that is not finite, because large numbers
             overflow, is ignored by all nodes and counted.
-        fragments: number of parts of about equal bytes that the parameters are cut into. Each
-            part is exchanged once in a period, at different steps, so that the load of the network
-            is even.
+        fragments: number of parts of about equal bytes that the parameters are cut into, or a
+            function that returns the index of its part for the path of a leaf. Each part is
+            exchanged once in a period, at different steps, so that the load of the network is even.
         sync_target: what is exchanged.
 
     Returns:
@@ -79,12 +79,8 @@ def averaging(
     """
     check_choice("nonfinite", nonfinite, ("skip", "raise", "off"))
     check_schedule(name, schedule)
-    whole = isinstance(fragments, numbers.Integral) and not isinstance(fragments, bool)
-    if not whole or not 1 <= fragments <= schedule.longest:
-        raise ValueError(
-            f"fragments must be a whole number in [1, {schedule.longest}], got {fragments!r}: "
-            "each fragment needs a step of its own within the longest period."
-        )
+    if not callable(fragments):
+        _check_fragments(fragments, schedule)
     config = EngineConfig(
         name, exchange, schedule, merge, wire, blocking_wire, nonfinite, fragments, sync_target
     )
@@ -100,6 +96,15 @@ def averaging(
     )
 
 
+def _check_fragments(count: Any, schedule: Schedule) -> None:
+    whole = isinstance(count, numbers.Integral) and not isinstance(count, bool)
+    if not whole or not 1 <= count <= schedule.longest:
+        raise ValueError(
+            f"fragments must be a whole number in [1, {schedule.longest}], got {count!r}: "
+            "each fragment needs a step of its own within the longest period."
+        )
+
+
 def _init(config: EngineConfig, params: PyTree) -> AveragingState:
     check_arrays(f"{config.name}: init", params)
     if jax.tree.leaves(params) and not float_leaves(params):
@@ -108,6 +113,8 @@ def _init(config: EngineConfig, params: PyTree) -> AveragingState:
         )
     if jax.tree.leaves(params):  # optax.tree_map_params calls init on a tree without leaves
         config.exchange.restart()
+    parts = cut(params, config.fragments)
+    _check_fragments(len(parts), config.schedule)
     zero = jnp.zeros((), jnp.int32)
     schedule_state = config.schedule.init()
     state = AveragingState(
@@ -119,10 +126,7 @@ def _init(config: EngineConfig, params: PyTree) -> AveragingState:
         plan=_stable(config.schedule.plan(schedule_state, zero)[0]),
         losses=jnp.zeros((2,), jnp.float32),
         schedule=schedule_state,
-        fragments=tuple(
-            _init_fragment(config, part(params, positions))
-            for positions in cut(params, config.fragments)
-        ),
+        fragments=tuple(_init_fragment(config, part(params, positions)) for positions in parts),
     )
     # Each field needs a buffer of its own, or the state could not be donated.
     return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
@@ -186,7 +190,7 @@ def _move(
         fragment = fragment._replace(
             age=fragment.age + fragment.posted, sound=fragment.sound & finite
         )
-        post = started & plan.posts(index, config.fragments)
+        post = started & plan.posts(index, len(state.fragments))
         due = fragment.posted & ((fragment.age >= fragment.delay) | post | plan.flush)
         fragments.append(fragment)
         contexts.append(

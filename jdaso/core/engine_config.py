@@ -9,6 +9,7 @@ import jax
 from jax import lax
 
 from jdaso.core.exchange import Exchange
+from jdaso.core.fragments import Fragments
 from jdaso.core.sync_target import SyncTarget
 from jdaso.core.types import JdasoError, Merge, Plan, PyTree, Schedule
 
@@ -23,7 +24,7 @@ class EngineConfig(NamedTuple):
     wire: str | None
     blocking_wire: str | None
     nonfinite: str
-    fragments: int
+    fragments: Fragments
     sync_target: SyncTarget
 
 

@@ -1,8 +1,10 @@
-"""Cuts a tree into fragments of about equal bytes, which are exchanged one after the other."""
+"""Cuts a tree into fragments, which are exchanged one after the other."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,42 +13,67 @@ import optax
 from jdaso.core.tree import is_float, is_masked
 from jdaso.core.types import ParamsWithMoments, PyTree
 
+#: The number of fragments of about equal bytes, or ``path of a leaf -> index of its fragment``.
+Fragments = int | Callable[[Any], int]
 
-def cut(tree: PyTree, count: int) -> list[list[int]]:
+
+def cut(tree: PyTree, fragments: Fragments) -> list[list[int]]:
     """Assigns the leaves of a tree to fragments.
 
-    The floating-point leaves of a fragment are consecutive. Integers and booleans belong to the
-    first fragment, and the moments of a parameter to the fragment of the parameter.
+    With a number of fragments, the floating-point leaves of a fragment are consecutive. Integers
+    and booleans belong to the first fragment, and the moments of a parameter to the fragment of the
+    parameter.
 
     Args:
         tree: arrays, or :class:`jdaso.core.types.ParamsWithMoments`.
-        count: number of fragments. Each gets at least one floating-point leaf.
+        fragments: number of fragments, or a function. Each fragment gets at least one
+            floating-point leaf.
 
     Returns:
         For each fragment the positions of its leaves in ``jax.tree.leaves(tree)``.
 
     Raises:
-        ValueError: if the tree has fewer floating-point leaves than fragments.
+        ValueError: if the tree has fewer floating-point leaves than fragments, or if a function
+            leaves out an index.
 
     >>> cut([np.ones(6, "f4"), np.ones(2, "f4"), np.ones(3, "f4"), np.ones(1, int)], 2)
     [[0, 3], [1, 2]]
+    >>> cut([np.ones(6, "f4"), np.ones(2, "f4"), np.ones(3, "f4")], lambda path: path[0].idx % 2)
+    [[0, 2], [1]]
     """
     if isinstance(tree, ParamsWithMoments):
-        return _with_moments(cut(tree.params, count), tree)
+        return _with_moments(cut(tree.params, fragments), tree)
     leaves = jax.tree.leaves(tree)
     floats = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
     rest = [i for i in range(len(leaves)) if i not in set(floats)]
-    if len(floats) < count and leaves:
+    if callable(fragments):
+        return _by_path(tree, fragments, floats, rest)
+    if len(floats) < fragments and leaves:
         raise ValueError(
             f"fragments must be at most {len(floats)}, the number of floating-point leaves, got "
-            f"{count}."
+            f"{fragments}."
         )
     sizes = np.array([leaves[i].size * leaves[i].dtype.itemsize for i in floats])
-    fragments = [floats[a:b] for a, b in near_equal(sizes, count)]
-    return [fragments[0] + rest, *fragments[1:]]
+    parts = [floats[a:b] for a, b in near_equal(sizes, fragments)]
+    return [parts[0] + rest, *parts[1:]]
 
 
-def float_positions(tree: PyTree, fragments: int) -> list[list[int]]:
+def _by_path(
+    tree: PyTree, fragments: Callable[[Any], int], floats: list[int], rest: list[int]
+) -> list[list[int]]:
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    index = {i: fragments(paths[i]) for i in floats}
+    used = sorted(set(index.values()))
+    if used != list(range(len(used))):
+        raise ValueError(
+            "fragments: the function must return each index from 0 to the number of fragments - 1 "
+            f"for at least one floating-point leaf, got the indices {used[:9]}."
+        )
+    parts = [[i for i in floats if index[i] == k] for k in used] or [[]]
+    return [parts[0] + rest, *parts[1:]]
+
+
+def float_positions(tree: PyTree, fragments: Fragments) -> list[list[int]]:
     """The positions of each fragment's floating-point leaves."""
     leaves = jax.tree.leaves(tree)
     return [[i for i in positions if is_float(leaves[i])] for positions in cut(tree, fragments)]

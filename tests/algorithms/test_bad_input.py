@@ -68,6 +68,7 @@ TABLE = [
     (diloco, {"delay": 4}, "diloco: delay must be less than period where mix is 0"),
     (diloco, {"period": None, "schedule": FULL}, "diloco: delay must be less than period where"),
     (diloco, {"mix": "half"}, "mix must be a number, got 'half'"),
+    (diloco, {"warmup": -1}, "warmup must be a whole number of at least 0, got -1"),
     (diloco, {"fragments": 5}, "fragments must be a whole number in [1, 4], got 5"),
     (diloco, {"fragments": 2.5}, "fragments must be a whole number in [1, 4], got 2.5"),
     (

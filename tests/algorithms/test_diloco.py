@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from virtual_nodes import LR, assert_near, few, random_run, simulate
@@ -19,10 +20,8 @@ STRAYS = 1e-5
 
 
 def anchors(state, params):
-    """The anchor of all fragments, and the engine's state."""
-    del params
-    fragments = jdaso.core.averaging_state(state).fragments
-    return jnp.concatenate(jax.tree.leaves([fragment.merge.anchor for fragment in fragments]))
+    """The anchor of all fragments."""
+    return jnp.concatenate(jax.tree.leaves(jdaso.diloco_anchor(params, state)))
 
 
 def assert_follows(result, expected):
@@ -66,6 +65,37 @@ def test_fragments_take_turns_and_each_has_its_own_anchor(rule, fragments, nodes
         **NESTEROV,
     )
     assert_follows(result, expected)
+
+
+@few(max_examples=2)
+@given(rules(least_period=2), st.integers(1, 9), SEEDS)
+def test_the_outer_optimizer_begins_after_the_warmup(rule, warmup, seed):
+    x, grads = random_run(seed, 60, 3, alike=True)
+    averaging = jdaso.diloco(jdaso.axis_exchange("node", 3), **rule, fragments=2, warmup=warmup)
+    result = simulate(averaging, x, grads, look=anchors, leaves=2)
+    updates = golden_family.sgd(grads, LR)
+    rule |= {"warmup": warmup, **NESTEROV}
+    expected = golden_family.in_fragments(golden_family.diloco, x, updates, fragments=2, **rule)
+    assert_follows(result, expected)
+
+
+def test_a_function_chooses_the_fragments():
+    """Leaves 0, 2 and 4 are in fragment 0: the same as fragments of the reordered leaves."""
+    x, grads = random_run(0, 20, 2, size=60, alike=True)
+    exchange = jdaso.axis_exchange("node", 2)
+    columns = np.arange(60).reshape(6, 10)[[0, 2, 4, 1, 3, 5]].ravel()
+    strided = jdaso.diloco(exchange, 4, delay=2, fragments=lambda path: path[0].idx % 2)
+    found = simulate(strided, x, grads, look=anchors, leaves=6)
+    parts = jdaso.diloco(exchange, 4, delay=2, fragments=2)
+    expected = simulate(parts, x[:, columns], grads[:, :, columns], look=anchors, leaves=6)
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(mine[..., columns], theirs)
+
+
+def test_a_state_without_an_anchor_is_refused():
+    params, tx = {"w": jnp.ones(2)}, jdaso.dasgd(jdaso.single_exchange(), 4, 2)
+    with pytest.raises(ValueError, match="no anchor"):
+        jdaso.diloco_anchor(params, tx.init(params))
 
 
 def test_a_node_that_is_not_finite_follows_the_anchor_of_the_others():

@@ -68,6 +68,13 @@ def test_parts_hold_each_leaf_once(drawn):
         assert only is leaf
 
 
+def test_a_function_must_use_every_index():
+    tree = [np.ones(2), np.ones(1), np.ones(1, int)]
+    assert cut(tree, lambda path: 1 - path[0].idx) == [[1, 2], [0]]
+    with pytest.raises(ValueError, match=r"each index from 0 .* got the indices \[0, 2\]"):
+        cut(tree, lambda path: 2 * path[0].idx)
+
+
 def test_the_memory_of_a_parameter_is_in_its_fragment():
     params = {"a": np.ones(2), "b": {"c": np.ones(1), "d": np.ones(1)}, "n": np.ones(9, int)}
     nothing = optax.MaskedNode()

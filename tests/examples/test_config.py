@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import config
+import language_model
 import models
 import pytest
 from classification import Classification as Config
@@ -48,6 +49,7 @@ def refused():
 def test_without_arguments_everything_has_its_default():
     parsed = parse([])
     own = {"period": 4, "delay": 2, "fragments": 1, "moments": "local"}
+    own |= {"momentum": 0.9, "decay_floor": 0.0}
     assert parsed == dataclasses.replace(Config(), **own)
     assert config.complete(parsed) == parsed
 
@@ -84,6 +86,9 @@ def other(field):
             "label_smoothing": 0.5,
             "learning_rate": 0.5,
             "weight_decay": 0.5,
+            **dict.fromkeys(("decay_floor", "beta1", "beta2", "clip"), 0.5),
+            **dict.fromkeys(("outer_rate", "outer_momentum"), 0.5),
+            "accumulate": 4,
         }.get(field.name, 2 if default != 2 else 3)
     words = value if isinstance(value, tuple) else (value,)
     return value, [config.option(field.name), *map(str, words)]
@@ -97,6 +102,8 @@ BESIDE = {
     "decay_epochs": ["--decay", "step"],
     "decay": [],
     "own_weight": ["--sync", "dasgd"],
+    **{key: ["--sync", "diloco"] for key in ("outer_rate", "outer_momentum", "outer_warmup")},
+    **{key: ["--optimizer", "adamw"] for key in ("beta1", "beta2")},
     "processes": ["--sync", "passm"],
     "switches": ["--sync", "passm_plus"],
     "epochs": ["--warmup-epochs", "1", "--cooldown-epochs", "1"],
@@ -175,6 +182,13 @@ def test_a_file_that_is_missing_is_named(refused, tmp_path):
         ("--sync passm_plus --switches 24", "--switches must increase within [1, 24), got [24]"),
         ("--sync passm --period 4", "--period has no effect with --sync passm"),
         ("--momentum 0 --nesterov", "--nesterov needs a --momentum above 0"),
+        ("--optimizer adamw --momentum 0", "--momentum has no effect with --optimizer adamw"),
+        ("--optimizer adamw --nesterov", "--nesterov has no effect with --optimizer adamw"),
+        ("--optimizer adamw --sync eamsgd", "--sync eamsgd needs --optimizer sgd, got adamw"),
+        ("--sync passm --shard", "--shard has no effect with --sync passm"),
+        ("--sync passm --clip 1", "--clip has no effect with --sync passm"),
+        ("--accumulate 3", "--batch-size must be a multiple of --accumulate 3, got 16."),
+        ("--outer-rate 1", "--outer-rate has no effect with --sync daso"),
     ],
 )
 def test_options_that_do_not_fit_are_named(refused, line, message):
@@ -236,17 +250,18 @@ def test_keys_of_another_version_are_differences(tmp_path):
     config.save(parse([]), path)
     values = json.loads(path.read_text())
     del values["seed"]
-    path.write_text(json.dumps(values | {"optimizer": "adam"}))
+    path.write_text(json.dumps(values | {"adaptive": "adam"}))
     found = config.differences(parse([]), path)
-    assert found == ["seed (not set, now 0)", "optimizer (adam, now not a key)"]
+    assert found == ["seed (not set, now 0)", "adaptive (adam, now not a key)"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_published_experiment_is_read(path):
-    model, sync = path.stem.split("_", maxsplit=2)[1:]
-    program = Segmentation() if path.stem.startswith("cityscapes") else Config()
+    data, model, sync = path.stem.split("_", maxsplit=2)
+    program = {"cityscapes": Segmentation(), "text": language_model.DEFAULTS}.get(data, Config())
     parsed = parse(["--config", str(path)], defaults=program)
-    assert parsed.model == model
+    assert data == "text" or parsed.model == model
+    sync = {"streaming": "streaming_diloco"}.get(sync, sync)
     assert parsed.sync == {"synchronous": "allreduce_gradients"}.get(sync, sync)
 
 
@@ -276,6 +291,13 @@ def test_another_program_may_have_other_keys(file, refused):
     assert parsed == dataclasses.replace(config.complete(Other()), crop=64)
     message = refused(parse, ["--model", "resnet20"], "", Other())
     assert message == "--model must be one of unet, got 'resnet20'."
+
+
+@pytest.mark.parametrize("sync", language_model.SYNC_OF_TEXT)
+def test_every_algorithm_has_defaults_for_text(sync):
+    parsed = parse(["--sync", sync], defaults=language_model.DEFAULTS)
+    assert (parsed.optimizer, parsed.decay_floor) == ("adamw", 0.05)
+    assert (parsed.fragments or 1) == {"streaming_diloco": 2}.get(sync, 1)
 
 
 def test_arguments_are_read_without_jax():

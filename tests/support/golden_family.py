@@ -126,20 +126,25 @@ def diloco(
     delay: int = 0,
     mix: float = 0.0,
     turn: int = 0,
+    warmup: int = 0,
 ) -> Run:
     """DiLoCo with Nesterov SGD outside, ``m <- mu m + g``, ``a <- a - lr (g + mu m)``.
 
-    The outer gradient is ``g = a - mean x'``, and then ``x <- mix x' + (1 - mix) a``.
+    The outer gradient is ``g = a - mean x'``, and then ``x <- mix x' + (1 - mix) a``. In the first
+    ``warmup`` rounds ``a <- mean x'``, and m stays 0.
     """
 
     def merge(x, mean, state):
-        a, m = state
+        a, m, rounds = state
         g = a - mean
-        m = momentum * m + g
-        a = a - lr * (g + momentum * m)
-        return mix * x + (1 - mix) * a, (a, m)
+        if rounds < warmup:
+            a = mean
+        else:
+            m = momentum * m + g
+            a = a - lr * (g + momentum * m)
+        return mix * x + (1 - mix) * a, (a, m, rounds + 1)
 
-    return late_means(x, updates, period, delay, turn, merge, (x[0], np.zeros_like(x[0])))
+    return late_means(x, updates, period, delay, turn, merge, (x[0], np.zeros_like(x[0]), 0))
 
 
 def in_fragments(

@@ -15,10 +15,14 @@ def saved(out, step, nodes=2):
     return [{name: x for name, x in one.items() if name != "totals"} for one in arrays]
 
 
+def lines(out):
+    """The metrics of each epoch."""
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
 def losses(out):
     """Step, loss and test accuracy of each epoch."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["loss"], line["test_accuracy"]) for line in lines]
+    return [(line["step"], line["loss"], line["test_accuracy"]) for line in lines(out)]
 
 
 def assert_same_run(out, other, step):

@@ -65,9 +65,8 @@ def with_pauses(batches, seconds):
         yield batch
 
 
-if __name__ == "__main__":
+def main(keys, task):
     first = "SLURM_RESTART_COUNT" not in os.environ
-    keys = config.parse(defaults=Classification())
     rank = os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK")
     if "SIGNAL" in os.environ and rank == "1" and first:
         name, pattern, seconds = os.environ["SIGNAL"].split(":")
@@ -76,4 +75,8 @@ if __name__ == "__main__":
     if "PAUSE" in os.environ and first:
         pause, batches = float(os.environ["PAUSE"]), loop.training_batches
         loop.training_batches = lambda *start: with_pauses(batches(*start), pause)
-    sys.exit(loop.run(keys, task))
+    return loop.run(keys, task)
+
+
+if __name__ == "__main__":
+    sys.exit(main(config.parse(defaults=Classification()), task))

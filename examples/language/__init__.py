@@ -1,0 +1,1 @@
+"""Text, model and generation for the example of a language model."""

@@ -1,0 +1,135 @@
+"""Trains a language model on several nodes with DiLoCo or another algorithm of jdaso.
+
+    mpiexec -n 2 python examples/language_model.py --out runs/text
+    mpiexec -n 2 python examples/language_model.py --sync streaming_diloco --devices 2 --shard
+    srun -K python examples/language_model.py --config examples/configs/text_150m_streaming.py \\
+        --data /data/text --out runs/text --resume
+
+A node trains a transformer with AdamW on its own part of the text. --sync selects how parameters
+are averaged between nodes. Without --data, the text is the source of Python's standard library. The
+training loop, the algorithms and most options are those of train.py.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import loop
+import numpy as np
+import optax
+from config import DECAY, DELAYED, OPTIMIZERS, OUTER, SYNC, Config, key, parse
+from flax import nnx
+from language import generate, text, transformer
+from steps import Task
+
+#: The algorithms and their defaults, where they differ from those of images.
+SYNC_OF_TEXT = {
+    "diloco": {"period": 30, "delay": 0, "own_weight": 0.0, **OUTER, **DELAYED},
+    "streaming_diloco": {
+        **{"period": 30, "delay": 5, "own_weight": 0.5, **OUTER, **DELAYED},
+        **{"outer_rate": 0.4, "fragments": 2},
+    },
+    "daso": {**SYNC["daso"], "period": 2, "delay": 1},
+    "dasgd": {**SYNC["dasgd"], "period": 2, "delay": 1},
+    "local_sgd": {**SYNC["local_sgd"], "period": 30},
+    "post_local_sgd": {**SYNC["post_local_sgd"], "period": 30},
+    "easgd": {**SYNC["easgd"], "period": 30},
+    "allreduce_gradients": SYNC["allreduce_gradients"],
+    "none": SYNC["none"],
+}
+
+
+@dataclass(frozen=True)
+class Language(Config):
+    """The keys of language_model.py. An epoch is what lies between two evaluations."""
+
+    CHOOSERS: ClassVar[dict[str, dict[str, dict[str, Any]]]] = {
+        "sync": SYNC_OF_TEXT,
+        "optimizer": OPTIMIZERS,
+        "decay": {**DECAY, "cosine": {"decay_floor": 0.05}},
+    }
+
+    sync: str = key("diloco", "algorithm between nodes", tuple(SYNC_OF_TEXT))
+    data: str = key("python", "python (its standard library), or a folder of text files")
+    tokenizer: str = key("bytes", "bytes, or a JSON file of the package tokenizers")
+    context: int = key(128, "tokens of a sequence", "[2, inf)")
+    epoch_tokens: int = key(2**17, "tokens of all nodes between two evaluations", "[1, inf)")
+    test_tokens: int = key(2**15, "most tokens of an evaluation", "[1, inf)")
+    layers: int = key(6, "blocks of the transformer", "[1, inf)")
+    width: int = key(128, "length of the vectors between blocks", "[2, inf)")
+    heads: int = key(4, "attention heads", "[1, inf)")
+    hidden: int = key(344, "length of the vectors in a SwiGLU", "[1, inf)")
+    remat: bool = key(False, "compute activations again in the backward pass")
+    prompt: str = key("def ", "text that the trained model continues")
+    sample_tokens: int = key(400, "tokens of this continuation", "[1, inf)")
+    temperature: float = key(0.7, "randomness of this continuation", "(0, inf)")
+
+
+def task(config: Language) -> Task:
+    """Creates text, model and loss of a configuration."""
+    tokenizer = text.tokenizer(config.tokenizer)
+    loaded = text.load(config.data, tokenizer)
+    sequences = text.dataset(loaded, config.context, config.epoch_tokens, config.test_tokens)
+    prompt = tokenizer.encode(config.prompt.encode())
+    if not len(prompt):
+        raise SystemExit("--prompt must have at least one token, got an empty text.")
+    model = transformer.Transformer(
+        transformer.Shape(
+            tokenizer.vocabulary, config.layers, config.width, config.heads, config.hidden
+        ),
+        nnx.Rngs(jax.random.key(config.seed, impl="rbg")),  # compiles fast, see models.py
+        jnp.dtype(config.compute_dtype),
+        config.remat,
+    )
+    graphdef = nnx.graphdef(model)
+
+    def losses(logits: jax.Array, labels: jax.Array) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
+
+    def counts(logits: jax.Array, labels: jax.Array) -> jax.Array:
+        known = labels >= 0
+        return jnp.stack([jnp.sum(losses(logits, labels) * known), known.sum()])
+
+    def score(counts: np.ndarray) -> dict[str, float]:
+        nats = float(counts[0] / counts[1])
+        bits = nats / math.log(2) / loaded.bytes_per_token
+        return {"test_loss": nats, "test_bits_per_byte": bits}
+
+    def logits_of(params: Any, tokens: jax.Array) -> jax.Array:
+        return nnx.merge(graphdef, params)(tokens)
+
+    def sample(params: Any) -> str:
+        how = (config.context, config.sample_tokens, config.temperature, config.seed)
+        return tokenizer.decode(generate.generate(logits_of, params, prompt, *how))
+
+    return Task(
+        sequences,
+        model,
+        loss=lambda logits, labels: losses(logits, labels).mean(),
+        counts=counts,
+        score=score,
+        tokens=config.context,
+        cut=transformer.strided_fragments,
+        sample=sample,
+    )
+
+
+DEFAULTS = Language(
+    epochs=10,
+    batch_size=8,
+    optimizer="adamw",
+    learning_rate=3e-3,
+    warmup_epochs=1,
+    cooldown_epochs=1,
+    weight_decay=0.1,
+    clip=1.0,
+    out="runs/language_model",
+)
+
+if __name__ == "__main__":
+    sys.exit(loop.run(parse(description=__doc__, defaults=DEFAULTS), task))

@@ -1,0 +1,188 @@
+"""The example of a language model: its model, its text, and whole runs on two processes."""
+
+import re
+
+import config
+import jax
+import jax.numpy as jnp
+import language_model
+import numpy as np
+import pytest
+from batches import train_indices
+from flax import nnx
+from language import generate, text, transformer
+from launch import mpiexec
+from saved import lines, saved
+
+SHAPE = transformer.Shape(vocabulary=256, layers=4, width=16, heads=2, hidden=24)
+TINY = {"layers": 2, "width": 16, "heads": 2, "hidden": 24, "context": 16, "batch_size": 4}
+STEPS = 12  # 2 epochs of 6 steps, each of 2 nodes x 2 devices x 4 sequences x 16 tokens
+RUN = [
+    "--devices 2 --epochs 2 --epoch-tokens 1536 --test-tokens 512 --sample-tokens 8 --save-every 3",
+    "--sync streaming_diloco --period 4 --delay 2 --warmup-epochs 1 --cooldown-epochs 0",
+    *(f"--{name.replace('_', '-')} {value}" for name, value in TINY.items()),
+]
+
+
+def model(**options):
+    return transformer.Transformer(SHAPE, nnx.Rngs(0), **options)
+
+
+def tokens(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).integers(0, 256, shape), jnp.int32)
+
+
+def test_a_prediction_does_not_depend_on_what_follows():
+    ours, x, y = model(), tokens(0, 2, 12), tokens(1, 2, 12)
+    mixed = jnp.concatenate([x[:, :7], y[:, 7:]], axis=1)
+    difference = jnp.abs(ours(x) - ours(mixed)).max(axis=(0, 2))
+    assert (difference[:7] < 1e-5).all()
+    assert (difference[7:] > 1e-3).all()
+
+
+def test_a_rotation_keeps_lengths_and_depends_on_the_distance_only():
+    q, k = np.random.default_rng(0).normal(size=(2, 8)).astype("f4")
+
+    def rotated(x):
+        return np.asarray(transformer.rotated(jnp.asarray(np.tile(x, (1, 9, 1, 1)))))[0, :, 0]
+
+    products = rotated(q) @ rotated(k).T
+    np.testing.assert_allclose((rotated(q) ** 2).sum(-1), (q**2).sum(), rtol=1e-5)
+    for distance in range(-8, 9):
+        diagonal = np.diagonal(products, distance)
+        np.testing.assert_allclose(diagonal, diagonal[0], atol=1e-4)
+    assert np.ptp(products) > 0.1
+
+
+def test_remat_changes_no_gradient():
+    def gradient(remat):
+        graphdef, params = nnx.split(model(remat=remat))
+        loss = lambda p: nnx.merge(graphdef, p)(tokens(0, 2, 9), train=True).var()  # noqa: E731
+        return jax.jit(jax.grad(loss))(params)
+
+    same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)  # noqa: E731
+    jax.tree.map(same, gradient(False), gradient(True))
+
+
+def test_layers_are_dealt_to_fragments_in_turn():
+    params = nnx.state(model(), nnx.Param)
+    fragment = transformer.strided_fragments(2)
+    by_layer = {}
+    for path, _ in jax.tree_util.tree_leaves_with_path(params):
+        layer = re.search(r"'layers'\]\[(\d)\]", jax.tree_util.keystr(path))
+        by_layer.setdefault(layer and int(layer[1]), set()).add(fragment(path))
+    assert by_layer == {None: {0}, 0: {0}, 1: {1}, 2: {0}, 3: {1}}
+
+
+def test_the_most_likely_text_is_generated_at_a_low_temperature():
+    """A model that predicts the token + 1. The prompt is longer than the context."""
+    logits_of = lambda params, x: jax.nn.one_hot((x + 1) % 256, 256) * params  # noqa: E731
+    found = generate.generate(logits_of, jnp.float32(1), np.arange(90, 96), 4, 5, 1e-3, 0)
+    assert found.tolist() == list(range(90, 101))
+    short = generate.generate(logits_of, jnp.float32(1), np.array([7]), 4, 6, 1e-3, 0)
+    assert short.tolist() == list(range(7, 14))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three text files, a binary one and a hidden one."""
+    for name in "abc":
+        (tmp_path / name).write_text(name * 1000)
+    (tmp_path / "binary").write_bytes(b"x\0y")
+    (tmp_path / ".hidden").write_text("z" * 1000)
+    return tmp_path
+
+
+def test_text_is_split_in_a_training_part_and_one_held_out(folder):
+    loaded = text.load(str(folder), text.byte_tokenizer())
+    both = np.concatenate([loaded.train, loaded.test])
+    assert len(loaded.test) == 3002 // 20
+    assert {chr(x): int((both == x).sum()) for x in set(both.tolist())} == {
+        **dict.fromkeys("abc", 1000),
+        "\n": 2,
+    }
+    assert loaded.bytes_per_token == 1
+
+
+def test_nodes_never_train_on_the_same_text_and_never_on_the_test():
+    loaded = text.Text(np.arange(5000), np.arange(5000, 5300), 1.0, 0)
+    data = text.dataset(loaded, context=16, epoch_tokens=640, test_tokens=160)
+    seen = []
+    for part in range(2):
+        indices = [train_indices(40, part, 2, 4, 0, epoch, own_parts=True) for epoch in range(30)]
+        rngs = map(np.random.default_rng, range(10**6))
+        loaded = [data.train.load(i, next(rngs)) for i in np.concatenate(indices).ravel()]
+        assert all((labels == inputs + 1).all() for inputs, labels in loaded)
+        seen.append(set(np.concatenate([np.append(x, y[-1]) for x, y in loaded]).tolist()))
+    assert not seen[0] & seen[1]
+    assert max(seen[0] | seen[1]) < 5000
+    tests = [data.test.load(i, None)[0] for i in range(data.test.size)]
+    assert data.test.size == 10
+    assert np.unique(tests).size == 160
+    assert np.min(tests) == 5000
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": "nowhere"}, "nowhere does not exist"),
+        ({"test_tokens": 8}, "--test-tokens"),
+        ({"context": 10**6}, "--context"),
+        ({"heads": 3}, "width must be a multiple of 2 \\* heads"),
+        ({"tokenizer": "nothing.json"}, "tokenizer"),
+        ({"prompt": ""}, "--prompt"),
+    ],
+)
+def test_wrong_keys_are_named(folder, changes, message):
+    keys = {"data": str(folder), "epoch_tokens": 64, "test_tokens": 64, **TINY, **changes}
+    options = [x for k, v in keys.items() for x in (config.option(k), str(v))]
+    with pytest.raises((ValueError, ImportError, SystemExit), match=message):
+        language_model.task(config.parse(options, defaults=language_model.DEFAULTS))
+
+
+def train(out, *options, **env):
+    command = " ".join([*RUN, *options]).split()
+    return mpiexec(2, "language.py", "--out", out, *command, timeout=300, **env)
+
+
+def passed(out, *options, **env):
+    ended = train(out, *options, **env)
+    assert ended.returncode == 0, ended.output
+    return ended.output
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """A run with parameters spread over two devices."""
+    out = tmp_path_factory.mktemp("language") / "sharded"
+    passed(out, "--shard", "--accumulate 2")
+    return out
+
+
+def test_sharded_and_replicated_parameters_give_the_same_losses(sharded, tmp_path):
+    output = passed(tmp_path)
+    assert re.search(r"test loss \d\.\d{4}, test bits per byte", output), output
+    assert (tmp_path / "report.png").stat().st_size > 1000
+    for mine, theirs in zip(lines(tmp_path), lines(sharded), strict=True):
+        for key in ("loss", "test_loss", "test_bits_per_byte"):
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-4)
+        assert mine["bytes_sent"] == theirs["bytes_sent"]
+        assert mine["tokens_per_second"] > 0
+    assert lines(tmp_path)[-1]["sample"].startswith("def ")
+
+
+def test_a_sharded_run_that_was_killed_resumes_bit_for_bit(sharded, tmp_path):
+    """Killed while it saves step 9, so step 6 is the last complete checkpoint."""
+    out = tmp_path / "killed"
+    options = ("--shard", "--accumulate 2")
+    ended = train(out, *options, SIGNAL="SIGKILL:000003_*/node_1_of_2.*tmp:0", PAUSE="0.1")
+    assert ended.returncode != 0, ended.output
+    output = passed(out, *options, "--resume")
+    assert re.search(rf"resumed at step [36] of {STEPS}, bit for bit", output), output
+    for mine, theirs in zip(saved(out, STEPS), saved(sharded, STEPS), strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, array in mine.items():
+            np.testing.assert_array_equal(array, theirs[name], err_msg=name)
+    kept = ("step", "loss", "test_loss", "sample")
+    outcomes = [[[x.get(key) for key in kept] for x in lines(run)] for run in (out, sharded)]
+    assert outcomes[0] == outcomes[1]
