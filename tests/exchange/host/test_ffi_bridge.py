@@ -1,6 +1,7 @@
 """Compiled code gets an answer to each of its calls, and copies only what has the right size."""
 
 import contextlib
+import functools
 import threading
 
 import jax
@@ -244,6 +245,26 @@ def test_buffers_of_other_leaves_are_an_error(bridge, transport):
     assert 0 not in transport.pending  # nobody waits until it is posted
 
 
+class Program(threading.Thread):
+    """A call of compiled code in a thread, so that a test fails if the call gets no answer."""
+
+    def __init__(self, function, *arguments, **options):
+        super().__init__(daemon=True)
+        self.call, self.message = functools.partial(function, *arguments, **options), None
+        self.start()
+
+    def run(self):
+        try:
+            self.call()
+        except Exception as error:
+            self.message = str(error)
+
+    def error(self):
+        self.join(30)
+        assert not self.is_alive(), "no answer"
+        return self.message
+
+
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, ValueError])
 def test_every_error_is_an_answer(bridge, transport, error):
     def fail(*_):
@@ -251,11 +272,9 @@ def test_every_error_is_an_answer(bridge, transport, error):
 
     post(bridge, jnp.ones(3))
     answers, transport.collect = transport.collect, fail
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f"{error.__name__}: the reason"):
-        collect(bridge, (3,))
+    assert f"{error.__name__}: the reason" in Program(collect, bridge, (3,)).error()
     transport.reserve = fail
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f"{error.__name__}: the reason"):
-        post(bridge, jnp.ones(3), number=1)
+    assert f"{error.__name__}: the reason" in Program(post, bridge, jnp.ones(3), number=1).error()
     transport.collect = answers
     assert collect(bridge, (3,))[0].tolist() == [1, 1, 1]
 
@@ -271,27 +290,18 @@ def test_no_thread_is_needed_later(bridge, monkeypatch):
 
 def test_closing_fails_calls_that_were_taken(bridge, transport, monkeypatch):
     monkeypatch.setattr(ffi_bridge, "_SHUTDOWN_SECONDS", 0.1)
-    taken, never, errors = threading.Event(), threading.Event(), []
+    taken, never = threading.Event(), threading.Event()
 
     def wait(number, readers):
         taken.set()
         never.wait()
 
-    def program():
-        try:
-            collect(bridge, (3,))
-        except Exception as error:
-            errors.append(str(error))
-
     post(bridge, jnp.ones(3))
     transport.collect = wait
-    thread = threading.Thread(target=program)
-    thread.start()
+    program = Program(collect, bridge, (3,))
     assert taken.wait(30)
     bridge.close()
-    thread.join(30)
-    assert not thread.is_alive()
-    assert "the exchange is closed" in errors[0]
+    assert "the exchange is closed" in program.error()
     never.set()  # the late answer is ignored
     with pytest.raises(jax.errors.JaxRuntimeError, match="the exchange is closed"):
         post(bridge, jnp.ones(3), number=1)
