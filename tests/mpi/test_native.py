@@ -40,29 +40,23 @@ needs_library = pytest.mark.skipif(
 )
 
 DTYPES = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32")
-WITH_64_BITS = ("--x64", "--dtypes", *DTYPES, "int32", "int64")
+MIXED = ("--dtypes", *DTYPES, "int32")
+WITH_64_BITS = ("--x64", *MIXED, "int64")
 ONE_DEVICE = {
-    "fragments": ("--fragments", 3),
-    "dtypes": ("--dtypes", *DTYPES, "int32"),
+    "dtypes in fragments": (*MIXED, "--fragments", 3),
     "bfloat16 and float16": ("--wire", "bfloat16", "--blocking-wire", "float16"),
-    "int8 and bfloat16": ("--wire", "int8", "--blocking-wire", "bfloat16"),
-    "easgd": ("--algorithm", "easgd"),
+    "dtypes, int8 and bfloat16": (*MIXED, "--wire", "int8", "--blocking-wire", "bfloat16"),
     "diloco": ("--algorithm", "diloco", "--fragments", 2),
 }
-TWO_DEVICES = {
-    "two devices": ("--devices", 2),
-    "dtypes of two devices": ("--devices", 2, "--dtypes", *DTYPES, "int32"),
-    "fragments of two devices": ("--devices", 2, "--fragments", 3),
-}
+TWO_DEVICES = {"dtypes in fragments, two devices": ("--devices", 2, *MIXED, "--fragments", 3)}
 # Not with the code for CUDA devices, to save time. Host callbacks copy float64 in any case.
 ON_CPU = {
+    "easgd": ("--algorithm", "easgd"),
     "diloco clipped": ("--algorithm", "diloco clipped"),
-    "dtypes and int8": ("--dtypes", *DTYPES, "int32", "--wire", "int8"),
     "int64": WITH_64_BITS,
-    "float64": (*WITH_64_BITS, "float64"),
     "float64 and int8": (*WITH_64_BITS, "float64", "--wire", "int8"),
 }
-ON_TWO_CPUS = {"float64 of two devices": ("--devices", 2, *WITH_64_BITS, "float64")}
+ON_TWO_CPUS = {"float64, two devices": ("--devices", 2, *WITH_64_BITS, "float64")}
 
 
 def alike(folder, groups, *more):
