@@ -45,7 +45,9 @@ def constant(period: int, delay: int = 0) -> Schedule:
     def plan(state, step):
         return _cycling_plan(period, delay, step + 1), state
 
-    return Schedule(lambda: (), plan, lambda state, loss: state, period, delay == period)
+    return Schedule(
+        lambda: (), plan, lambda state, loss: state, period, delay == period, may_block=delay == 0
+    )
 
 
 def by_step(function: Callable[[jax.Array], tuple[Number, Number]]) -> Schedule:

@@ -5,7 +5,7 @@ from jdaso.core.engine import averaging
 from jdaso.core.exchange import Exchange
 from jdaso.core.fragments import Fragments
 from jdaso.core.transformation import Averaging
-from jdaso.core.tree import divide
+from jdaso.core.tree import division_by
 from jdaso.core.types import Arrival, Leaves, Merge, PyTree, Schedule
 
 
@@ -92,8 +92,9 @@ def daso(
 
 def _merge(leaves: Leaves, arrival: Arrival, state: PyTree) -> tuple[Leaves, PyTree]:
     own_weight = 2.0 * arrival.age
+    divide = division_by(own_weight + arrival.members)
     merged = [
-        divide(own_weight.astype(t.dtype) * x + t, (own_weight + arrival.members).astype(t.dtype))
+        divide(own_weight.astype(t.dtype) * x + t)
         for x, t in zip(leaves, arrival.total, strict=True)
     ]
     return merged, state

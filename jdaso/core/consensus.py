@@ -12,7 +12,7 @@ from jdaso.core.state import AveragingState, find_states
 from jdaso.core.tree import (
     all_finite,
     check_arrays,
-    divide,
+    division_by,
     float_leaves,
     named_floats,
     place_like,
@@ -67,10 +67,8 @@ def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyT
     state, _ = exchange.start(exchange.init(tree), UNCOUNTED, step, leaves, header, None)
     total, header, _ = exchange.finish(state, UNCOUNTED, leaves)
     members = header[0]
-    means = [
-        divide(t, members.astype(t.dtype)).astype(x.dtype)
-        for t, x in zip(total, leaves, strict=True)
-    ]
+    divide = division_by(members)
+    means = [divide(t).astype(x.dtype) for t, x in zip(total, leaves, strict=True)]
     return replace([place_like(mean, x) for mean, x in zip(means, floats, strict=True)])
 
 

@@ -37,7 +37,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdaso.core.tree import divide, float_leaves
+from jdaso.core.tree import division_by, float_leaves
 from jdaso.core.types import Leaves, PyTree
 from jdaso.core.wire import rounded, sum_dtype, wire_dtype
 
@@ -109,7 +109,7 @@ def decompress(
         # A sum that has overflowed must not stay in the residual.
         kept.append(r + _finite_or_zero(s - received))
         base = jnp.where(quantized, a, 0)
-        mean = base + divide(received, jnp.maximum(members, 1).astype(s.dtype))
+        mean = base + division_by(jnp.maximum(members, 1))(received)
         sums.append(members.astype(s.dtype) * base + received)
         means.append(mean)
         moved.append(jnp.where(members > 0, mean, a))

@@ -11,7 +11,7 @@ from jdaso.core.exchange import FINITE
 from jdaso.core.merge_state import Dependence, dependence, split_state
 from jdaso.core.parts import finish_in_parts
 from jdaso.core.state import FragmentState
-from jdaso.core.tree import divide, where_tree
+from jdaso.core.tree import division_by, where_tree
 from jdaso.core.types import Arrival, Leaves
 
 
@@ -41,7 +41,7 @@ def merge_fragment(
                 total, members, feedback.quantized, feedback.residual[part], feedback.anchor[part]
             )
         else:
-            mean = [divide(t, jnp.maximum(members, 1).astype(t.dtype)) for t in total]
+            mean = [*map(division_by(jnp.maximum(members, 1)), total)]
         wide = [x.astype(t.dtype) for x, t in zip(own, total, strict=True)]
         # A node whose parameters are not finite continues from the mean of the others.
         wide = [jnp.where(fragment.sound, x, m) for x, m in zip(wide, mean, strict=True)]

@@ -59,9 +59,12 @@ def step_fragment(
         fragment,
     )
     unsound = context.post & ~fragment.sound
-    at_once = context.post & (context.plan.delay == 0)
-    leaves, fragment, lost_at_once, losses = lax.cond(at_once, collect, skip, leaves, fragment)
-    left_out = jnp.sum(jnp.stack([lost, unsound, lost_at_once]), dtype=jnp.int32)
+    losses = jnp.zeros((2,), jnp.float32)
+    if config.schedule.may_block:
+        at_once = context.post & (context.plan.delay == 0)
+        leaves, fragment, lost_now, losses = lax.cond(at_once, collect, skip, leaves, fragment)
+        lost = lost.astype(jnp.int32) + lost_now
+    left_out = lost.astype(jnp.int32) + unsound
     return leaves, fragment, FragmentResult(number, left_out, losses)
 
 

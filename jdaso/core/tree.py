@@ -164,20 +164,25 @@ def widened(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.astype(sum_dtype(x.dtype)) if is_float(x) else x, tree)
 
 
-def divide(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
-    """Divides an array by a scalar, with products, which are several times as fast as divisions.
+def division_by(denominator: jax.Array) -> Callable[[jax.Array], jax.Array]:
+    """Divides arrays by a scalar, with products, which are several times as fast as divisions.
 
     A product with ``1 / denominator`` alone would not do. That number is rounded, so all results
     would be too large, or all too small, and this error adds up over thousands of means. The
     reciprocal is therefore the sum of two float32 numbers, which is more precise than one.
     """
-    if denominator.dtype != jnp.float32:  # float64, whose bias is too small to add up
-        return numerator / denominator
+    denominator = jnp.asarray(denominator, jnp.float32)
     bits = lax.bitcast_convert_type(1 / denominator, jnp.int32)
     upper = lax.bitcast_convert_type(bits & ~0xFFFF, jnp.float32)
     # The product of the upper 8 bits with a denominator of up to 16 bits is exact.
     lower = (1 - denominator * upper) / denominator
-    return numerator * upper + numerator * lower
+
+    def divide(numerator: jax.Array) -> jax.Array:
+        if numerator.dtype != jnp.float32:  # float64, whose bias is too small to add up
+            return numerator / denominator.astype(numerator.dtype)
+        return numerator * upper + numerator * lower
+
+    return divide
 
 
 def outline(params: PyTree) -> list[str]:

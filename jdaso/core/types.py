@@ -57,6 +57,7 @@ class Schedule(NamedTuple):
             with the same bits on every node.
         longest: the longest period in steps.
         delay_fills_period: whether the delay may be as long as the period.
+        may_block: whether the delay may be 0. If not, a program contains the merge only once.
     """
 
     init: Callable[[], PyTree]
@@ -64,6 +65,7 @@ class Schedule(NamedTuple):
     observe: Callable[[PyTree, jax.Array], PyTree]
     longest: int
     delay_fills_period: bool
+    may_block: bool = True
 
 
 class Arrival(NamedTuple):

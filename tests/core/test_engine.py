@@ -341,6 +341,18 @@ def test_programs_grow_as_the_number_of_leaves_does(algorithm):
     assert size(60) < 2.1 * size(30)
 
 
+def test_a_program_contains_the_merge_once_if_the_schedule_never_blocks():
+    def branches(schedule):
+        params = {"w": jnp.ones(3)}
+        tx = jdaso.chain(optax.sgd(0.1), alone(schedule))
+        step = functools.partial(jdaso.apply_gradients, tx)
+        return str(jax.make_jaxpr(step)(params, tx.init(params), params)).count("cond[")
+
+    late = branches(jdaso.constant(4, 1))
+    assert branches(jdaso.by_step(lambda step: (4, 1))) == late + 1
+    assert branches(jdaso.constant(4, 0)) == late + 1
+
+
 def test_averaging_state_needs_exactly_one():
     tx = alone()
     state = tx.init(jnp.ones(2))
