@@ -180,10 +180,11 @@ def counting(exchange: Exchange) -> Exchange:
     def init(params):
         return CountingState(exchange.init(params), jnp.zeros((), jnp.uint32))
 
-    def start(state, number, step, leaves, header, wire):
+    def start(state, number, step, leaves, header, wire, **options):
         size = sum(_wire_bytes(x, wire_dtype(x.dtype, wire)) for x in leaves)
         sent = 2 * (exchange.num_nodes - 1) * size // exchange.num_nodes
-        inner, number = exchange.start(state.exchange, number, step, leaves, header, wire)
+        sent_now = number, step, leaves, header, wire
+        inner, number = exchange.start(state.exchange, *sent_now, **options)
         return CountingState(inner, state.bytes_sent + jnp.uint32(sent)), number
 
     def finish(state, number, like):

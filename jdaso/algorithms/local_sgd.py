@@ -1,18 +1,24 @@
-"""Local SGD: blocking averaging of the parameters every few steps."""
+"""Local SGD: averaging of the parameters every few steps, at once or late."""
 
 from jdaso.algorithms.dasgd import mixing_merge
 from jdaso.algorithms.defaults import averaging_on_one_wire, check_progress, resolve_schedule
 from jdaso.core.exchange import Exchange
 from jdaso.core.transformation import Averaging
-from jdaso.core.types import Schedule
+from jdaso.core.types import Arrival, Leaves, Merge, PyTree, Schedule
+from jdaso.core.validation import check_choice
+
+MERGES = ("mean", "delta")
 
 
 def local_sgd(
     exchange: Exchange,
     period: int | None = None,
+    delay: int = 0,
+    merge: str = "mean",
     *,
     schedule: Schedule | None = None,
     wire: str | None = None,
+    fragments: int = 1,
     nonfinite: str = "skip",
 ) -> Averaging:
     """Local SGD, also called periodic averaging.
@@ -25,25 +31,49 @@ def local_sgd(
     exchange less often than :func:`jdaso.allreduce_gradients`, without staleness. For post-local
     SGD, which averages at every step at first, see :func:`jdaso.schedules.by_step`.
 
+    With a delay d, training does not wait, and the mean of step k arrives after step k + d. Then
+    ``merge="delta"`` adds the change that the mean is for this node,
+
+        x_{k+d} <- x_{k+d} + (1/M) sum_j x_k(j) - x_k                 (hivemind's delta rule)
+
+    so that the steps since then are kept as they are. Use it for delays of a step or two. With
+    ``merge="mean"`` the mean replaces them. :func:`jdaso.dasgd` and :func:`jdaso.daso` keep a part.
+
     Args:
         exchange: The connection between nodes.
         period: Optimizer steps between two exchanges.
-        schedule: Replaces the period. If its delay is not 0, the mean replaces the steps of the
-            node since the exchange was posted. :func:`jdaso.dasgd` keeps a part of them.
+        delay: Optimizer steps between posting and merging, ``0 <= delay <= period``.
+        merge: ``mean`` or ``delta``. The values that were posted are subtracted as they were
+            rounded on the wire, in the host's memory. ``delta`` excludes the wire int8.
+        schedule: Replaces period and delay.
         wire, nonfinite: As in :func:`jdaso.daso`.
+        fragments: As in :func:`jdaso.dasgd`.
 
     Returns:
         An optax transformation. Put it last in a chain. ``update`` requires ``params``.
 
     Raises:
-        ValueError: for a period below 1, a schedule whose delay is a whole period, or an unknown
-            wire.
+        ValueError: for a period below 1, a delay above the period or, with ``merge="mean"``, equal
+            to it, an unknown merge or wire, or more fragments than steps in a period.
+
+    References:
+        The delta rule is ``delta_rule_averaging`` of ``TrainingStateAverager`` in hivemind,
+        https://github.com/learning-at-home/hivemind.
 
     >>> import jdaso, optax
     >>> tx = jdaso.chain(optax.sgd(0.1), jdaso.local_sgd(jdaso.single_exchange(), period=8))
     """
-    schedule = resolve_schedule("local_sgd", period, 0, schedule)
-    check_progress("local_sgd", "a node's own weight", 0.0, schedule)
-    return averaging_on_one_wire(
-        "local_sgd", exchange, schedule, mixing_merge(0.0), wire, nonfinite=nonfinite
-    )
+    check_choice("merge", merge, MERGES)
+    schedule = resolve_schedule("local_sgd", period, delay, schedule)
+    if merge == "mean":
+        check_progress("local_sgd", "a node's own weight", 0.0, schedule)
+    rule = mixing_merge(0.0) if merge == "mean" else _DELTA
+    options = {"nonfinite": nonfinite, "fragments": fragments}
+    return averaging_on_one_wire("local_sgd", exchange, schedule, rule, wire, **options)
+
+
+def _add_change(leaves: Leaves, arrival: Arrival, state: PyTree) -> tuple[Leaves, PyTree]:
+    return [x + change for x, change in zip(leaves, arrival.mean, strict=True)], state
+
+
+_DELTA = Merge(lambda params: (), _add_change, relative=True)

@@ -22,7 +22,7 @@ def posted_to_arrays(posted: InFlight) -> dict[str, Any]:
     """Exchanges in flight as named arrays.
 
     >>> sorted(posted_to_arrays({(0, 7): PostedExchange(3, np.zeros(3, "f4"), [np.ones(2)])}))
-    ['0.7.header', '0.7.int8', '0.7.leaf.0', '0.7.step']
+    ['0.7.header', '0.7.int8', '0.7.leaf.0', '0.7.relative', '0.7.step']
     """
     arrays: dict[str, Any] = {}
     for (position, number), exchange in posted.items():
@@ -30,6 +30,7 @@ def posted_to_arrays(posted: InFlight) -> dict[str, Any]:
         arrays[f"{name}.step"] = np.int64(exchange.step)
         arrays[f"{name}.header"] = exchange.header
         arrays[f"{name}.int8"] = np.bool_(exchange.int8)
+        arrays[f"{name}.relative"] = np.bool_(exchange.relative)
         arrays |= {f"{name}.leaf.{i}": leaf for i, leaf in enumerate(exchange.leaves)}
     return arrays
 
@@ -41,13 +42,15 @@ def arrays_to_posted(arrays: dict[str, np.ndarray]) -> InFlight:
     for name in sorted({".".join(name.split(".")[:2]) for name in arrays}):
         position, number = map(int, name.split("."))
         count = sum(other.startswith(f"{name}.leaf.") for other in arrays)
-        fields = ["step", "header", "int8", *(f"leaf.{i}" for i in range(count))]
+        fields = ["step", "header", "int8", "relative", *(f"leaf.{i}" for i in range(count))]
         if missing := [field for field in fields if f"{name}.{field}" not in left]:
             raise ValueError(f"exchange {name} has no {missing[0]}")
-        step, header, int8, *leaves = (left.pop(f"{name}.{field}") for field in fields)
-        if step.shape != () or int8.shape != () or header.shape != (HEADER_SIZE,):
+        step, header, *flags_and_leaves = (left.pop(f"{name}.{field}") for field in fields)
+        flags, leaves = flags_and_leaves[:2], flags_and_leaves[2:]
+        scalars = all(x.shape == () for x in (step, *flags))
+        if not scalars or header.shape != (HEADER_SIZE,):
             raise ValueError(f"exchange {name} has a header of shape {header.shape}")
-        posted[position, number] = PostedExchange(int(step), header, leaves, bool(int8))
+        posted[position, number] = PostedExchange(int(step), header, leaves, *map(bool, flags))
     if left:
         raise ValueError(f"{min(left)} belongs to no exchange")
     return posted
@@ -60,10 +63,11 @@ def describe_posted(posted: InFlight) -> dict[str, str]:
     {'0.7': 'step 3, [0, 0, 0, 0, 0], 1 leaf (20e9ac1a)'}
     """
     texts = {}
-    for (position, number), (step, header, leaves, int8) in posted.items():
+    for (position, number), (step, header, leaves, int8, relative) in posted.items():
         agreed = [int(x) for x in header[-len(AGREEMENT_NAMES) :]]
         checksum = zlib.crc32("; ".join(f"{x.dtype.name}{x.shape}" for x in leaves).encode())
         what = ("1 leaf" if len(leaves) == 1 else f"{len(leaves)} leaves") + " in int8" * int8
+        what += ", relative" * relative
         texts[f"{position}.{number}"] = f"step {step}, {agreed}, {what} ({checksum:08x})"
     return texts
 

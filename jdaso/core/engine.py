@@ -81,6 +81,11 @@ def averaging(
     check_schedule(name, schedule)
     if not callable(fragments):
         _check_fragments(fragments, schedule)
+    if merge.relative and "int8" in (wire, blocking_wire):
+        raise ValueError(
+            f"{name}: the wire int8 sends differences from the last mean, and does not go with a "
+            "merge that adds the mean's change: use the wire bfloat16."
+        )
     config = EngineConfig(
         name, exchange, schedule, merge, wire, blocking_wire, nonfinite, fragments, sync_target
     )

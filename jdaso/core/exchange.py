@@ -20,6 +20,8 @@ AGREEMENT_NAMES = ("period", "delay", "phase", "the schedule's state", "the shar
 HEADER_SIZE = 3 + len(AGREEMENT_NAMES)
 #: Where the header of an exchange that has ended says whether all sums are finite, 1 or 0.
 FINITE = 3
+#: Where it says whether this node has contributed.
+OWN = 4
 #: Number of an exchange that is finished immediately and does not count.
 UNCOUNTED = -1
 
@@ -32,12 +34,14 @@ class PostedExchange(NamedTuple):
         header: float32[HEADER_SIZE].
         leaves: arrays in their wire dtypes, float32 for the wire int8.
         int8: whether the wire is int8. Its blocks depend on the sharding of the leaves.
+        relative: as in ``start`` of :class:`jdaso.Exchange`.
     """
 
     step: int
     header: np.ndarray
     leaves: list[np.ndarray]
     int8: bool = False
+    relative: bool = False
 
 
 class Shards(NamedTuple):
@@ -153,13 +157,15 @@ class Exchange(NamedTuple):
             (int32) counts the exchanges and is equal on all nodes. The Python int ``UNCOUNTED``
             stands for an exchange that is finished immediately. ``step`` (int32) must also be
             equal on all nodes. ``header[0]`` is 1 or 0. If it is 0, this node's leaves count as
-            zeros, whatever they contain.
+            zeros, whatever they contain. With ``relative=True``, where m nodes contribute, the
+            sums are ``sum_i x_i - m x``, and x is what this node has sent, as rounded on the wire.
+            int8 excludes it.
         finish: ``(state, number, like) -> (sums, header, state)``. The sums have the shapes of
             ``like`` and their accumulation dtype, float32 or float64. The header holds the number
-            of nodes that contributed, the sum and the number of the losses, and at ``FINITE`` 1 if
-            all sums are finite, 0 if not. With the wire int8, the part that this node has summed
-            is not rounded yet. The node must round it and keep the rounding error in its error
-            feedback, because no other node knows the error.
+            of nodes that contributed, the sum and the number of the losses, at ``FINITE`` 1 if all
+            sums are finite, 0 if not, and at ``OWN`` 1 if this node has contributed. With the wire
+            int8, the part that this node has summed is not rounded yet. The node must round it and
+            keep the rounding error in its error feedback, because no other node knows the error.
         broadcast: ``(leaves, root) -> leaves``, those of node ``root``, bit for bit.
         report: ``() -> dict`` of what the host has measured, as in :func:`empty_report`.
         history: ``() -> list`` of :class:`ExchangeRecord`, for the last thousand completed
@@ -199,7 +205,7 @@ class Exchange(NamedTuple):
     num_nodes: int
     wire: str | None
     init: Callable[[PyTree], PyTree]
-    start: Callable[[PyTree, Number, Number, Leaves, jax.Array, str | None], tuple[PyTree, Number]]
+    start: Callable[..., tuple[PyTree, Number]]
     finish: Callable[[PyTree, Number, Leaves], tuple[Leaves, jax.Array, PyTree]]
     broadcast: Callable[[Leaves, int], Leaves]
     report: Callable[[], dict[str, float]] = empty_report

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jdaso.core.engine_config import EngineConfig, stop_unless_finite
 from jdaso.core.error_feedback import Feedback, decompress
-from jdaso.core.exchange import FINITE
+from jdaso.core.exchange import FINITE, OWN
 from jdaso.core.merge_state import Dependence, dependence, split_state
 from jdaso.core.parts import finish_in_parts
 from jdaso.core.state import FragmentState
@@ -44,7 +44,10 @@ def merge_fragment(
             mean = [*map(division_by(jnp.maximum(members, 1)), total)]
         wide = [x.astype(t.dtype) for x, t in zip(own, total, strict=True)]
         # A node whose parameters are not finite continues from the mean of the others.
-        wide = [jnp.where(fragment.sound, x, m) for x, m in zip(wide, mean, strict=True)]
+        if merge.relative:
+            wide = [jnp.where(header[OWN] > 0, x, 0) for x in wide]
+        else:
+            wide = [jnp.where(fragment.sound, x, m) for x, m in zip(wide, mean, strict=True)]
         arrival = Arrival(total[:count], mean[:count], members, fragment.age, fragment.sound)
         old_lists = [each[part] for each in state.lists]
         old_state = state.rebuild(old_lists, state.rest, part)

@@ -91,7 +91,8 @@ def _send(
     sound = sound & stop_unless_finite(config, exchange.all_devices(finite), step, narrow)
     header = jnp.concatenate([sound.astype(jnp.float32)[None], context.losses, agreement])
     if not feedback:
-        state, following = exchange.start(state, number, step, message, header, wire)
+        options = {"relative": True} if config.merge.relative else {}
+        state, following = exchange.start(state, number, step, message, header, wire, **options)
         return state, following, sound, feedback
 
     def shrink(part: slice, residual: list[Leaves]) -> tuple[Leaves, list[Leaves]]:

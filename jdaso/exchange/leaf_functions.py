@@ -39,11 +39,21 @@ class LeafFunctions(NamedTuple):
             "per_shard": self.per_shard,
         }
 
-    def start(self, state: HostState, number, step, leaves: Leaves, header, wire, part=None):
+    def start(
+        self,
+        state: HostState,
+        number,
+        step,
+        leaves: Leaves,
+        header,
+        wire,
+        part=None,
+        relative=False,
+    ):
         if wire == "int8":
             check_int8(self.same_bits)
         sent = state.key, number, step, leaves, header, wire
-        token, number = self.program.start(*sent, part, self.bound)
+        token, number = self.program.start(*sent, part, self.bound, relative)
         return HostState(token), number
 
     def finish(self, state: HostState, number, like: Leaves, part=None):

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdaso.core.exchange import FINITE, HEADER_SIZE, Exchange
+from jdaso.core.exchange import FINITE, HEADER_SIZE, OWN, Exchange
 from jdaso.core.tree import is_float
 from jdaso.core.types import Leaves, PyTree
-from jdaso.core.wire import BLOCK_DTYPE, check_wire, pack, sum_dtype, unpadded, wire_dtype
+from jdaso.core.wire import BLOCK_DTYPE, check_wire, pack, sum_dtype, unpack, unpadded, wire_dtype
 
 
 class StoredState(NamedTuple):
@@ -55,18 +55,21 @@ def stored_exchange(
         # A branch of vmap that is not taken must not find sums that are not finite.
         return StoredState(sums, jnp.zeros((HEADER_SIZE,), jnp.float32).at[FINITE].set(1))
 
-    def start(state, number, step, leaves, header, wire):
+    def start(state, number, step, leaves, header, wire, relative=False):
         del step
         cast = [
             pack(jnp.where(header[0] > 0, x, jnp.zeros_like(x)), wire_dtype(x.dtype, wire))
             for x in leaves
         ]
+        contributes = header[0]
         *sums, header = all_reduce([*cast, header])
         # Blocks of int8 are finite once they are rounded.
         finite = [
             jnp.isfinite(s).all() for s, x in zip(sums, cast, strict=True) if x.dtype != BLOCK_DTYPE
         ]
-        header = header.at[FINITE].set(jnp.all(jnp.stack([*finite, True])))
+        header = header.at[FINITE].set(jnp.all(jnp.stack([*finite, True]))).at[OWN].set(contributes)
+        if relative:
+            sums = [s - header[0] * unpack(x) for s, x in zip(sums, cast, strict=True)]
         sums = [
             unpadded(s, x.shape).astype(sum_dtype(x.dtype))
             for s, x in zip(sums, leaves, strict=True)

@@ -106,13 +106,13 @@ def _with_faults(
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
 
     # The results of the callbacks are used, because that orders them and the exchange.
-    def start(state, number, step, leaves: Leaves, header, wire):
+    def start(state, number, step, leaves: Leaves, header, wire, **options):
         if isinstance(number, int):  # a consensus, which belongs to no step
-            return exchange.start(state, number, step, leaves, header, wire)
+            return exchange.start(state, number, step, leaves, header, wire, **options)
         posted_step, wrong_shape = io_callback(
             callbacks.before_post, (scalar, scalar), step, number
         )
-        send = functools.partial(exchange.start, state, number, posted_step)
+        send = functools.partial(exchange.start, state, number, posted_step, **options)
         if Kind.WRONG_SHAPE in pending.kinds():
             sent = lax.cond(
                 wrong_shape > 0,

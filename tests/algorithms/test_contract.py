@@ -30,6 +30,7 @@ ALGORITHMS = {
         sgd(lr), jdaso.dasgd(x, schedule=jdaso.schedules.linear((1, 0), (4, 3), 10))
     ),
     "local_sgd": lambda x, sgd, lr: optax.chain(sgd(lr), jdaso.local_sgd(x, 4)),
+    "local_sgd delta": lambda x, sgd, lr: optax.chain(sgd(lr), jdaso.local_sgd(x, 4, 2, "delta")),
     "easgd": lambda x, sgd, lr: optax.chain(sgd(lr), jdaso.easgd(x, 4)),
     "eamsgd": lambda x, sgd, lr: jdaso.eamsgd(x, 4, lr, 0.9),
     "diloco": lambda x, sgd, lr: optax.chain(sgd(lr), jdaso.diloco(x, 4)),

@@ -5,6 +5,7 @@ import functools
 import golden_family
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from virtual_nodes import LR, assert_near, few, random_run, simulate
@@ -35,3 +36,52 @@ def test_post_local_sgd_is_a_mean_at_every_step_and_then_rare_ones():
     often = local_sgd(x, updates[:16], period=1).params
     rare = local_sgd(often[-1], updates[16:], period=8).params
     assert_near(params, np.concatenate([often, rare]))
+
+
+@few(max_examples=5)
+@given(st.integers(1, 5), st.integers(0, 5), st.integers(1, 5), st.integers(0, 2**32 - 1))
+def test_the_delta_rule_follows_its_recursion(period, delay, nodes, seed):
+    delay = min(period, delay)
+    x, grads = random_run(seed, 60, nodes)
+    averaging = jdaso.local_sgd(jdaso.axis_exchange("node", nodes), period, delay, "delta")
+    params, _ = simulate(averaging, x, grads, momentum=0.9)
+    updates = golden_family.sgd(grads, LR, 0.9)
+    assert_near(params, golden_family.delta(x, updates, period, delay).params)
+    steps = golden_family.sgd(grads, LR, 0.9).sum(axis=0).mean(axis=0)
+    assert_near(params[-1:].mean(axis=1), (x.mean(axis=0) + steps)[None])  # nothing is taken back
+
+
+@pytest.mark.parametrize("step", [10, 11, 12, 13, 14, 15])  # an exchange is posted after 11, 15
+@pytest.mark.parametrize("delay", [0, 2, 4])
+def test_the_delta_rule_where_a_step_is_skipped(step, delay):
+    x, grads = random_run(2, 30, 3)
+    grads[step, 1, 5] = np.inf
+    averaging = jdaso.local_sgd(jdaso.axis_exchange("node", 3), 4, delay, "delta")
+    params, state = simulate(averaging, x, grads)
+    expected = golden_family.delta(x, golden_family.sgd(grads, LR), 4, delay)
+    assert_near(params, expected.params)
+    np.testing.assert_array_equal(state.left_out[-1], expected.left_out)
+
+
+def test_the_delta_rule_in_fragments():
+    x, grads = random_run(3, 60, 3)
+    exchange = jdaso.axis_exchange("node", 3)
+    averaging = jdaso.local_sgd(exchange, 4, 3, "delta", fragments=2)
+    params, _ = simulate(averaging, x, grads, leaves=6)
+    updates = golden_family.sgd(grads, LR)
+    expected = golden_family.in_fragments(golden_family.delta, x, updates, 4, 2, delay=3)
+    assert_near(params, expected.params)
+
+
+def test_the_delta_rule_keeps_a_nodes_own_rounding():
+    """What travels is rounded, and the node keeps what it has not sent."""
+    x, grads = random_run(4, 1, 1)
+    exchange = jdaso.axis_exchange("node", 1)
+    averaging = jdaso.local_sgd(exchange, 1, 0, "delta", wire="bfloat16")
+    params, _ = simulate(averaging, x, grads)
+    np.testing.assert_array_equal(params[0], (x + golden_family.sgd(grads, LR)[0]).astype("f4"))
+
+
+def test_the_delta_rule_and_int8_exclude_each_other():
+    with pytest.raises(ValueError, match=r"local_sgd: the wire int8 .* use the wire bfloat16"):
+        jdaso.local_sgd(jdaso.single_exchange(), 4, 2, "delta", wire="int8")

@@ -3,13 +3,14 @@
 import pytest
 from launch import Batch, mpiexec, passes
 
+LATE = ("--algorithms", "daso", "local_sgd delta")
 TWO = Batch(
     2,
     {
         "one device": ("parity.py",),
         "every algorithm": ("parity.py", "--algorithms", "all"),
         "int8 and bfloat16": ("parity.py", "--wires", "int8", "bfloat16"),
-        "mpi4jax with a delay": ("parity.py", "--exchange", "mpi4jax"),
+        "mpi4jax with a delay": ("parity.py", "--exchange", "mpi4jax", *LATE),
     },
 )
 TWO_OF_TWO_DEVICES = Batch(
@@ -25,7 +26,7 @@ TWO_OF_TWO_DEVICES = Batch(
 # XLA keeps more bits than bfloat16 has where it fuses operations, and it fuses those of the
 # virtual cluster in another way: that is the optimizer's rounding, not the exchange's.
 MIXED = ("--dtypes", "float32", "bfloat16", "float16", "float64")
-NOT_FINITE = ("dasgd int8", "easgd", "diloco", "allreduce_gradients")
+NOT_FINITE = ("dasgd int8", "easgd", "diloco", "allreduce_gradients", "local_sgd delta")
 THREE = Batch(
     3,
     {
@@ -53,7 +54,7 @@ PER_DEVICE = ("--processes-per-node", 2)
 FOUR = Batch(
     4,
     {
-        "one process per device": ("parity.py", *PER_DEVICE),
+        "one process per device": ("parity.py", *PER_DEVICE, *LATE),
         "gradients of a node": ("data_parallel.py", "--devices", 1, *PER_DEVICE),
         "senders all": (
             *("parity.py", "--senders", "all", *PER_DEVICE),

@@ -8,7 +8,7 @@ import jdaso
 # Each of these compiles another program for a shard: fragments, blocks of int8, two trees, moments.
 FEW = ("daso", "dasgd fragments", "dasgd int8", "diloco", "moments average")
 # Joined processes compile no more than a few others, whose bits need no comparison.
-MORE = ("easgd", "local_sgd", "allreduce_gradients", "bad and drained")
+MORE = ("easgd", "local_sgd", "local_sgd delta", "allreduce_gradients", "bad and drained")
 
 
 def test_layouts():

@@ -117,6 +117,42 @@ def dasgd(
     return late_means(x, updates, period, delay, turn, merge, (x[0],))
 
 
+def delta(x: np.ndarray, updates: np.ndarray, period: int, delay: int, turn: int = 0) -> Run:
+    """Local SGD with hivemind's delta rule, ``x <- x' + mean x'(k-d) - x'(k-d)``.
+
+    A node that has posted nothing takes the mean. One that is lost later has skipped its steps
+    since, and adds the mean's change to what it has.
+    """
+    posted, params, common, left_out = {}, [], [], np.zeros(len(x), int)
+    out, mean = np.zeros(len(x), bool), x[0]  # nodes that have skipped a step since a merge
+
+    def merge(k: int) -> None:
+        nonlocal x, out, mean
+        own, contributed, mean = posted.pop(k)
+        x = np.where(contributed[:, None], x + mean - own, mean)
+        out = np.zeros(len(x), bool)
+
+    def post(k: int) -> None:
+        contributed = ~out
+        left_out[out] += 1
+        posted[k] = x, contributed, x[contributed].mean(axis=0)
+
+    for k, update in enumerate(updates):
+        sound = is_sound(update)
+        out |= ~sound
+        x = x + np.where(sound[:, None], update, 0)
+        due = (k + 1) % period == turn
+        if due and delay == 0:
+            post(k)
+        if k - delay in posted:
+            merge(k - delay)
+        if due and delay > 0:
+            post(k)
+        params.append(x)
+        common.append(mean)
+    return Run(np.array(params), np.array(common), left_out)
+
+
 def diloco(
     x: np.ndarray,
     updates: np.ndarray,

@@ -83,7 +83,7 @@ class JitInterface:
         specs = self._shardings.specs([leaf.name for leaf in sent], whole)
         dtypes = tuple(BLOCK_DTYPE if posted.int8 else leaf.dtype for leaf in posted.leaves)
         shapes = tuple(leaf.shape for leaf in sent)
-        return make_layout(shapes, dtypes, tuple(specs), self._shardings.mesh)
+        return make_layout(shapes, dtypes, tuple(specs), self._shardings.mesh, posted.relative)
 
     def start(
         self,
@@ -95,14 +95,15 @@ class JitInterface:
         wire,
         part: slice | None = None,
         bound: Bound | None = None,
+        relative: bool = False,
     ):
         """As in :class:`jdaso.Exchange`, or for a part of the leaves that are bound."""
         bound = bound or self.bind((), leaves)
-        part = part or bound.whole
+        part, mesh = part or bound.whole, self._shardings.mesh
         if header.shape != (HEADER_SIZE,):
             raise ValueError(f"header must be float32[{HEADER_SIZE}], got {header.shape}.")
         dtypes = tuple(wire_dtype(dtype, wire) for dtype in bound.dtypes)
-        layout = make_layout(bound.shapes, dtypes, bound.specs, self._shardings.mesh)
+        layout = make_layout(bound.shapes, dtypes, bound.specs, mesh, relative)
         calls = self._host_calls(bound)
         token = self._mesh.run(
             ("post", layout, bound.specs, part.start, part.stop, calls),

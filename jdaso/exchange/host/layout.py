@@ -66,6 +66,8 @@ class Layout(NamedTuple):
         bounds: for each shard its leaf, and where it is in the leaf.
         shapes: of the whole leaves.
         fingerprint: a checksum of the shards of all processes of the program.
+        relative: whether the sums are to be without what this node has sent; see ``start`` of
+            :class:`jdaso.Exchange`.
     """
 
     specs: tuple[LeafSpec, ...]
@@ -73,6 +75,7 @@ class Layout(NamedTuple):
     bounds: tuple[tuple[int, Bounds], ...]
     shapes: tuple[tuple[int, ...], ...] = ()
     fingerprint: int = 0
+    relative: bool = False
 
     @property
     def _own(self) -> list[tuple[Placement, ...]]:
@@ -171,6 +174,7 @@ def make_layout(
     dtypes: tuple[np.dtype, ...],
     specs: tuple[PartitionSpec, ...],
     mesh: Mesh,
+    relative: bool = False,
 ) -> Layout:
     """The layout of sharded leaves.
 
@@ -178,6 +182,7 @@ def make_layout(
         shapes: of the whole leaves.
         dtypes: on the wire.
         specs: of the leaves, on ``mesh``.
+        relative: see :class:`Layout`.
     """
     devices, own_process = list(mesh.devices.flat), jax.process_index()
     processes = [device.process_index for device in devices]
@@ -210,4 +215,5 @@ def make_layout(
         tuple(all_bounds),
         shapes,
         _checksum(all_specs),
+        relative,
     )

@@ -191,6 +191,14 @@ def widen_sums(arrived: np.ndarray, sums: np.ndarray, size: int, kept: slice) ->
             yield WaitState(progressed=True)
 
 
+def subtract_product(sums: np.ndarray, own: np.ndarray, factor: float) -> Operation:
+    """Subtracts ``factor * own``, an array in its wire dtype, from sums in their dtype."""
+    for lo in range(0, len(sums), _CONVERTED_AT_ONCE):
+        place = slice(lo, lo + _CONVERTED_AT_ONCE)
+        sums[place] -= widened(own[place]) * sums.dtype.type(factor)
+        yield WaitState(progressed=True)
+
+
 def widened(array: np.ndarray) -> np.ndarray:
     """Converts an array from its wire dtype to its accumulation dtype.
 

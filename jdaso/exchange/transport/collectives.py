@@ -18,6 +18,7 @@ from jdaso.exchange.transport.all_reduce import (
     row_bytes,
     segments,
     shards,
+    subtract_product,
     widen_sums,
 )
 from jdaso.exchange.transport.operation import Operation, wait_for
@@ -83,6 +84,12 @@ def widen_staged(staging: StagingBuffers, node: int, nodes: int) -> Operation:
             own = shards(len(vector), nodes).of(node)
             kept = own if vector.dtype == BLOCK_DTYPE else slice(0, 0)
             yield from widen_sums(arrived, sums, nodes, kept)
+
+
+def subtract_own(staging: StagingBuffers, members: float) -> Operation:
+    """Subtracts what this process has sent, times the number of members, from the sums."""
+    for vector, sums, _ in _segments(staging):
+        yield from subtract_product(sums, vector, members)
 
 
 def broadcast(comm: Comm, arrays: Sequence[np.ndarray], root: int) -> Operation:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jdaso.cluster.topology import Topology
-from jdaso.core.exchange import FINITE, UNCOUNTED
+from jdaso.core.exchange import FINITE, OWN, UNCOUNTED
 from jdaso.core.mpi_types import Comm
 from jdaso.exchange.host.buffers import StagingBuffers
 from jdaso.exchange.host.layout import sender
@@ -76,8 +76,9 @@ class ExchangeCommunicators:
         )
         yield from completed(before)
         topology = self._topology
+        members = float(total[0])
         if topology.joined:
-            sent = yield from self._sum_shards(used[0], staging, number)
+            sent = yield from self._sum_shards(used[0], staging, number, members)
         else:
             sent = yield from interleave(
                 self._sum_part(communicators, staging, index, len(used))
@@ -88,7 +89,9 @@ class ExchangeCommunicators:
         if topology.joined:  # other processes of the node have other shards
             assert used[0].within_node is not None
             finite = not (yield from collectives.any_true(used[0].within_node, not finite))
-        total[FINITE] = finite
+        elif staging.layout.relative:
+            yield from collectives.subtract_own(staging, members)
+        total[FINITE], total[OWN] = finite, header[0]
         return total, sent
 
     def _used_by(self, number: int) -> list[IndexCommunicators]:
@@ -121,7 +124,11 @@ class ExchangeCommunicators:
         return sent
 
     def _sum_shards(
-        self, communicators: IndexCommunicators, staging: StagingBuffers, number: int
+        self,
+        communicators: IndexCommunicators,
+        staging: StagingBuffers,
+        number: int,
+        members: float,
     ) -> Operation:
         """Sums the shards that this process sends, and passes the sums on to the other holders."""
         nodes, within_node, _ = communicators
@@ -133,6 +140,8 @@ class ExchangeCommunicators:
             if root == topology.local_rank:
                 sent += yield from collectives.sum_staged(nodes, group, self._options)
                 yield from collectives.widen_staged(group, topology.node, topology.num_nodes)
+                if staging.layout.relative:
+                    yield from collectives.subtract_own(group, members)
             yield from collectives.pass_on(within_node, group, root, {*holders} - {root})
         return sent
 

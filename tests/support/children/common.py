@@ -38,7 +38,7 @@ def loss(node, step):
     return jnp.float32(max(1.0, 5.0 - 0.2 * step) + 0.01 * node)
 
 
-SGD = optax.sgd(0.1, momentum=0.9)
+SGD, BF16 = optax.sgd(0.1, momentum=0.9), "bfloat16"
 
 
 def daso(exchange, schedule, **options):
@@ -51,6 +51,7 @@ ALGORITHMS = {
     "dasgd": lambda x: optax.chain(SGD, jdaso.dasgd(x, 4, 3)),
     "dasgd int8": lambda x: optax.chain(SGD, jdaso.dasgd(x, 4, 3, wire="int8")),
     "dasgd fragments": lambda x: optax.chain(SGD, jdaso.dasgd(x, 4, 4, fragments=3)),
+    "local_sgd delta": lambda x: optax.chain(SGD, jdaso.local_sgd(x, 4, 3, "delta", wire=BF16)),
     "local_sgd": lambda x: optax.chain(SGD, jdaso.local_sgd(x, 4)),
     "easgd": lambda x: optax.chain(SGD, jdaso.easgd(x, 4)),
     "eamsgd": lambda x: jdaso.eamsgd(x, 4, learning_rate=0.1, momentum=0.9),
