@@ -4,8 +4,8 @@
     python bench/lab/lab.py run --pin -- python bench/delays.py [--megabytes 10] [--seconds 0.8 0.4]
 
 For each step time the script measures a step without exchanges and the transfer of an exchange
-during training. It passes both to jdaso.perf.recommend, and trains with the recommended delay and
-its neighbours. A step counts as not waiting if the wait is less than a hundredth of the step.
+during training. It passes both to jdaso.perf.hiding_schedule, and trains with the recommended delay
+and its neighbours. A step counts as not waiting if the wait is less than a hundredth of the step.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def main() -> None:
         alone = longest(train(matmuls, 10, sgd)[2:])
         blocking, _ = with_exchanges(matmuls, 0)
         transfer, _ = with_exchanges(matmuls, int(blocking / alone) + 2)
-        recommended = jdaso.perf.recommend(alone, transfer).delay
+        recommended = jdaso.perf.hiding_schedule(alone, transfer).delay
         waits = {
             delay: with_exchanges(matmuls, delay)[1]
             for delay in range(max(recommended - 1, 0), recommended + 3)

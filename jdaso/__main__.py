@@ -1,7 +1,7 @@
 """Commands to inspect a cluster, to plan a training on it, and to check its checkpoints.
 
 ``python -m jdaso topology`` prints the nodes, devices and communicators. ``tune`` measures the
-network between nodes and recommends a period and a delay. ``predict`` predicts the scaling.
+network between nodes and recommends wire, period and delay. ``predict`` predicts the scaling.
 ``sbatch`` writes a job script for Slurm. ``verify`` checks a checkpoint.
 """
 

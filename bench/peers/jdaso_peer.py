@@ -6,8 +6,8 @@
 Prints a line of JSON for each variant, as torch_peers.py does. Each round of ``--period`` steps
 with exchanges is paired with a round of plain optax on every node alone, right before it.
 ``ratio`` is the median of the pairs' ratios. Without ``--period`` and ``--delay``, the script
-measures the times of a step and of an exchange, and uses what jdaso.perf.recommend returns for
-them. Before each timed round there is an untimed round of the same kind, so that exchanges are in
+measures the times of a step and of an exchange, and uses what jdaso.perf.hiding_schedule returns
+for them. Before each timed round there is an untimed round of the same kind, so that exchanges are in
 flight as in a long training. All exchanges have been transferred before a round of plain optax
 begins. Bytes are those that the exchanges report.
 
@@ -145,7 +145,7 @@ def recommend(options, topology) -> tuple[int, int]:
         with_exchanges(*batch)
     transfers = [end - start for start, end in (record.transfer for record in exchange.history())]
     found = statistics.median(seconds[2:]), statistics.median(transfers[1:])
-    return jdaso.perf.recommend(*(max(topology.comm.allgather(value)) for value in found))
+    return jdaso.perf.hiding_schedule(*(max(topology.comm.allgather(value)) for value in found))
 
 
 def measure(variant: str, options, topology) -> dict:

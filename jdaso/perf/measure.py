@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from jdaso import perf
+from jdaso.algorithms.dasgd import dasgd
 from jdaso.cluster.topology import Topology
-from jdaso.core.exchange import HEADER_SIZE, Exchange
+from jdaso.core.exchange import Exchange
 
 _WIDTH = 512  # of the matrices whose products simulate training
 
@@ -38,8 +39,9 @@ def sweep(
     wire: str,
     repeats: int,
     seconds: float,
+    sizes: int = 5,
 ) -> Measured:
-    """Measures exchanges of a 256th, a 64th, ... and all of the parameters.
+    """Measures exchanges of all of the parameters, a 4th, ... down to the number of ``sizes``.
 
     This is collective. The time of an exchange is the longest over all nodes, so all nodes have
     the same numbers and stop at the same size when ``seconds`` are over.
@@ -52,7 +54,7 @@ def sweep(
     exchanges: list[tuple[float, float]] = []
     overheads: list[float] = []
     begin = time.monotonic()
-    for elements in sorted({max(1, num_parameters // 4**k) for k in range(5)}):
+    for elements in sorted({max(1, num_parameters // 4**k) for k in range(sizes)}):
         exchange_once = prepare(exchange, elements, wire)
         comm.Barrier()
         # The first exchange compiles, and its memory is not mapped yet.
@@ -94,25 +96,31 @@ def prepare(
 ) -> Callable[[Callable[[], object]], tuple[float, float]]:
     """A function ``exchange_once(meanwhile)`` for exchanges of ``elements`` float32 numbers.
 
-    It posts an exchange, calls ``meanwhile`` and collects the result. It returns the seconds the
-    exchange was in flight, and the seconds of the copies before and after.
+    It posts an exchange, calls ``meanwhile`` and merges the result, as DaSGD does. It returns the
+    seconds the exchange was in flight, and the seconds of the copies before and after.
     """
-    leaf = jnp.zeros(elements, jnp.float32)
-    header = jnp.zeros(HEADER_SIZE, jnp.float32).at[0].set(1.0)
-    post = jax.jit(lambda state, n, leaf: exchange.start(state, n, n, [leaf], header, wire))
-    collect = jax.jit(lambda state, n, leaf: exchange.finish(state, n, [leaf]))
-    exchange.restart()
-    state, number = exchange.init([leaf]), jnp.int32(0)
+    averaging = dasgd(exchange, period=2, delay=1, wire=wire)
+    engine = averaging.engine
+    assert engine is not None
+
+    # The steps of a training after the optimizer's update. Every second one posts, and the next
+    # one merges.
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state):
+        return engine.move(params, state, jnp.bool_(True))[:2]
+
+    params: list[jax.Array] = [jnp.zeros(elements, jnp.float32)]
+    params, state = step(params, averaging.init(params))
 
     def exchange_once(meanwhile: Callable[[], object]) -> tuple[float, float]:
-        nonlocal state, number
+        nonlocal params, state
         before, start = exchange.report(), time.monotonic()
-        state, following = jax.block_until_ready(post(state, number, leaf))
+        params, state = jax.block_until_ready(step(params, state))
         posted = time.monotonic()
         meanwhile()
         resumed = time.monotonic()
-        _, _, state = jax.block_until_ready(collect(state, number, leaf))
-        end, after, number = time.monotonic(), exchange.report(), following
+        params, state = jax.block_until_ready(step(params, state))
+        end, after = time.monotonic(), exchange.report()
         waited = after["seconds_blocked"] - before["seconds_blocked"]
         in_flight = after["seconds_in_flight"] - before["seconds_in_flight"]
         return in_flight, posted - start + end - resumed - waited

@@ -9,26 +9,33 @@ from jdaso.perf.network import Network, allreduce_time, wire_bytes
 
 
 class Algorithm(NamedTuple):
-    """The defaults of an algorithm: its wire, and its delay for a given period."""
+    """The defaults of an algorithm.
+
+    Attributes:
+        wire: Dtype on the network.
+        delay: ``period -> delay``.
+        mean_weight: ``(nodes, delay) -> weight`` of the mean in a merge, 0 if nothing is stale.
+    """
 
     wire: str
     delay: Callable[[int], int]
+    mean_weight: Callable[[int, int], float] = lambda nodes, delay: 0.0
 
 
 ALGORITHMS = {
     "allreduce_gradients": Algorithm("bfloat16", lambda period: 0),
-    "local_sgd": Algorithm("float32", lambda period: 0),
-    "dasgd": Algorithm("float32", lambda period: period - 1),
+    "local_sgd": Algorithm("float32", lambda period: 0, lambda nodes, delay: 1.0),
+    "dasgd": Algorithm("float32", lambda period: period - 1, lambda nodes, delay: 0.75),
     "easgd": Algorithm("float32", lambda period: period),
     "eamsgd": Algorithm("float32", lambda period: period),
-    "daso": Algorithm("float32", lambda period: max(1, period // 4)),
-    "diloco": Algorithm("float32", lambda period: 0),
+    "daso": Algorithm(
+        "float32", lambda period: max(1, period // 4), lambda nodes, s: nodes / (2 * s + nodes)
+    ),
+    "diloco": Algorithm("float32", lambda period: 0, lambda nodes, delay: 1.0),
 }
-# Algorithms without a delay.
-_BLOCKING = ("allreduce_gradients", "local_sgd")
 
 
-class Recommendation(NamedTuple):
+class PeriodAndDelay(NamedTuple):
     """Optimizer steps between two exchanges, and between posting and merging an exchange."""
 
     period: int
@@ -59,7 +66,7 @@ class Prediction(NamedTuple):
     speedup: float
 
 
-def recommend(step_time: float, exchange_time: float) -> Recommendation:
+def hiding_schedule(step_time: float, exchange_time: float) -> PeriodAndDelay:
     """Returns the period and delay that hide an exchange behind as few steps as possible.
 
     With t_p the time of a step and t_c that of an exchange,
@@ -80,8 +87,8 @@ def recommend(step_time: float, exchange_time: float) -> Recommendation:
         ValueError: for a step time that is not positive, a negative exchange time, or an infinite
             number of steps per exchange.
 
-    >>> recommend(step_time=0.526, exchange_time=0.447)
-    Recommendation(period=2, delay=1)
+    >>> hiding_schedule(step_time=0.526, exchange_time=0.447)
+    PeriodAndDelay(period=2, delay=1)
     """
     check_number("step_time", step_time, above=True)
     check_number("exchange_time", exchange_time)
@@ -92,7 +99,7 @@ def recommend(step_time: float, exchange_time: float) -> Recommendation:
             f"{step_time} s. Give both in seconds."
         )
     delay = int(exchange_time // step_time) + 1
-    return Recommendation(period=delay + 1, delay=delay)
+    return PeriodAndDelay(period=delay + 1, delay=delay)
 
 
 def mean_step_time(step_time: float, exchange_time: float, period: int, delay: int) -> float:
@@ -160,7 +167,8 @@ def predict(
             its communication.
         network: The links, see :func:`fit`.
         gpus_per_node: L.
-        period: Optimizer steps between two exchanges. None selects that of :func:`recommend`.
+        period: Optimizer steps between two exchanges. None selects that of
+            :func:`hiding_schedule`.
         delay: Optimizer steps between posting and merging. None selects the algorithm's default:
             0 for ``local_sgd`` and ``diloco``, period - 1 for ``dasgd``, a quarter of the period
             for ``daso``, and the period for ``easgd`` and ``eamsgd``.
@@ -219,13 +227,13 @@ def predict(
         broadcast = network.local_latency + total_bytes / network.local_bandwidth
     if period is None:
         every_step = algorithm == "allreduce_gradients"
-        period = 1 if every_step else recommend(alone, exchange_time).period
+        period = 1 if every_step else hiding_schedule(alone, exchange_time).period
     check_whole("period", period, 1)
     delay = ALGORITHMS[algorithm].delay(period) if delay is None else delay
-    if (algorithm == "allreduce_gradients" and period > 1) or (algorithm in _BLOCKING and delay):
+    if algorithm == "allreduce_gradients" and (period > 1 or delay):
         raise ValueError(
-            f"{algorithm} blocks at every exchange, and allreduce_gradients exchanges at every "
-            f"step; got period={period} and delay={delay}. Omit both, or choose dasgd."
+            f"allreduce_gradients exchanges at every step and blocks; got period={period} and "
+            f"delay={delay}. Omit both, or choose dasgd."
         )
 
     def waiting_and_overhead(exchange_time: float, period: int, delay: int) -> tuple[float, float]:

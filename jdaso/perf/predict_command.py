@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jdaso import perf
+from jdaso.perf.advice import WIRES, advice
 from jdaso.perf.model import Network, Prediction
 from jdaso.perf.network import FLOAT32_WIRES, MODELLED_PATTERNS
 from jdaso.perf.text_table import text_table, wrapped
@@ -108,6 +109,10 @@ def run(args: argparse.Namespace) -> None:
         print(wrapped(NO_COSTS))
     if args.pattern == "collectives":
         print(wrapped(LOWER_BOUND))
+    if args.period is None and args.delay is None and args.max_nodes > 1:
+        print(wrapped(f"\nWith {args.max_nodes} nodes:"))
+        step_time = predictions["dasgd"][0].step_time
+        print(wrapped("\n".join(advice(step_time, wire_costs(args), args.max_nodes))))
     try:
         out = draw(predictions, node_counts(args.max_nodes), args.out or Path("predict.png"))
         print(f"\npicture: {out}")
@@ -155,6 +160,26 @@ def predict_all(args: argparse.Namespace) -> dict[str, list[Prediction]]:
     schedules["diloco"]["period"] = max(DILOCO_PERIOD, most.period)
     counts = node_counts(args.max_nodes)
     return {name: [predict(name, n, **schedules[name]) for n in counts] for name in ALGORITHMS}
+
+
+def wire_costs(args: argparse.Namespace) -> dict[str, perf.WireCosts]:
+    """The costs of an exchange between all nodes, on each wire."""
+    network = Network(args.latency, args.bandwidth * 1e9 / 8)
+    wires = (args.wire,) if args.wire else WIRES
+    return {
+        wire: perf.WireCosts(
+            perf.allreduce_time(
+                perf.wire_bytes(args.parameters, wire),
+                args.max_nodes,
+                network=network,
+                pattern=args.pattern,
+            ),
+            args.overhead,
+            args.slowdown,
+        )
+        for wire in wires
+        if wire != "int8" or args.pattern not in ("ring", "halving")
+    }
 
 
 def draw(predictions: dict[str, list[Prediction]], counts: list[int], out: Path) -> Path:

@@ -25,13 +25,15 @@ def text_table(rows: Sequence[tuple[str, ...]], numbers: bool = True) -> str:
 def wrapped(text: str) -> str:
     """The text with lines of at most the terminal's width, if the output is one.
 
-    Lines with a command are not wrapped.
+    Lines to copy, with a command or a call, are not wrapped.
 
     >>> print(wrapped("one line"))
     one line
     """
     width = shutil.get_terminal_size(fallback=(1 << 16, 0)).columns
     return "\n".join(
-        line if "python -m jdaso" in line else textwrap.fill(line, width)
+        line
+        if "python -m jdaso" in line or line.startswith("jdaso.")
+        else textwrap.fill(line, width)
         for line in text.split("\n")
     )

@@ -1,0 +1,73 @@
+"""What the commands say about the choice of wire, period and delay."""
+
+from collections.abc import Mapping
+
+from jdaso import perf
+
+#: The wires that are compared.
+WIRES = ("float32", "bfloat16", "int8")
+# The longest delays in the papers with little loss of accuracy compared to delay 0, same period.
+HARMLESS = {"DASO, Table 2": 4, "DaSGD, Fig. 6(e)": 7}
+# The output mentions a cost per step that exceeds this share of the step time.
+COSTLY = 0.05
+
+
+def advice(step_time: float, costs: Mapping[str, perf.WireCosts], nodes: int) -> list[str]:
+    """Recommends wire, period and delay, with what to expect, and two alternatives.
+
+    >>> for line in advice(0.17, {"bfloat16": perf.WireCosts(0.32, slowdown=0.03)}, nodes=2)[:2]:
+    ...     print(line)
+    Choose wire bfloat16, period 3, delay 2: a step takes 0.18 s (+5.9%). What a node knows of the \
+others is 3 steps old on average.
+    Merges of DASO take back 22% of the progress, DaSGD's 50%. A learning rate 1.29 times as high \
+makes up for DASO's.
+    """
+    best, *others = perf.recommend(step_time, costs, nodes)
+    lines = [f"Choose {expected(best, step_time)}"]
+    if best.delay:
+        dasgd = perf.taken_back("dasgd", best.period, best.delay, nodes)
+        lines.append(
+            f"Merges of DASO take back {best.taken_back:.0%} of the progress, DaSGD's {dasgd:.0%}. "
+            f"A learning rate {best.rate_factor:.3g} times as high makes up for DASO's."
+        )
+    else:
+        lines.append("Exchanges block, and nothing is stale.")
+    lines += [f"Or {expected(other, step_time)}" for other in others]
+    if beyond := [
+        f"{paper}: up to {most}" for paper, most in HARMLESS.items() if best.delay > most
+    ]:
+        lines.append(
+            f"Delay {best.delay} may cost accuracy: it exceeds the delays that cost little in the "
+            f"papers ({'; '.join(beyond)}). Choose a larger batch per node, or diloco, which is "
+            "made for long periods."
+        )
+    overhead, slowdown = costs[best.wire].overhead, costs[best.wire].slowdown
+    if overhead > COSTLY * step_time * best.period:
+        lines.append(
+            "Posting and merging lengthen steps by "
+            f"{overhead / (step_time * best.period):.1%} on average, which no delay hides."
+        )
+    if slowdown > COSTLY * step_time * best.period:
+        lines.append(
+            "Moving messages on the same cores lengthens steps by "
+            f"{slowdown / (step_time * best.period):.1%} on average. Give each process one more "
+            "core (srun --cpus-per-task)."
+        )
+    return [*lines, f"\n{code(best)}"]
+
+
+def expected(found: perf.Recommendation, step_time: float) -> str:
+    """A setting, and what to expect of it."""
+    return (
+        f"wire {found.wire}, period {found.period}, delay {found.delay}: a step takes "
+        f"{found.step_time:.3g} s ({found.step_time / step_time - 1:+.1%}). What a node knows of "
+        f"the others is {found.staleness:g} steps old on average."
+    )
+
+
+def code(found: perf.Recommendation) -> str:
+    """The line to copy into a program."""
+    if found.delay == 0:
+        return f'jdaso.local_sgd(exchange, period={found.period}, wire="{found.wire}")'
+    schedule = f"jdaso.constant(period={found.period}, delay={found.delay})"
+    return f'jdaso.daso(exchange, {schedule}, wire="{found.wire}")'

@@ -1,0 +1,156 @@
+"""Chooses wire, period and delay together, from the measured costs of an exchange."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from jdaso.core.validation import check_choice, check_number, check_period_and_delay, check_whole
+from jdaso.perf.model import ALGORITHMS, hiding_schedule, mean_step_time
+
+#: Additional steps to the same loss for each step of mean staleness, as a share.
+STEPS_PER_STALENESS = 0.05
+# Periods that are longer than the delay by more than this are not considered.
+_LONGEST_PAUSE = 8
+_CHOICES = 3
+
+
+class WireCosts(NamedTuple):
+    """The costs of an exchange on one wire, in seconds.
+
+    Attributes:
+        exchange_time: of an exchange in the background.
+        overhead: of what no delay hides, such as copies and rounding.
+        slowdown: by which computing takes longer while a whole exchange is in flight.
+    """
+
+    exchange_time: float
+    overhead: float = 0.0
+    slowdown: float = 0.0
+
+
+class Recommendation(NamedTuple):
+    """A setting, and what to expect of it.
+
+    Attributes:
+        wire: Dtype on the network.
+        period: Optimizer steps between two exchanges.
+        delay: Optimizer steps between posting and merging an exchange.
+        step_time: Mean seconds of a step.
+        staleness: Mean age in steps of what a node knows of the others, ``delay + (period - 1)/2``.
+        taken_back: Share of a node's progress that merges take back, see :func:`taken_back`.
+        rate_factor: Factor for the learning rate that makes up for it, ``1 / (1 - taken_back)``.
+    """
+
+    wire: str
+    period: int
+    delay: int
+    step_time: float
+    staleness: float
+    taken_back: float
+    rate_factor: float
+
+    @property
+    def cost(self) -> float:
+        """Expected time to a loss, in units of the steps that it takes without staleness."""
+        return self.step_time * (1 + STEPS_PER_STALENESS * self.staleness)
+
+
+def taken_back(algorithm: str, period: int, delay: int, nodes: int) -> float:
+    """The share of a node's progress that late merges take back.
+
+    A node moves by u in the s steps between posting x and merging. With w the weight of the mean,
+
+        (1 - w) (x + u) + w mean  =  x + u - w (x - mean) - w u
+
+    Averaging is ``w (x - mean)``. The rest, ``w u``, are w s steps of every k that are lost:
+
+        w s / k,   w = P / (2 s + P) for DASO,   1 - xi for DaSGD
+
+    Args:
+        algorithm: One of ``ALGORITHMS``, with its default weights.
+        period: k, optimizer steps between two exchanges.
+        delay: s, optimizer steps between posting and merging an exchange.
+        nodes: P.
+
+    Returns:
+        A number in [0, 1]. The delta rule of :func:`jdaso.local_sgd` takes nothing back.
+
+    Raises:
+        ValueError: for numbers out of range or an unknown algorithm.
+
+    >>> taken_back("daso", period=2, delay=1, nodes=2), taken_back("dasgd", 2, 1, nodes=2)
+    (0.25, 0.375)
+    """
+    check_choice("algorithm", algorithm, ALGORITHMS)
+    check_period_and_delay(period, delay)
+    check_whole("nodes", nodes, 1)
+    return ALGORITHMS[algorithm].mean_weight(nodes, delay) * delay / period
+
+
+def recommend(
+    step_time: float, wires: Mapping[str, WireCosts], nodes: int, algorithm: str = "daso"
+) -> list[Recommendation]:
+    """Chooses wire, period and delay for the shortest time to a loss.
+
+    The mean step time t is that of :func:`mean_step_time`, with the overhead and the slowdown of an
+    exchange in every period. The mean age of what a node knows of the others is ``a = d + (k-1)/2``
+    steps: they are d steps old when they arrive, and k - 1 steps older before the next arrive. The
+    setting with the smallest
+
+        t (1 + 0.05 a)
+
+    is the first. 5 % is what a step of age costs a small convolutional network with SGD. Merges
+    also take progress back, see :func:`taken_back`, which a larger learning rate makes up for.
+
+    Args:
+        step_time: Seconds of a step without exchanges.
+        wires: Costs of an exchange on each wire that may be used.
+        nodes: Number of nodes.
+        algorithm: One of ``ALGORITHMS``, for the share that merges take back.
+
+    Returns:
+        The best setting and the next two, at most one for each wire and delay.
+
+    Raises:
+        ValueError: for numbers out of range, no wire, or an unknown algorithm.
+
+    >>> wires = {"bfloat16": WireCosts(0.32, slowdown=0.03), "int8": WireCosts(0.17, overhead=0.15)}
+    >>> best, *others = recommend(step_time=0.17, wires=wires, nodes=2)
+    >>> best.wire, best.period, best.delay, round(best.step_time, 3), round(best.rate_factor, 2)
+    ('bfloat16', 3, 2, 0.18, 1.29)
+    >>> [(other.wire, other.period, other.delay) for other in others]
+    [('int8', 6, 1), ('bfloat16', 6, 1)]
+    """
+    check_number("step_time", step_time, above=True)
+    if not wires:
+        raise ValueError("wires must have the costs of at least one wire, got none.")
+    best: dict[tuple[str, int], Recommendation] = {}
+    for wire, costs in wires.items():
+        for name, seconds in costs._asdict().items():
+            check_number(f"wires[{wire!r}].{name}", seconds)
+        hidden = hiding_schedule(step_time, costs.exchange_time).delay
+        for delay in {0, hidden - 1, hidden}:
+            # A merge at every step that posts takes back the most.
+            for period in range(delay + 1, delay + _LONGEST_PAUSE + 1):
+                found = _setting(step_time, wire, costs, period, delay, nodes, algorithm)
+                if math.isfinite(found.rate_factor):
+                    before = best.get((wire, delay), found)
+                    best[wire, delay] = min(before, found, key=lambda setting: setting.cost)
+    return sorted(best.values(), key=lambda setting: setting.cost)[:_CHOICES]
+
+
+def _setting(
+    step_time: float,
+    wire: str,
+    costs: WireCosts,
+    period: int,
+    delay: int,
+    nodes: int,
+    algorithm: str,
+) -> Recommendation:
+    hidden = min(1.0, delay * step_time / costs.exchange_time) if costs.exchange_time else 0.0
+    step = mean_step_time(step_time, costs.exchange_time, period, delay)
+    step += (costs.overhead + hidden * costs.slowdown) / period
+    share = taken_back(algorithm, period, delay, nodes)
+    factor = 1 / (1 - share) if share < 1 else math.inf
+    return Recommendation(wire, period, delay, step, delay + (period - 1) / 2, share, factor)
