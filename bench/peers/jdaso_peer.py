@@ -7,8 +7,8 @@ Prints a line of JSON for each variant, as torch_peers.py does. Each round of ``
 with exchanges is paired with a round of plain optax on every node alone, right before it.
 ``ratio`` is the median of the pairs' ratios. Without ``--period`` and ``--delay``, the script
 measures the times of a step and of an exchange, and uses what jdaso.perf.hiding_schedule returns
-for them. Before each timed round there is an untimed round of the same kind, so that exchanges are in
-flight as in a long training. All exchanges have been transferred before a round of plain optax
+for them. Before each timed round there is an untimed round of the same kind, so that exchanges are
+in flight as in a long training. All exchanges have been transferred before a round of plain optax
 begins. Bytes are those that the exchanges report.
 
 - ``none``: no communication
