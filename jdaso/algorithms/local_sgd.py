@@ -3,6 +3,7 @@
 from jdaso.algorithms.dasgd import mixing_merge
 from jdaso.algorithms.defaults import averaging_on_one_wire, check_progress, resolve_schedule
 from jdaso.core.exchange import Exchange
+from jdaso.core.fragments import Fragments
 from jdaso.core.transformation import Averaging
 from jdaso.core.types import Arrival, Leaves, Merge, PyTree, Schedule
 from jdaso.core.validation import check_choice
@@ -18,7 +19,7 @@ def local_sgd(
     *,
     schedule: Schedule | None = None,
     wire: str | None = None,
-    fragments: int = 1,
+    fragments: Fragments = 1,
     nonfinite: str = "skip",
 ) -> Averaging:
     """Local SGD, also called periodic averaging.
