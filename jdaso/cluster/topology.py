@@ -211,8 +211,9 @@ def discover_topology(
     # Before JAX, because a process that finds no device must not leave the others waiting.
     heartbeat = _start_heartbeat(comm, hosts) if comm is not None and len(hosts) > 1 else None
     if join_processes and comm is not None:
-        # Without a platform, all processes of a host are a node.
+        # Without a platform, all processes of a host are a node. Each will have one device.
         alike = np.zeros(len(hosts), _DEVICES)
+        alike["num_devices"] = alike["program_size"] = 1
         per_node, placements = assign_nodes(_processes(hosts, alike), processes_per_node)
         join_node(comm, placements[rank], per_node)
     visible = tuple(jax.local_devices())
