@@ -245,13 +245,16 @@ def test_buffers_of_other_leaves_are_an_error(bridge, transport):
     assert 0 not in transport.pending  # nobody waits until it is posted
 
 
+start_thread = threading.Thread.start
+
+
 class Program(threading.Thread):
     """A call of compiled code in a thread, so that a test fails if the call gets no answer."""
 
     def __init__(self, function, *arguments, **options):
         super().__init__(daemon=True)
         self.call, self.message = functools.partial(function, *arguments, **options), None
-        self.start()
+        start_thread(self)
 
     def run(self):
         try:
@@ -283,9 +286,12 @@ def test_no_thread_is_needed_later(bridge, monkeypatch):
     def refuse(thread):
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
+    def program():
+        post(bridge, jnp.ones(3))
+        assert collect(bridge, (3,))[0].tolist() == [1, 1, 1]
+
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    post(bridge, jnp.ones(3))
-    assert collect(bridge, (3,))[0].tolist() == [1, 1, 1]
+    assert Program(program).error() is None
 
 
 def test_closing_fails_calls_that_were_taken(bridge, transport, monkeypatch):
