@@ -54,6 +54,8 @@ DECAY = {
     "step": {"decay_factor": 0.1, "decay_epochs": ()},
     "constant": {},
 }
+#: The period that the first steps of the run choose, see auto_period.py.
+AUTO = 0
 #: Keys that do not change the result. A resumed run may change them.
 MAY_CHANGE = {"data", "workers", "out", "keep", "save_every", "resume", "on_failure", "tensorboard"}
 
@@ -103,7 +105,7 @@ class Config:
     seed: int = key(0, "seed of parameters, order and augmentation", "[0, inf)")
 
     sync: str = key("daso", "algorithm between nodes or processes", (*SYNC, *SHARED))
-    period: int | None = key(None, "steps between two exchanges (4)", "[1, inf)")
+    period: int | None = key(None, "steps between two exchanges (4), or auto", "[0, inf)")
     delay: int | None = key(None, "steps until a merge (2); daso, dasgd, diloco", "[0, inf)")
     own_weight: float | None = key(None, "xi of dasgd (0.25), mix of diloco (0.5)", "[0, 1]")
     fragments: int | None = key(None, "parts of the model (1); daso, dasgd, diloco", "[1, inf)")
@@ -215,6 +217,8 @@ def complete(config: Config) -> Config:
         field.name: _checked(option(field.name), getattr(config, field.name), field, *kind)
         for field, *kind in _keys(config)
     }
+    if values["period"] == AUTO and values["delay"] is not None:
+        raise SystemExit("--period auto chooses the delay as well; leave --delay out.")
     for chooser, users in config.CHOOSERS.items():
         own = users[values[chooser]]
         for name in {name: None for options in users.values() for name in options}:
@@ -280,7 +284,9 @@ def _check_together(config: Config) -> None:
             f"--warmup-epochs plus --cooldown-epochs must not exceed --epochs {epochs}, got "
             f"{warmup} + {cooldown}."
         )
-    if config.delay is not None and config.delay > config.period:
+    if config.period == AUTO and config.sync not in ("daso", "dasgd"):
+        raise SystemExit(f"--period auto needs --sync daso or dasgd, got {config.sync}.")
+    if config.delay is not None and config.period != AUTO and config.delay > config.period:
         raise SystemExit(f"--delay must not exceed --period {config.period}, got {config.delay}.")
     steps = list(config.decay_epochs)
     if config.decay == "step" and not steps:
@@ -376,10 +382,10 @@ def _within(value: float, interval: str) -> bool:
 
 
 def _or_none(kind: type) -> Any:
-    """Reads ``none`` as None, so that an option can undo what a file sets."""
+    """Reads ``none`` as None, so that an option can undo what a file sets, and ``auto``."""
 
     def read_option(text: str) -> Any:
-        return None if text == "none" else kind(text)
+        return {"none": None, "auto": AUTO}[text] if text in ("none", "auto") else kind(text)
 
     read_option.__name__ = kind.__name__  # argparse prints this name in errors
     return read_option

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import auto_period
 import config as configuration
 import jax
 import numpy as np
@@ -41,10 +42,13 @@ def train(
         jdaso.cluster.use_virtual_devices(config.devices)
     per_node = config.processes_per_node or (1 if config.sync in configuration.SHARED else None)
     topology = jdaso.discover_topology(per_node, config.join_processes)
-    first, out = topology.rank == 0, Path(config.out)
+    first, out, task = topology.rank == 0, Path(config.out), create_task(config)
+    config = auto_period.before(config, topology)
     if first:
         check_folder(out, config)
-    setup, state = set_up(config, topology, create_task(config))
+    if config.period == configuration.AUTO:
+        config = auto_period.choose(config, topology, lambda trial: set_up(trial, topology, task))
+    setup, state = set_up(config, topology, task)
     if first and not (out / "config.json").exists():
         # Only now, because a program that has failed before this point has not begun a run.
         out.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
 """The main job: a ResNet on digits, two processes of two devices each, as `make demo` runs it."""
 
+import dataclasses
 import json
 import os
 import re
@@ -7,8 +8,12 @@ import shutil
 import sys
 from pathlib import Path
 
+import auto_period
 import pytest
+from config import AUTO, Config
 from launch import BESIDE_PYTHON, CHILDREN, run
+
+import jdaso
 
 ROOT = Path(__file__).parents[2]
 SMALL = CHILDREN / "training.py"  # the same loop with a network that compiles at once
@@ -56,6 +61,22 @@ def test_other_algorithms_run(tmp_path, sync, exchanges):
     _, lines = train(tmp_path, "--sync", *sync.split(), *SHORT, timeout=300, script=SMALL)
     assert lines[-1]["exchanges"] == exchanges
     assert lines[-1]["loss"] < 2.3  # below ln 10, the loss of guessing
+
+
+def test_period_auto_measures_the_first_steps(tmp_path):
+    options = ("--period", "auto", *SHORT, "--epochs", "3")
+    _, lines = train(tmp_path, *options, timeout=300, script=SMALL)
+    chosen = json.loads((tmp_path / "config.json").read_text())
+    assert 1 <= chosen["delay"] < chosen["period"]
+    assert chosen["wire"] == "bfloat16"
+    assert [line["phase"] for line in lines] == ["warm-up", "cycling", "cool-down"]
+    assert (lines[1]["period"], lines[1]["delay"]) == (chosen["period"], chosen["delay"])
+    # A run that is resumed keeps them.
+    again = Config(period=AUTO, resume=True, out=str(tmp_path))
+    kept = auto_period.before(again, jdaso.discover_topology())
+    assert (kept.period, kept.delay, kept.wire) == (chosen["period"], chosen["delay"], "bfloat16")
+    first = dataclasses.replace(again, out=str(tmp_path / "other"))
+    assert auto_period.before(first, jdaso.discover_topology()) == first
 
 
 def test_the_script_starts_processes_that_share_one_model(tmp_path):
