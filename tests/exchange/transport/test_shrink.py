@@ -1,6 +1,7 @@
 """Operations are repeated after the death of a process, unless all have agreed before."""
 
 import queue
+import threading
 import time
 
 import numpy as np
@@ -191,6 +192,26 @@ def test_a_death_that_no_operation_has_met_is_found(progress, alone):
     alone.dead = True
     assert progress.wait(request) == "but this"
     assert alone.repairs == 1
+
+
+def test_a_repair_that_takes_too_long_aborts_the_job_from_a_thread_that_exists(monkeypatch):
+    """The interpreter starts no thread at exit, when a process may die as well."""
+    reasons = queue.Queue()
+
+    class Before:
+        rank, abort, describe = 0, staticmethod(reasons.put), staticmethod("rank {}".format)
+
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    watchdog, slow = shrink.RepairWatchdog(20), shrink.RepairWatchdog(0.1)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with watchdog.watch(Before()):
+        pass
+    with slow.watch(Before()):
+        reason = reasons.get(timeout=20)
+    assert reason.startswith("rank 0 failed: the repair after the death of a process took more")
+    assert reasons.empty()
 
 
 def test_reallocated_buffers_hold_the_same_leaves_and_late_writes_go_to_the_old_ones():

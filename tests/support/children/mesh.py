@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdaso
 
-NODES, STEPS = 4, 30
+NODES, STEPS = 3, 30
 jdaso.cluster.use_virtual_devices(NODES)
 mesh = jax.make_mesh((NODES,), ("node",), axis_types=(jax.sharding.AxisType.Auto,))
 first = first_params()
