@@ -1,4 +1,4 @@
-"""The scripts of bench/ that measure a step run to their end. The sizes are tiny."""
+"""Scripts of bench/ run to their end. The sizes are tiny."""
 
 import os
 import subprocess
@@ -12,11 +12,15 @@ BENCH = Path(__file__).parents[2] / "bench"
 TIMEOUT = 240
 SMALL = "--megabytes 0.1 --leaves 6 --pairs 8"
 SLEEPS = "--millions 0.01 --leaves 2 --seconds 0.001 --pairs 2 --wires bfloat16"
+TOKENS = "--nodes 2 --seeds 1 --steps 30 --layers 1 --width 8 --heads 1 --context 8 --batch-size 2"
+TOKENS += " --test-tokens 64 --warmup 0 --only data|local|^DiLoCo"
 # Script -> number of processes that it needs, its arguments, and the rows of its table.
 SCRIPTS = {
     "tax.py": (2, f"{SMALL} --only daso", 1),
     "sharded.py": (1, f"{SMALL} --devices 2", 4),
     "accelerator.py": (2, SLEEPS, 1),
+    "bandwidth.py": (1, "--utilization 0.8 0.95", 30),
+    "equal_tokens.py": (1, TOKENS, 3),
     "gpu.py": (1, "--sections shared", 2),  # one row is about the section
 }
 

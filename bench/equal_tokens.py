@@ -1,0 +1,248 @@
+"""Language models with equal tokens: the loss that each method reaches, and the bytes it sends.
+
+    python bench/equal_tokens.py [--nodes 2 4] [--seeds 3] [--steps 6000]
+    python bench/equal_tokens.py --steps 300 --layers 2 --width 64 --only "data|DiLoCo"
+
+A byte-level transformer trains on the source of Python's standard library, on a virtual cluster in
+one process. Each node has its own part of the text, and takes a batch of the same size at every
+step, so all methods see as many tokens. The table has the validation loss in nats of the mean of
+the nodes and of DiLoCo's anchor, each the mean over the seeds with their range; the loss relative
+to data parallel training with the same seed; and the megabytes that a node sends. jdaso.perf
+predicts the time of the training on a link, from the seconds of a node's step without exchanges.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from machine import machine
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+from language import text, transformer
+
+import jdaso
+from jdaso import perf
+
+CHUNK = 30  # steps in one call of the compiled program
+TEST_BATCH = 32  # sequences
+
+
+class Method(NamedTuple):
+    """An algorithm: ``exchange -> averaging``, and what its cost depends on."""
+
+    name: str
+    averaging: Callable[[jdaso.Exchange], Any]
+    period: int
+    delay: int
+    wire: str = "float32"
+    fragments: int = 1
+
+
+class Outcome(NamedTuple):
+    """Validation losses of the mean of the nodes and of the anchor, which most methods lack."""
+
+    mean: float
+    anchor: float
+
+
+def methods(options: argparse.Namespace, exchange_seconds: float) -> list[Method]:
+    """The rows of the table."""
+    period, layers, rate = options.period, options.layers, options.outer_rate
+    fragments = max(1, layers // 3)
+    cut = transformer.strided_fragments(fragments)
+    outer = optax.sgd(rate, momentum=0.9, nesterov=True)
+    hidden = perf.hiding_schedule(options.step_seconds, exchange_seconds)
+
+    def diloco(warmup: int) -> Method:
+        name = f"DiLoCo, warm-up of {warmup} rounds" if warmup else "DiLoCo"
+        return Method(
+            name, lambda x: jdaso.diloco(x, period, outer, warmup=warmup), period, delay=0
+        )
+
+    def streaming(delay: int, wire: str) -> Method:
+        late = {"delay": delay, "mix": 0.5, "fragments": cut, "wire": wire}
+        late["warmup"] = options.streaming_warmup
+        return Method(
+            "Streaming DiLoCo",
+            lambda x: jdaso.diloco(x, period, outer, **late),
+            *(period, delay, wire, fragments),
+        )
+
+    return [
+        Method("data parallel", lambda x: jdaso.allreduce_gradients(x, wire="float32"), 1, 0),
+        Method("local SGD", lambda x: jdaso.local_sgd(x, period), period, 0),
+        *(diloco(warmup) for warmup in options.warmup),
+        *(streaming(delay, wire) for wire in options.wires for delay in options.delays),
+        Method("DASO", lambda x: jdaso.daso(x, jdaso.constant(*hidden)), *hidden),
+        Method("DaSGD", lambda x: jdaso.dasgd(x, *hidden), *hidden),
+    ]
+
+
+class Problem:
+    """Text and model, and what trains and evaluates them."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options = options
+        self.text = text.load("python", text.byte_tokenizer())
+        self.shape = transformer.Shape(
+            256, options.layers, options.width, options.heads, 8 * options.width // 3
+        )
+        model = transformer.Transformer(self.shape, nnx.Rngs(0))
+        self.graphdef, params = nnx.split(model)
+        self.parameters = sum(x.size for x in jax.tree.leaves(params))
+        data = text.dataset(self.text, options.context, 10**5, options.test_tokens)
+        self.test = np.stack(
+            [
+                np.append(x, y[-1:])
+                for x, y in (data.test.load(i, None) for i in range(data.test.size))
+            ]
+        )
+        self.evaluate = jax.jit(self.loss)
+
+    def loss(self, params: Any, windows: jax.Array) -> jax.Array:
+        logits = nnx.merge(self.graphdef, params)(windows[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
+
+    def test_loss(self, params: Any) -> float:
+        parts = np.array_split(self.test, -(-len(self.test) // TEST_BATCH))
+        sizes = [len(part) for part in parts]
+        return float(np.average([self.evaluate(params, part) for part in parts], weights=sizes))
+
+    def windows(self, rng: np.random.Generator, nodes: int) -> np.ndarray:
+        """Sequences of ``CHUNK`` steps, each node's from its own part of the text."""
+        options, part = self.options, len(self.text.train) // nodes
+        shape = (CHUNK, nodes, options.batch_size)
+        starts = rng.integers(part - options.context - 1, size=shape)
+        starts += part * np.arange(nodes)[:, None]
+        return self.text.train[starts[..., None] + np.arange(options.context + 1)].astype(np.int32)
+
+    def train(self, method: Method, nodes: int, seed: int) -> Outcome:
+        """Trains all nodes to the end."""
+        options = self.options
+        steps = options.steps // CHUNK * CHUNK
+        rate = optax.warmup_cosine_decay_schedule(
+            0, options.learning_rate, steps // 10, steps, 0.05 * options.learning_rate
+        )
+        adamw = optax.adamw(
+            rate, b2=0.99, weight_decay=0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
+        )
+        averaging = method.averaging(jdaso.axis_exchange("node", nodes))
+        tx = jdaso.chain(optax.chain(optax.clip_by_global_norm(1.0), adamw), averaging)
+
+        def step(carry, batch):
+            params, opt_state = carry
+            loss, grads = jax.value_and_grad(self.loss)(params, batch)
+            return jdaso.apply_gradients(tx, grads, opt_state, params, value=loss), loss
+
+        def chunk(params, opt_state, batches):
+            return jax.lax.scan(step, (params, opt_state), batches)[0]
+
+        def end(params, opt_state):
+            if method.period > 1:
+                params, opt_state = jdaso.drain(tx, opt_state, params)
+            anchor = params
+            if "DiLoCo" in method.name:
+                anchor = jdaso.diloco_anchor(params, opt_state)
+            return params, anchor
+
+        compiled = jax.jit(jax.vmap(chunk, (0, 0, 1), axis_name="node"), donate_argnums=(0, 1))
+        model = transformer.Transformer(self.shape, nnx.Rngs(seed))
+        params = nnx.state(model, nnx.Param)
+        params = jax.tree.map(lambda x: jnp.stack([x] * nodes), params)
+        opt_state = jax.vmap(tx.init, axis_name="node")(params)
+        rng = np.random.default_rng(seed)
+        for _ in range(steps // CHUNK):
+            params, opt_state = compiled(params, opt_state, self.windows(rng, nodes))
+        ends = jax.jit(jax.vmap(end, axis_name="node"))(params, opt_state)
+        mean, anchor = (
+            self.test_loss(jax.tree.map(lambda x: x.mean(axis=0), each)) for each in ends
+        )
+        return Outcome(mean, anchor if "DiLoCo" in method.name else float("nan"))
+
+
+def megabytes(method: Method, problem: Problem, nodes: int) -> float:
+    """Megabytes that a node sends in the whole training."""
+    sent = 2 * (nodes - 1) / nodes * perf.wire_bytes(problem.parameters, method.wire)
+    return sent * (problem.options.steps // method.period) / 1e6
+
+
+def seconds(method: Method, problem: Problem, nodes: int) -> float:
+    """The predicted time of the training on the link. Each fragment is an exchange."""
+    options = problem.options
+    exchange = exchange_seconds(problem, nodes, method.wire) / method.fragments
+    alone = options.step_seconds
+    waiting = perf.mean_step_time(alone, exchange, method.period, method.delay) - alone
+    return options.steps * (alone + method.fragments * waiting)
+
+
+def exchange_seconds(problem: Problem, nodes: int, wire: str) -> float:
+    network = perf.Network(latency=1e-3, bandwidth=problem.options.mbit * 1e6 / 8)
+    return perf.allreduce_time(perf.wire_bytes(problem.parameters, wire), nodes, network=network)
+
+
+def spread(values: list[float]) -> str:
+    if np.isnan(values).any():
+        return "-"
+    return f"{np.mean(values):.4f} ({min(values):.4f}..{max(values):.4f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6000, help="200 rounds of 30 steps")
+    parser.add_argument("--period", type=int, default=30, help="of DiLoCo and local SGD")
+    parser.add_argument("--delays", type=int, nargs="+", default=[1, 5], help="of Streaming")
+    parser.add_argument("--wires", nargs="+", default=["float32", "int8"], help="of Streaming")
+    parser.add_argument("--outer-rate", type=float, default=0.6)
+    parser.add_argument("--warmup", type=int, nargs="+", default=[0, 10], help="rounds")
+    parser.add_argument("--streaming-warmup", type=int, default=0, help="rounds")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--test-tokens", type=int, default=2**16)
+    parser.add_argument("--step-seconds", type=float, default=0.1, help="of a node, alone")
+    parser.add_argument("--mbit", type=float, default=200, help="of the link, Mbit/s")
+    parser.add_argument("--only", default="", help="regular expression for the methods")
+    options = parser.parse_args()
+    problem = Problem(options)
+    print(machine())
+    print(
+        f"{problem.parameters} parameters, {options.steps} steps of {options.batch_size} x "
+        f"{options.context} bytes a node, {options.seeds} seeds\n"
+    )
+    names = ("nodes", "method", "period, delay", "wire", "loss", "anchor's loss")
+    print("|", " | ".join((*names, "over data parallel", "MB sent", "predicted, s")), "|")
+    print("|" + "---|" * 9, flush=True)
+    for nodes in options.nodes:
+        baseline: list[float] = []
+        for method in methods(options, exchange_seconds(problem, nodes, "float32")):
+            if not re.search(options.only, method.name):
+                continue
+            found = [problem.train(method, nodes, seed) for seed in range(options.seeds)]
+            losses = [outcome.mean for outcome in found]
+            baseline = baseline or losses
+            gap = np.mean(np.array(losses) / baseline) - 1
+            cells = [nodes, method.name, f"{method.period}, {method.delay}", method.wire]
+            cells += [spread(losses), spread([outcome.anchor for outcome in found]), f"{gap:+.1%}"]
+            cells += [f"{megabytes(method, problem, nodes):.0f}"]
+            cells += [f"{seconds(method, problem, nodes):.0f}"]
+            print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
