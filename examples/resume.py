@@ -65,9 +65,9 @@ def resume(setup: Setup, checkpoints: Checkpoints, begin: Position) -> tuple[Pos
     dataset, items = setup.task.dataset, "sequences" if setup.task.tokens else "images"
     if saved["size"] != dataset.train.size or saved["fingerprint"] != dataset.fingerprint:
         raise ValueError(
-            f"data: the run to resume has {saved['size']} {items} for training (fingerprint "
-            f"{saved['fingerprint']}), now there are {dataset.train.size} ({dataset.fingerprint}), "
-            "so all epochs would differ; give the same data."
+            f"data: the run to resume has {saved['size']} {items} for training, now there are "
+            f"{dataset.train.size} (fingerprints {saved['fingerprint']} and "
+            f"{dataset.fingerprint}), so all epochs would differ; give the same data."
         )
     state, step = saved["state"], restored.step
     same = saved["items_per_step"] == setup.items_per_step

@@ -127,7 +127,7 @@ def strided_fragments(count: int) -> int | Callable[[Any], int]:
 
     def fragment(path: Any) -> int:
         name = path if isinstance(path, str) else jax.tree_util.keystr(path)
-        layer = re.search(r"layers'?\]?\W*\[(\d+)\]", name)
+        layer = re.search(r"'layers'\]\[(\d+)\]", name)
         return int(layer[1]) % count if layer else 0
 
     return fragment

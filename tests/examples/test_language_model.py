@@ -172,7 +172,7 @@ def test_sharded_and_replicated_parameters_give_the_same_losses(sharded, tmp_pat
 
 
 def test_a_sharded_run_that_was_killed_resumes_bit_for_bit(sharded, tmp_path):
-    """Killed while it saves step 9, so step 6 is the last complete checkpoint."""
+    """Killed while it saves step 9. Step 6 is complete, unless the other node is late."""
     out = tmp_path / "killed"
     options = ("--shard", "--accumulate 2")
     ended = train(out, *options, SIGNAL="SIGKILL:000003_*/node_1_of_2.*tmp:0", PAUSE="0.1")
