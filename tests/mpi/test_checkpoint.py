@@ -35,6 +35,7 @@ def job(tmp_path_factory):
     children |= {
         name: ("other_nodes.py", "save", folder / name, 2, wire) for name, wire in RUNS.items()
     }
+    children["two exchanges"] = ("flights.py", folder / "two exchanges", "two")
     return Batch(2, children), folder
 
 
@@ -86,8 +87,8 @@ def test_what_is_in_flight_must_be_what_the_state_waits_for(refused, case):
     assert REFUSED[case] in refused.raised(case)
 
 
-def test_two_exchanges_resume_with_the_same_bits(tmp_path):
-    passes(mpiexec(2, "flights.py", tmp_path, "two"))
+def test_two_exchanges_resume_with_the_same_bits(job):
+    job[0].passes("two exchanges")
 
 
 def test_signal_that_one_node_hears_stops_all_at_the_same_step():

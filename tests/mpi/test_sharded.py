@@ -1,45 +1,67 @@
 """Parameters that are sharded over the devices of a node: the same numbers, and no gather."""
 
 import pytest
-from launch import mpiexec, passes
+from launch import Batch, mpiexec, passes
 
 import jdaso
 
 # Each of these compiles another program for a shard: fragments, blocks of int8, two trees, moments.
 FEW = ("daso", "dasgd fragments", "dasgd int8", "diloco", "moments average")
-# Joined processes compile no more than a few others, whose bits need no comparison.
+# Joined processes compile no more than a few others.
 MORE = ("easgd", "local_sgd", "local_sgd delta", "allreduce_gradients", "bad and drained")
+WIRES = ("bfloat16", "int8")
 
 
 def test_layouts():
     passes(mpiexec(1, "layouts.py"))
 
 
-def test_every_algorithm_on_two_devices():
-    passes(mpiexec(2, "sharded.py", 2))
+@pytest.fixture(scope="module")
+def every_algorithm(tmp_path_factory):
+    """How a run on two devices per process has ended, and the folder of its bits."""
+    folder = tmp_path_factory.mktemp("bits")
+    return mpiexec(2, "sharded.py", 2, "--bits", folder, timeout=600), folder
 
 
-def test_joined_processes_reach_the_bits_of_one_process_with_several_devices(tmp_path):
-    for processes, more in ((2, ()), (4, (*MORE, "--joined"))):
-        passes(mpiexec(processes, "sharded.py", 2, *FEW, *more, "--bits", tmp_path, timeout=300))
-    saved = {*FEW, "easgd"} - {"dasgd int8"}
-    names = {f"{name} {node}.npz" for name in saved for node in range(2)}
-    assert {file.name for file in tmp_path.iterdir()} == names
+def test_every_algorithm_on_two_devices(every_algorithm):
+    passes(every_algorithm[0])
+
+
+def test_joined_processes_reach_the_bits_of_one_process_with_several_devices(every_algorithm):
+    ended, folder = every_algorithm
+    passes(ended)
+    arguments = (*FEW, *MORE, "--joined", "--bits", folder)
+    passes(mpiexec(4, "sharded.py", 2, *arguments, timeout=600))
 
 
 def test_a_mesh_of_two_axes():
     passes(mpiexec(2, "sharded.py", 4, *FEW))
 
 
-@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
-def test_a_checkpoint_in_flight_is_restored_on_another_number_of_devices(tmp_path, wire):
-    for devices in (2, 2, 1, 4):
-        passes(mpiexec(2, "sharded_checkpoint.py", tmp_path, devices, wire))
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Jobs of processes with 2, 1 and 4 devices. The first one saves, and restores as well."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+
+    def run(wire, devices):
+        return "sharded_checkpoint.py", folder / wire, devices, wire
+
+    first = {f"{wire} {what}": run(wire, 2) for wire in WIRES for what in ("saved", "restored")}
+    others = [{f"{wire} restored": run(wire, devices) for wire in WIRES} for devices in (1, 4)]
+    return [Batch(2, children) for children in (first, *others)]
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_checkpoint_in_flight_is_restored_on_another_number_of_devices(checkpoints, wire):
+    for job in checkpoints:
+        assert "rank 0 restored" in job.passes(f"{wire} restored")
 
 
 def test_a_checkpoint_of_joined_processes_is_restored_by_them_and_by_others(tmp_path):
-    for processes, *more in ((4, 2, "int8", "joined"), (4, 2, "int8", "joined"), (2, 1, "int8")):
-        passes(mpiexec(processes, "sharded_checkpoint.py", tmp_path, *more))
+    run = "sharded_checkpoint.py", tmp_path
+    joined = Batch(4, dict.fromkeys(("saved", "restored"), (*run, 2, "int8", "joined")))
+    assert "rank 0 restored" in joined.passes("restored")
+    passes(mpiexec(2, *run, 1, "int8"))
 
 
 @pytest.mark.parametrize("dead", [0, 1])

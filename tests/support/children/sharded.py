@@ -3,8 +3,8 @@
 sharded.py DEVICES ALGORITHM... [--joined] [--bits FOLDER]
 
 With ``--joined`` each device has a process of its own, and those of a node are one JAX program. A
-run without it saves the parameters of each training in the folder. One with it must reach the same
-bits where it finds them.
+run without it saves the parameters of each training in the folder. Joined processes must reach the
+same bits.
 """
 
 import argparse
@@ -122,7 +122,13 @@ def gathers_and_callbacks(compiled):
 
 
 def compare(name, params):
-    """Compares with a virtual cluster, whose leaves are not sharded."""
+    """Compares with a virtual cluster, whose leaves are not sharded, or with saved bits."""
+    file = arguments.bits and arguments.bits / f"{name} {topology.node}.npz"
+    if joined and file and "int8" not in name:  # other nodes keep the rounding errors of int8
+        expected = dict(np.load(file))
+        for key, own in shards(params).items():
+            np.testing.assert_array_equal(own, shards(params, expected)[key], f"{name} {key}")
+        return
 
     def run():
         expected, state = run_on_axis(topology.num_nodes, STEPS, BUILD[name], first)
@@ -138,21 +144,8 @@ def compare(name, params):
     for leaves, rtol in ((params.keys() - other, 1e-6), (other, 1e-2)):
         own = {leaf: params[leaf] for leaf in leaves}
         assert_close(shards(own), shards(own, expected), rtol)
-    if arguments.bits and "int8" not in name:  # other nodes keep the rounding errors
-        compare_bits(name, params)
-
-
-def compare_bits(name, params):
-    """Saves the parameters, or compares them with the saved ones."""
-    file = arguments.bits / f"{name} {topology.node}.npz"
-    if not joined:
+    if file and not joined:
         np.savez(file, **params)
-        return
-    if not file.exists():
-        return
-    expected = dict(np.load(file))
-    for key, own in shards(params).items():
-        np.testing.assert_array_equal(own, shards(params, expected)[key], f"{name} {key}")
 
 
 for number, name in enumerate(arguments.algorithms):
