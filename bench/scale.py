@@ -32,7 +32,6 @@ from jdaso.exchange.host.layout import LeafSpec, unsharded
 from jdaso.exchange.transport.collectives import AllReduceOptions
 from jdaso.exchange.transport.membership import Membership
 from jdaso.exchange.transport.mpi_transport import MpiTransport
-from jdaso.exchange.transport.peers import ExitProtocol
 from jdaso.exchange.transport.progress import Progress
 
 PAUSE = 0.02  # seconds between steps, in which an exchange completes
@@ -72,10 +71,6 @@ def measure(topology: jdaso.Topology, kilobytes: float, rounds: int) -> tuple[fl
     for _ in range(rounds):
         comm.Allreduce(own, target)
     return extra, (time.process_time() - start) / rounds
-
-
-class NoExit(ExitProtocol):
-    """No process exits."""
 
 
 class Complete:
@@ -132,7 +127,7 @@ def stand_in(size: int, kilobytes: float, rounds: int) -> str:
         comm=StandIn(size),
     )
     membership = Membership(topology, AllReduceOptions(), timeout=60.0)
-    progress = Progress(topology, 60.0, NoExit(), topology.abort)
+    progress = Progress(topology, 60.0, lambda progress: None, topology.abort)
     transport = MpiTransport(membership, progress)
     layout = unsharded([LeafSpec((int(kilobytes * 250),), np.dtype("float32"))])
     header = np.ones(HEADER_SIZE, np.float32)

@@ -95,6 +95,12 @@ class Comm(Protocol):
     def Revoke(self) -> None:
         """Makes all operations on the communicator fail on all processes (ULFM)."""
 
+    def Is_revoked(self) -> bool:
+        """Whether the communicator was revoked (ULFM)."""
+
+    def Get_failed(self) -> Any:
+        """The group of processes that are known to have failed (ULFM)."""
+
     def Shrink(self) -> Comm:
         """A communicator over the processes that have not failed; collective over them (ULFM)."""
 

@@ -137,7 +137,7 @@ def mpi_exchange(
     options = AllReduceOptions(senders, chunk_bytes)
     membership = Membership(topology, options, timeout, shrinks)
     recovery = membership if shrinks else None
-    progress = Progress(topology, timeout, membership.exit_barrier, topology.abort, recovery)
+    progress = Progress(topology, timeout, membership.announce_exit, topology.abort, recovery)
     transport = MpiTransport(membership, progress)
     program = JitInterface(transport, native, sharded)
     collectives = HostCollectives(membership, progress)

@@ -13,17 +13,16 @@ from jdaso.cluster.topology import Topology
 from jdaso.core.mpi_types import Comm
 from jdaso.core.types import JdasoError
 from jdaso.exchange.transport.operation import Operation, WaitState
-from jdaso.exchange.transport.peers import ExitProtocol
 from jdaso.exchange.transport.progress import Progress
 from jdaso.exchange.transport.request import Request
 
 _RETRY_SECONDS = 0.1
 
 
-class Connection(ExitProtocol):
+class Connection:
     """Sends requests to the server. At exit, it waits until all workers have ended.
 
-    Only servers and connections use ``comm``. No rank ``exited``, as the server exits last.
+    Only servers and connections use ``comm``.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class Connection(ExitProtocol):
         self._server = topology.describe(frames.SERVER)
         self._requests = 0
         self._ended = threading.Event()
-        self._progress = Progress(topology, timeout, self, policy.abort)
+        self._progress = Progress(topology, timeout, self._announce_exit, policy.abort)
         self._heartbeats = threading.Thread(
             target=self._send_heartbeats, args=(heartbeat_seconds,), name="jdaso-alive", daemon=True
         )
@@ -61,7 +60,7 @@ class Connection(ExitProtocol):
         """The content of a reply; JdasoError if the server refuses, or does not reply in time."""
         return self._progress.wait(request)
 
-    def announce_exit(self) -> None:
+    def _announce_exit(self, progress: Progress) -> None:
         """Tells the server that this worker exits, and waits until all have ended."""
         while (gone := self._request_end()) is None:
             time.sleep(_RETRY_SECONDS)

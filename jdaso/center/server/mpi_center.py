@@ -238,6 +238,6 @@ def _start_server(
             topology.abort(f"the centre failed: {type(error).__name__}: {error}")
             raise
 
-    at_exit = worker_exit.ServerExit(topology, liveness)
+    at_exit = worker_exit.server_exit(topology, liveness)
     Progress(topology, math.inf, at_exit, topology.abort).submit(operation(), "the centre")
     return _HostedServer(server, liveness)

@@ -10,18 +10,6 @@ from typing import NamedTuple
 from jdaso.center.server.liveness import Liveness
 from jdaso.cluster.topology import Topology
 from jdaso.core.log import logger
-from jdaso.exchange.transport.peers import ExitProtocol
-
-
-class ServerExit(ExitProtocol):
-    """The exit of the server's progress thread, which is after that of its workers."""
-
-    def __init__(self, topology: Topology, liveness: Liveness):
-        self._topology, self._liveness = topology, liveness
-
-    def announce_exit(self) -> None:
-        """Exits. The workers know it already."""
-        _exit_without(self._topology, sorted(self._liveness.gone), 0)
 
 
 class ExitPolicy(NamedTuple):
@@ -53,6 +41,11 @@ def worker_policy(topology: Topology) -> ExitPolicy:
         finish=lambda gone: _exit_without(topology, gone, status[0]),
         failed=lambda: status[0] != 0,
     )
+
+
+def server_exit(topology: Topology, liveness: Liveness) -> Callable[[object], None]:
+    """The exit of the server's progress thread, after its workers, which know it already."""
+    return lambda progress: _exit_without(topology, sorted(liveness.gone), 0)
 
 
 def _exit_now(reason: str) -> None:

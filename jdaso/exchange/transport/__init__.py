@@ -6,6 +6,6 @@
 - ``all_reduce``: the sum on MPI's collectives.
 - ``host_collectives``: collective calls outside of exchanges.
 - ``communicators``, ``membership``: the communicators, and the processes that are alive.
-- ``peers``, ``exit_barrier``: processes that are late, dead, or have exited.
+- ``peers``: processes that are late, dead, or have exited.
 - ``shrink``, ``ulfm``: repair after a death, with MPI's fault tolerance.
 """

@@ -1,19 +1,24 @@
 """The processes that are alive, and their communicators."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from jdaso.cluster.roll_call import Call
 from jdaso.cluster.topology import Topology
 from jdaso.core.mpi_types import Comm
 from jdaso.exchange.transport.collectives import AllReduceOptions
 from jdaso.exchange.transport.communicators import ExchangeCommunicators
-from jdaso.exchange.transport.exit_barrier import ExitBarrier
-from jdaso.exchange.transport.operation import Operation
+from jdaso.exchange.transport.operation import Operation, wait_for
 from jdaso.exchange.transport.shrink import CompletionLog, RepairWatchdog, repair
-from jdaso.exchange.transport.ulfm import is_process_failure
+from jdaso.exchange.transport.ulfm import has_failed
+
+if TYPE_CHECKING:
+    from jdaso.exchange.transport.progress import Progress
 
 # Operations that the processes post in the same order.
-SERIES = ("exchanges", "comparisons", "broadcasts", "flags")
+SERIES = ("exchanges", "comparisons", "broadcasts", "flags", "exits")
 
 
 class Membership:
@@ -33,15 +38,14 @@ class Membership:
         self._series = {name: self._roll_call.new_series() for name in SERIES if self._roll_call}
         self.initial = topology  # all processes at the start
         self._connect(topology)
-        self.exit_barrier = ExitBarrier(self.comparisons, topology.states)
 
     @property
     def shrinks(self) -> bool:
         return self._log is not None
 
-    def can_repair(self, error: BaseException) -> bool:
-        """Whether an error of MPI reports a death that the other processes can survive."""
-        return self.shrinks and is_process_failure(error)
+    def needs_repair(self) -> bool:
+        """Whether a process has died, or another one repairs that already."""
+        return self.shrinks and has_failed(self.comparisons)
 
     def repair(self) -> Topology:
         """Connects the remaining processes by new communicators; collective over them."""
@@ -59,8 +63,25 @@ class Membership:
         """Counts an operation of one of ``SERIES`` that this process posts."""
         return self._roll_call.post(self._series[series]) if self._roll_call else None
 
+    def announce_exit(self, progress: Progress) -> None:
+        """Announces that this process exits, and waits until all that are alive exit as well.
+
+        MPI_Finalize also waits for them, but occupies a core meanwhile. If one of them dies
+        instead, the heartbeat ends this process.
+        """
+        call = self.call("exits")
+        if self._roll_call:
+            for series in self._series.values():
+                self._roll_call.close(series)
+        barrier = self.repeated(
+            lambda: wait_for([self.exits.Ibarrier()]), lambda: self.exits, "exits"
+        )
+        own = self.topology.describe(self.topology.rank)
+        progress.complete(barrier, f"the exit of {own},", call)
+
     def _communicators(self) -> list[Comm]:
-        return [*self.exchanges.all(), self.comparisons, self.broadcasts, self.flags]
+        others = [self.comparisons, self.broadcasts, self.flags, self.exits]
+        return [*self.exchanges.all(), *others]
 
     def repeated(
         self, make: Callable[[], Operation], comm: Callable[[], Comm | None], queue: str
@@ -78,10 +99,10 @@ class Membership:
         joined = next(filter(None, topology.group_communicators())) if topology.joined else None
         self.broadcasts = joined or topology.duplicate_comm()
         self.flags = topology.duplicate_comm()  # of ``any_true``
+        self.exits = topology.duplicate_comm()
 
     def _reconnect(self, topology: Topology) -> None:
         assert self._log is not None
         assert topology.comm is not None
         self._connect(topology)
-        self.exit_barrier.connect(self.comparisons, topology.states)
         self._log.share(topology.comm)

@@ -1,7 +1,6 @@
-"""The other processes, as a progress thread sees them: late, exited, or dead."""
+"""The other processes, as a progress thread sees them: late, dead, or exited."""
 
 import time
-from typing import Protocol
 
 from jdaso.cluster.roll_call import Answer
 from jdaso.cluster.topology import Topology
@@ -18,29 +17,13 @@ _UNKNOWN = "other processes, it is not known which"
 _DEADLOCK_SECONDS = 10.0
 
 
-class ExitProtocol(Protocol):
-    """Reports which processes have exited, and announces the exit of this one."""
-
-    def exited(self) -> frozenset[int]:
-        """The ranks that have exited and whose messages have all arrived."""
-        return frozenset()
-
-    def announce_exit(self) -> None:
-        """Announces that this process exits, and waits until it may."""
-
-
 class Peers:
     """The processes of a topology that have not died. Without a recovery, a death is an error."""
 
-    def __init__(
-        self, topology: Topology, exit_protocol: ExitProtocol, recovery: Membership | None = None
-    ):
+    def __init__(self, topology: Topology, recovery: Membership | None = None):
         self.topology = topology
         self._describe = topology.describe  # of the ranks at the start
         self.recovery = recovery
-        #: Ranks at the start of the processes that have exited.
-        self.exited: frozenset[int] = frozenset()
-        self._exit_protocol = exit_protocol
         self._poll_after = 0.0
         heartbeat = topology.heartbeat
         self._roll_call = heartbeat.roll_call if heartbeat is not None else None
@@ -51,17 +34,11 @@ class Peers:
         return self.topology.describe(self.topology.rank)
 
     def poll(self) -> bool:
-        """Updates ``exited`` twice per second; returns whether a death was found."""
-        if time.monotonic() > self._poll_after:
-            self._poll_after = time.monotonic() + _POLL_SECONDS
-            try:
-                exited = self._exit_protocol.exited()
-                self.exited = frozenset(self.topology.processes[rank].rank for rank in exited)
-            except Exception as error:
-                if not self._can_repair(error):
-                    raise
-                return True
-        return False
+        """Whether a death is to be repaired. Looks twice per second."""
+        if self.recovery is None or time.monotonic() < self._poll_after:
+            return False
+        self._poll_after = time.monotonic() + _POLL_SECONDS
+        return self.recovery.needs_repair()
 
     def check(self, request: Request, now: float) -> None:
         """Fails a request that cannot complete or whose deadline has passed. Warns of delays."""
@@ -96,9 +73,8 @@ class Peers:
     def _cannot_complete(self, request: Request, now: float) -> str | None:
         """Why a request will never complete, if that is known."""
         absent, roll_call = self._answer(request).names, self._roll_call
-        ranks = frozenset(process.rank for process in absent) | request.state.ranks
-        if exited := ranks & self.exited:
-            names = ", ".join(map(self._describe, sorted(exited)))
+        if exited := [process.rank for process in absent if process.closed]:
+            names = ", ".join(map(self._describe, exited))
             return (
                 f"{names} exited without taking part. All nodes must take the same number of steps."
             )
@@ -140,17 +116,4 @@ class Peers:
 
     def repair(self) -> None:
         assert self.recovery is not None
-        self.topology, self.exited = self.recovery.repair(), frozenset()
-
-    def announce_exit(self) -> None:
-        """Announces this process's exit, again after each repair: the others may need it there."""
-        while True:
-            try:
-                return self._exit_protocol.announce_exit()
-            except Exception as error:
-                if not self._can_repair(error):
-                    raise
-                self.repair()
-
-    def _can_repair(self, error: Exception) -> bool:
-        return self.recovery is not None and self.recovery.can_repair(error)
+        self.topology = self.recovery.repair()

@@ -6,6 +6,7 @@ operation and sleeps in between. Each poll takes time from training, so it polls
 slow network.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from jdaso.core.types import JdasoError
 from jdaso.exchange.transport.deadlines import Deadlines
 from jdaso.exchange.transport.membership import Membership
 from jdaso.exchange.transport.operation import Operation, WaitState
-from jdaso.exchange.transport.peers import ExitProtocol, Peers
+from jdaso.exchange.transport.peers import Peers
 from jdaso.exchange.transport.request import Request
 
 # After a longer pause between two polls, the process was stopped or the machine was suspended.
@@ -71,6 +72,7 @@ class Progress:
 
     Args:
         timeout: Least seconds until an operation fails.
+        announce_exit: Called with this object when it closes. Waits until this process may exit.
         abort: ``(reason)``, ends the job if an operation cannot complete at exit, or if it fails
             and nobody awaits it.
         recovery: Repairs communicators after a death. None: operations fail.
@@ -80,18 +82,18 @@ class Progress:
         self,
         topology: Topology,
         timeout: float,
-        exit_protocol: ExitProtocol,
+        announce_exit: Callable[["Progress"], None],
         abort: Callable[[str], None],
         recovery: Membership | None = None,
     ):
-        self._abort = abort
-        self._peers = Peers(topology, exit_protocol, recovery)
+        self._announce_exit, self._abort = announce_exit, abort
+        self._peers = Peers(topology, recovery)
         self._deadlines = Deadlines(timeout)
         self._requests: list[Request] = []
         # Failed requests are kept, because MPI may still write to their buffers.
         self._failed: list[Request] = []
         self._changed = threading.Condition()
-        self._closing = False
+        self._closing = self._closed = False
         self._waiters = 0
         self._thread = threading.Thread(target=self._run, name="jdaso-progress", daemon=True)
         self._thread.start()
@@ -129,6 +131,17 @@ class Progress:
             raise request.error
         return request.result
 
+    def complete(self, operation: Operation, description: str, call: Call | None) -> None:
+        """Runs the last operation, for as long as it takes."""
+        request = Request(operation, description, False, self._deadlines, call)
+        request.deadline = math.inf
+        with self._changed:
+            self._requests.append(request)
+            self._changed.notify()
+        request.done.wait()
+        if request.error is not None:
+            raise request.error
+
     def close(self) -> None:
         """Completes all operations, announces the exit, and leaves MPI ready to be finalized."""
         with self._changed:
@@ -138,13 +151,18 @@ class Progress:
             unfinished = list(self._requests)
             self._changed.notify()
         self._forget()
-        self._thread.join()
+        for request in unfinished:
+            request.done.wait()
         if errors := [str(request.error) for request in unfinished if request.error is not None]:
             self._abort(
                 f"{self._peers.own_name} failed: exit with an exchange in flight that cannot "
                 f"complete: {'; '.join(errors)}"
             )
-        self._peers.announce_exit()
+        self._announce_exit(self)
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
 
     def _run(self) -> None:
         try:
@@ -158,12 +176,13 @@ class Progress:
 
     def _loop(self) -> None:
         polling = Polling()
-        while (requests := self._next_requests(polling)) or not self._closing:
+        while (requests := self._next_requests(polling)) or not self._closed:
             if (paused := polling.start()) > _SUSPENDED_SECONDS:
                 for request in requests:
                     request.postpone(paused)
             self._abort_if_unawaited()
-            died = self._peers.poll()
+            # Processes that have exited count as dead. At the end, operations tell what has failed.
+            died = not self._closing and self._peers.poll()
             for request in requests:
                 request.step()
                 self._peers.check(request, polling.polled_at)
@@ -181,7 +200,7 @@ class Progress:
     def _next_requests(self, polling: Polling) -> list[Request]:
         """The requests. Without any, it waits for the next one, or until it is time to poll."""
         with self._changed:
-            if not self._requests and not self._closing:
+            if not self._requests and not self._closed:
                 unawaited = not all(request.awaited for request in self._failed)
                 limit = _UNAWAITED_SECONDS if unawaited else None
                 self._changed.wait(_IDLE_SECONDS if self._peers.recovery else limit)

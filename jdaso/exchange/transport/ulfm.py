@@ -7,6 +7,7 @@ import threading
 
 from jdaso.cluster.abort import at_exit
 from jdaso.cluster.topology import Topology, library
+from jdaso.core.mpi_types import Comm
 
 ON_FAILURE = ("stop", "shrink")
 # Set by mpirun --with-ft ulfm.
@@ -93,3 +94,14 @@ def is_process_failure(error: BaseException) -> bool:
 
     classes = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
     return isinstance(error, MPI.Exception) and error.Get_error_class() in classes
+
+
+def has_failed(comm: Comm) -> bool:
+    """Whether a process of a communicator has died, or another one has revoked it for that."""
+    try:
+        comm.Iprobe()  # makes progress
+    except Exception as error:
+        if not is_process_failure(error):
+            raise
+        return True
+    return comm.Is_revoked() or comm.Get_failed().Get_size() > 0

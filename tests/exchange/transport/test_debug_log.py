@@ -20,7 +20,7 @@ from jdaso.exchange.transport.progress import Progress
 
 topology = jdaso.discover_topology()
 membership = Membership(topology, AllReduceOptions(), timeout=60.0)
-progress = Progress(topology, 60.0, membership.exit_barrier, topology.abort)
+progress = Progress(topology, 60.0, membership.announce_exit, topology.abort)
 transport = MpiTransport(membership, progress)
 transport.reserve(4, unsharded([LeafSpec((3,), np.dtype("float32"))])).fill([np.arange(3.0)])
 transport.post(4, 9, np.ones(HEADER_SIZE, np.float32))

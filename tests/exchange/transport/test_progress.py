@@ -8,6 +8,7 @@ import types
 import pytest
 
 from jdaso import JdasoError
+from jdaso.cluster.roll_call import Absent, Answer, RollCall
 from jdaso.exchange.transport import progress as progress_module
 from jdaso.exchange.transport.operation import WaitState
 from jdaso.exchange.transport.progress import Progress
@@ -27,16 +28,6 @@ class Topology:
         return ", ".join(map(self.describe, sorted(ranks)))
 
 
-class ExitBarrier:
-    """No process has exited."""
-
-    def exited(self):
-        return frozenset()
-
-    def announce_exit(self):
-        pass
-
-
 @pytest.fixture
 def aborts():
     return queue.Queue()
@@ -44,48 +35,58 @@ def aborts():
 
 @pytest.fixture
 def progress(aborts):
-    made = Progress(Topology(), TIMEOUT, ExitBarrier(), aborts.put)
+    made = Progress(Topology(), TIMEOUT, lambda progress: None, aborts.put)
     yield made
     made.close()
 
 
-def test_only_the_exit_of_a_process_that_is_missing_fails_an_operation(progress, monkeypatch):
-    exited, polled = {2}, threading.Event()
-
-    def exited_ranks(barrier):
-        polled.set()
-        return frozenset(exited)
-
-    monkeypatch.setattr(ExitBarrier, "exited", exited_ranks)
+def test_only_the_exit_of_a_process_that_is_missing_fails_an_operation(monkeypatch, aborts):
+    calls = RollCall(0, on_question=lambda: None)
+    monkeypatch.setattr(Topology, "heartbeat", types.SimpleNamespace(roll_call=calls))
+    call, left = calls.post(calls.new_series()), []
+    progress = Progress(Topology(), PATIENCE, left.append, aborts.put)
+    running, exited = (Absent(1, closed, None, "") for closed in (False, True))
+    calls.answers = {call: Answer(2, 1, (running,))}
     looks = iter([False] * 5 + [True])
-    submitted = progress.submit(
-        waiting_until(lambda: polled.is_set() and next(looks)), "an exchange"
-    )
+    submitted = progress.submit(waiting_until(lambda: next(looks)), "an exchange", call=call)
     assert progress.wait(submitted) == "done"
-    exited.add(1)
-    progress._peers._poll_after = 0.0
+    calls.answers = {call: Answer(2, 1, (exited,))}
     with pytest.raises(JdasoError, match="an exchange cannot complete: rank 1 exited without"):
-        progress.wait(progress.submit(waiting_until(lambda: False), "an exchange"))
+        progress.wait(progress.submit(waiting_until(lambda: False), "an exchange", call=call))
+    progress.close()
+    assert left == [progress]
 
 
-def test_a_death_is_repaired_while_no_operation_is_in_progress(aborts, monkeypatch):
+def test_the_last_operation_runs_while_closing_and_may_take_longer_than_others(aborts):
+    begin, results = time.monotonic(), []
+
+    def late():
+        yield from waiting_until(lambda: time.monotonic() - begin > 2 * TIMEOUT)
+        results.append("all exit")
+
+    def announce_exit(progress):
+        progress.complete(late(), "the exit", None)
+
+    progress = Progress(Topology(), TIMEOUT, announce_exit, aborts.put)
+    progress.close()
+    assert results == ["all exit"]
+    with pytest.raises(JdasoError, match="the exchange is closed"):
+        progress.submit(late(), "an exchange")
+    assert not progress._thread.is_alive()
+
+
+def test_a_death_is_repaired_while_no_operation_is_in_progress(aborts):
     repaired = threading.Event()
 
     class Recovery:
-        def can_repair(self, error):
-            return isinstance(error, ConnectionError)
+        def needs_repair(self):
+            return not repaired.is_set()
 
         def repair(self):
             repaired.set()
             return Topology()
 
-    def exited(barrier):
-        if not repaired.is_set():
-            raise ConnectionError("a process has died")
-        return frozenset()
-
-    monkeypatch.setattr(ExitBarrier, "exited", exited)
-    idle = Progress(Topology(), TIMEOUT, ExitBarrier(), aborts.put, Recovery())
+    idle = Progress(Topology(), TIMEOUT, lambda progress: None, aborts.put, Recovery())
     assert repaired.wait(PATIENCE)
     idle.close()
     assert aborts.empty()

@@ -126,7 +126,7 @@ def test_an_operation_that_is_complete_nowhere_is_repeated(seen):
 
 
 class Alone:
-    """One remaining process: its topology, exit protocol and recovery."""
+    """One remaining process: its topology and its recovery."""
 
     rank = 0
     heartbeat = None
@@ -139,15 +139,8 @@ class Alone:
     def states(self, ranks):
         return str(sorted(ranks))
 
-    def exited(self):
-        if self.dead:
-            raise Lost
-        return frozenset()
-
-    announce_exit = exited
-
-    def can_repair(self, error):
-        return isinstance(error, Lost)
+    def needs_repair(self):
+        return self.dead
 
     def repair(self):
         self.repairs += 1
@@ -162,10 +155,16 @@ def alone():
 
 @pytest.fixture
 def progress(alone):
-    aborts = queue.Queue()
-    made = Progress(alone, 5.0, alone, aborts.put, alone)
+    aborts, log = queue.Queue(), shrink.CompletionLog()
+
+    def announce_exit(progress):  # at which the other process dies
+        before = alone.repairs
+        barrier = log.until_complete(returning(Lost(), "all exit"), Comm, "exits")
+        progress.complete(barrier, "the exit", None)
+        assert alone.repairs == before + 1
+
+    made = Progress(alone, 5.0, announce_exit, aborts.put, alone)
     yield made
-    alone.dead = True  # at exit
     made.close()
     assert aborts.empty()
 
