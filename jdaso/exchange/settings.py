@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from jdaso.cluster.topology import Topology
 from jdaso.core.validation import check_choice, check_whole
+from jdaso.exchange.transport.collectives import different
+from jdaso.exchange.transport.operation import run
 from jdaso.exchange.transport.ulfm import ON_FAILURE
 
 SENDERS = ("one", "all")
@@ -49,12 +51,13 @@ def check_int8(same_bits: bool) -> None:
 def check_same_settings(topology: Topology, settings: Settings) -> None:
     """Raises ValueError on all processes if their arguments differ; collective."""
     assert topology.comm is not None
-    given = topology.comm.allgather(settings)
-    for rank, other in enumerate(given):
-        for name, value in given[0]._asdict().items():
-            if getattr(other, name) != value:
-                raise ValueError(
-                    f"{name} must be the same on all processes, got {value!r} in "
-                    f"{topology.describe(0)} and {getattr(other, name)!r} in "
-                    f"{topology.describe(rank)}: pass the same arguments to mpi_exchange."
-                )
+    own = [repr(value) for value in settings]
+    if (pair := run(different(topology.comm, own))) is None:
+        return
+    ranks, values = list(pair), zip(Settings._fields, *pair.values(), strict=True)
+    name, *given = next(texts for texts in values if texts[1] != texts[2])
+    raise ValueError(
+        f"{name} must be the same on all processes, got {given[0]} in "
+        f"{topology.describe(ranks[0])} and {given[1]} in {topology.describe(ranks[1])}: pass the "
+        "same arguments to mpi_exchange."
+    )

@@ -121,25 +121,28 @@ def any_true(comm: Comm, flag: bool) -> Operation:
 
 
 def compare(comm: Comm, outline: Sequence[str], describe: Callable[[int], str]) -> Operation:
-    """Raises on every member if the outlines of the members' trees, a line per leaf, differ.
+    """Raises on every member if the outlines of the members' trees, a line per leaf, differ."""
+    if (pair := (yield from different(comm, outline))) is not None:
+        check_alike(list(pair.values()), lambda index: describe(list(pair)[index]))
 
-    Outlines are sent only if their digests differ: that of the first member, and that of the first
-    member whose outline is another one.
+
+def different(comm: Comm, lines: Sequence[str]) -> Operation:
+    """The lines of the first member, and of the first other one whose lines differ, by rank.
+
+    None if all members have the same lines. Then only digests are sent.
     """
-    text = "\n".join(outline).encode()
+    text = "\n".join(lines).encode()
     own = np.array([(hashlib.sha256(text).digest(), len(text))], _OUTLINE)
     members = yield from gather(comm, own)
     others = np.flatnonzero(members["digest"] != members["digest"][0])
     if not others.size:
-        return
-    pair = 0, int(others[0])
-    texts = [np.zeros(members["length"][rank], np.uint8) for rank in pair]
-    for rank, buffer in zip(pair, texts, strict=True):
+        return None
+    texts = {rank: np.zeros(members["length"][rank], np.uint8) for rank in (0, int(others[0]))}
+    for rank, buffer in texts.items():
         if rank == comm.Get_rank():
             buffer[:] = np.frombuffer(text, np.uint8)
         yield from broadcast(comm, [buffer], rank)
-    outlines = [buffer.tobytes().decode().split("\n") for buffer in texts]
-    check_alike(outlines, lambda index: describe(pair[index]))
+    return {rank: buffer.tobytes().decode().split("\n") for rank, buffer in texts.items()}
 
 
 def check_alike(outlines: Sequence[Sequence[str]], describe: Callable[[int], str]) -> None:

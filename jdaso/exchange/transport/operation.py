@@ -4,10 +4,13 @@ An operation posts MPI requests. Whenever it must wait for them, it yields a :cl
 instead, and the thread resumes it later. Its result is what the generator returns.
 """
 
+import time
 from collections.abc import Generator, Iterable
 from typing import Any, NamedTuple
 
 from jdaso.core.mpi_types import MpiRequest
+
+_POLL_SECONDS = 1e-4
 
 
 class WaitState(NamedTuple):
@@ -30,6 +33,16 @@ def wait_for(requests: Iterable[MpiRequest]) -> Operation:
     while pending := [request for request in pending if not request.Test()]:
         yield WaitState(progressed=len(pending) != before, requests=tuple(pending))
         before = len(pending)
+
+
+def run(operation: Operation) -> Any:
+    """The result of an operation that the calling thread advances."""
+    while True:
+        try:
+            next(operation)
+        except StopIteration as end:
+            return end.value
+        time.sleep(_POLL_SECONDS)
 
 
 def interleave(operations: Iterable[Operation]) -> Operation:

@@ -1,0 +1,95 @@
+"""Measures how long a job takes from its start to its first exchange, beside the bare imports.
+
+    python bench/start.py --processes 2 8 24 [--rounds 3]
+
+Each round runs two jobs one after the other. In the first one, the processes import JAX, optax and
+mpi4py, find their devices, and meet at a barrier. In the second one, they import jdaso as well,
+call discover_topology and mpi_exchange, and take a consensus over one array. The table has seconds
+from the start of the launcher until the last process is ready, the median over rounds; the median
+ratio of the two; and the seconds of each part of the second job, of its slowest process.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+
+os.environ.setdefault("NPROC", "4")
+
+PARTS = ("imports", "discover_topology", "mpi_exchange", "first exchange")
+
+
+def bare(started: float) -> list[float]:
+    """Seconds until all have imported what jdaso imports."""
+    import jax
+    import optax  # noqa: F401
+    from mpi4py import MPI
+
+    jax.local_devices()
+    MPI.COMM_WORLD.Barrier()
+    return MPI.COMM_WORLD.allreduce([time.time() - started], op=lambda a, b: [*map(max, a, b)])
+
+
+def whole(started: float) -> list[float]:
+    """Seconds until each of the parts has ended."""
+    import jax.numpy as jnp
+    import optax  # noqa: F401
+
+    import jdaso
+
+    ends = [time.time() - started]
+    topology = jdaso.discover_topology(processes_per_node=1)
+    ends.append(time.time() - started)
+    exchange = jdaso.mpi_exchange(topology)
+    ends.append(time.time() - started)
+    jdaso.consensus(exchange, jnp.ones(1000)).block_until_ready()
+    ends.append(time.time() - started)
+    return topology.comm.allreduce(ends, op=lambda a, b: [*map(max, a, b)])
+
+
+def measure(processes: int, rounds: int) -> str:
+    """A row of the table."""
+    from mpi_job import run
+
+    found: dict[str, list[list[float]]] = {"bare": [], "whole": []}
+    for _ in range(rounds):
+        for what, results in found.items():
+            job = run(processes, 300, __file__, "--job", what, time.time())
+            if job.problem is not None:
+                raise SystemExit(f"{job.problem}\n{job.stderr}")
+            (line,) = (line for line in job.stdout.splitlines() if line.startswith("ends"))
+            results.append([float(end) for end in line.split()[1:]])
+    ratio = statistics.median(b[-1] / a[-1] for a, b in zip(*found.values(), strict=True))
+    imports = statistics.median(ends[-1] for ends in found["bare"])
+    ends = [statistics.median(each) for each in zip(*found["whole"], strict=True)]
+    parts = [ends[0], *(b - a for a, b in zip(ends, ends[1:], strict=False))]
+    cells = [imports, ends[-1], ratio, *parts]
+    return f"| {processes} | {' | '.join(f'{cell:.2f}' for cell in cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 8])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--job", nargs=2, metavar=("WHAT", "STARTED"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.job:
+        what, started = options.job
+        ends = {"bare": bare, "whole": whole}[what](float(started))
+        from mpi4py import MPI
+
+        if MPI.COMM_WORLD.Get_rank() == 0:
+            print("ends", *ends, flush=True)
+        return
+    from machine import machine
+
+    print(machine())
+    head = ("processes", "bare imports, s", "to the first exchange, s", "ratio", *PARTS)
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
+    for processes in options.processes:
+        print(measure(processes, options.rounds), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
