@@ -83,7 +83,7 @@ def allreduce_time(
 
     Logarithms are rounded up. DaSGD prints no formula (its Eq. 3 is coarser). These formulas give
     its Table II, without latency. ``collectives`` assumes that MPI sends all shards to their owners
-    at the same time, and gathers the sums with recursive doubling. It does not count the time to
+    at the same time, and gathers the sums with recursive doubling. It does not count MPI's time to
     process messages, and with hundreds of nodes it is a lower bound.
 
     Args:

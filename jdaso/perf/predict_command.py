@@ -26,7 +26,7 @@ NO_COSTS = """\
 --overhead and --slowdown are 0, so this does not include copies to the host, or the time that \
 moving messages takes from computing. tune measures both."""
 LOWER_BOUND = """\
-This does not include the time to process messages. With hundreds of nodes, compare --pattern \
+This does not include MPI's time to process messages. With hundreds of nodes, compare --pattern \
 ring, which counts a latency for each."""
 
 
@@ -40,7 +40,7 @@ def add_command(commands: Any) -> None:
     add("--gpus-per-node", type=int, default=1, help="requires --local-bandwidth (default: 1)")
     local_help = "Gbit/s between GPUs of a node (default: the step time includes it)"
     add("--local-bandwidth", type=float, default=math.inf, help=local_help)
-    add("--max-nodes", type=nodes, default=4096, help="largest number of nodes (default: 4096)")
+    add("--max-nodes", type=nodes, default=8192, help="largest number of nodes (default: 8192)")
     add("--wire", choices=FLOAT32_WIRES, help="dtype between nodes (default: each algorithm's)")
     pattern_help = (
         "pattern of the all-reduce; the others are those of papers (default: %(default)s)"

@@ -32,10 +32,10 @@ def test_table_and_picture(command):
     notes = " ".join(notes.split())  # lines are as long as a terminal is wide
     head, *rows = [line.split() for line in table.splitlines()]
     assert head == ["nodes", *predict.ALGORITHMS]
-    assert [int(row[0]) for row in rows] == [2**k for k in range(13)]
+    assert [int(row[0]) for row in rows] == [2**k for k in range(14)]
     assert rows[0][1:] == ["0.5", "s", "100%"] * len(predict.ALGORITHMS)
-    assert "With dasgd, an exchange over 4096 nodes takes 0.9792 s, which is 2 steps" in notes
-    assert "The period is 3, and 500 for diloco" in notes
+    assert "With dasgd, an exchange over 8192 nodes takes 1.061 s, which is 2.1 steps" in notes
+    assert "The period is 4, and 500 for diloco" in notes
     assert "--overhead and --slowdown are 0" in notes
     assert advised.startswith("With 4096 nodes:\nChoose wire bfloat16, period 2, delay 1: a step")
     assert code == 'jdaso.daso(exchange, jdaso.constant(period=2, delay=1), wire="bfloat16")'
