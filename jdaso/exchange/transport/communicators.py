@@ -30,7 +30,7 @@ class ExchangeCommunicators:
         self._by_index = _by_index(topology, topology.num_local_devices)
         # A consensus must not receive messages of exchanges that are in flight.
         self._consensus = _by_index(topology, 1)
-        self._handshakes = topology.duplicate_comm()
+        self.handshakes = topology.duplicate_comm()
         # World ranks of the processes with each local rank, in the order of nodes.
         places = np.array(topology.placements)
         by_node = np.lexsort((places[:, 1], places[:, 0]))
@@ -49,7 +49,7 @@ class ExchangeCommunicators:
     def all(self) -> list[Comm]:
         by_index = self._by_index + self._consensus
         nested = [comm for index in by_index for comm in (index.nodes, index.within_node)]
-        return [self._handshakes, *filter(None, nested)]
+        return [self.handshakes, *filter(None, nested)]
 
     def exchange(
         self,
@@ -66,7 +66,7 @@ class ExchangeCommunicators:
         """
         used = self._used_by(number)
         total = yield from handshake(
-            self._handshakes,
+            self.handshakes,
             staging.layout.fingerprint,
             number,
             step,

@@ -31,6 +31,8 @@ _COMPARED = {
         "All nodes must use the same wire, the same model, and the same number of fragments.",
     ),
 }
+# The number in the record of a process that exits.
+_EXIT = -2
 # The last entries of a header are agreement numbers, which are compared and not summed.
 _AGREEMENT = slice(-len(AGREEMENT_NAMES), None)
 _SUMMED = slice(None, -len(AGREEMENT_NAMES))
@@ -67,6 +69,11 @@ def handshake(
     record[0] = (number, step, fingerprint, header)
     records = yield from gather(comm, record)
     own, name = comm.Get_rank(), exchange_name(number)
+    for rank in np.flatnonzero(records["number"] == _EXIT)[:1]:
+        raise JdasoError(
+            f"{name} of {describe(own)} cannot complete: {describe(rank)} exited without taking "
+            "part. All nodes must take the same number of steps."
+        )
     for field, (quantity, advice) in _COMPARED.items():
         for rank in np.flatnonzero(records[field] != record[field])[:1]:
             other = records[rank]
@@ -83,6 +90,13 @@ def handshake(
     # All members add in the same order and therefore get the same bits.
     add_in_order(records["header"][contributors][:, _SUMMED], total[_SUMMED])
     return total
+
+
+def exit_barrier(comm: Comm) -> Operation:
+    """Waits until all members exit. Those that post an exchange instead raise an error."""
+    record = np.zeros(1, _RECORD)
+    record["number"] = _EXIT
+    yield from gather(comm, record)
 
 
 def _plan(header: np.ndarray) -> str:

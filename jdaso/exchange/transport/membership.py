@@ -10,7 +10,8 @@ from jdaso.cluster.topology import Topology
 from jdaso.core.mpi_types import Comm
 from jdaso.exchange.transport.collectives import AllReduceOptions
 from jdaso.exchange.transport.communicators import ExchangeCommunicators
-from jdaso.exchange.transport.operation import Operation, wait_for
+from jdaso.exchange.transport.handshake import exit_barrier
+from jdaso.exchange.transport.operation import Operation
 from jdaso.exchange.transport.shrink import CompletionLog, RepairWatchdog, repair
 from jdaso.exchange.transport.ulfm import has_failed
 
@@ -74,14 +75,15 @@ class Membership:
             for series in self._series.values():
                 self._roll_call.close(series)
         barrier = self.repeated(
-            lambda: wait_for([self.exits.Ibarrier()]), lambda: self.exits, "exits"
+            lambda: exit_barrier(self.exchanges.handshakes),
+            lambda: self.exchanges.handshakes,
+            "exits",
         )
         own = self.topology.describe(self.topology.rank)
         progress.complete(barrier, f"the exit of {own},", call)
 
     def _communicators(self) -> list[Comm]:
-        others = [self.comparisons, self.broadcasts, self.flags, self.exits]
-        return [*self.exchanges.all(), *others]
+        return [*self.exchanges.all(), self.comparisons, self.broadcasts, self.flags]
 
     def repeated(
         self, make: Callable[[], Operation], comm: Callable[[], Comm | None], queue: str
@@ -99,7 +101,6 @@ class Membership:
         joined = next(filter(None, topology.group_communicators())) if topology.joined else None
         self.broadcasts = joined or topology.duplicate_comm()
         self.flags = topology.duplicate_comm()  # of ``any_true``
-        self.exits = topology.duplicate_comm()
 
     def _reconnect(self, topology: Topology) -> None:
         assert self._log is not None
