@@ -80,7 +80,10 @@ class Membership:
             "exits",
         )
         own = self.topology.describe(self.topology.rank)
-        progress.complete(barrier, f"the exit of {own},", call)
+        request = progress.submit(barrier, f"the exit of {own},", call=call, last=True)
+        request.done.wait()
+        if request.error is not None:
+            raise request.error
 
     def _communicators(self) -> list[Comm]:
         return [*self.exchanges.all(), self.comparisons, self.broadcasts, self.flags]

@@ -105,11 +105,16 @@ class Progress:
         description: str,
         measured: bool = False,
         call: Call | None = None,
+        last: bool = False,
     ) -> Request:
-        """Starts an operation and returns at once; the other arguments are those of Request."""
+        """Starts an operation and returns at once; the other arguments are those of Request.
+
+        The ``last`` operation starts while this object closes, and may take any time.
+        """
         request = Request(operation, description, measured, self._deadlines, call)
+        request.deadline = math.inf if last else request.deadline
         with self._changed:
-            if self._closing:
+            if self._closing and not last:
                 raise JdasoError(
                     f"{description} cannot start: the exchange is closed, or the interpreter is "
                     "exiting."
@@ -130,17 +135,6 @@ class Progress:
         if request.error is not None:
             raise request.error
         return request.result
-
-    def complete(self, operation: Operation, description: str, call: Call | None) -> None:
-        """Runs the last operation, for as long as it takes."""
-        request = Request(operation, description, False, self._deadlines, call)
-        request.deadline = math.inf
-        with self._changed:
-            self._requests.append(request)
-            self._changed.notify()
-        request.done.wait()
-        if request.error is not None:
-            raise request.error
 
     def close(self) -> None:
         """Completes all operations, announces the exit, and leaves MPI ready to be finalized."""

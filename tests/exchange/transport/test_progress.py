@@ -65,7 +65,7 @@ def test_the_last_operation_runs_while_closing_and_may_take_longer_than_others(a
         results.append("all exit")
 
     def announce_exit(progress):
-        progress.complete(late(), "the exit", None)
+        progress.submit(late(), "the exit", last=True).done.wait()
 
     progress = Progress(Topology(), TIMEOUT, announce_exit, aborts.put)
     progress.close()

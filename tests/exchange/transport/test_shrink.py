@@ -160,7 +160,7 @@ def progress(alone):
     def announce_exit(progress):  # at which the other process dies
         before = alone.repairs
         barrier = log.until_complete(returning(Lost(), "all exit"), Comm, "exits")
-        progress.complete(barrier, "the exit", None)
+        progress.submit(barrier, "the exit", last=True).done.wait()
         assert alone.repairs == before + 1
 
     made = Progress(alone, 5.0, announce_exit, aborts.put, alone)
