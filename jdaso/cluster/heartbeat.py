@@ -102,7 +102,8 @@ class Heartbeat:
         """From now on a death, and with ``silence`` a long silence, does not abort the job.
 
         All processes must call it. A death calls ``on_death`` with the rank. The death of a rank
-        in ``needed`` still aborts all that learn of it.
+        in ``needed`` still aborts all that learn of it. Those that reported to a dead process hear
+        only of each other from then on.
         """
         self._on_death.append(on_death)
         self._tolerates_silence |= silence

@@ -37,8 +37,8 @@ def test_table_and_picture(command):
     assert "With dasgd, an exchange over 8192 nodes takes 1.061 s, which is 2.1 steps" in notes
     assert "The period is 4, and 500 for diloco" in notes
     assert "--overhead and --slowdown are 0" in notes
-    assert advised.startswith("With 4096 nodes:\nChoose wire bfloat16, period 2, delay 1: a step")
-    assert code == 'jdaso.daso(exchange, jdaso.constant(period=2, delay=1), wire="bfloat16")'
+    assert advised.startswith("With 8192 nodes:\nChoose wire int8, period 2, delay 1: a step")
+    assert code == 'jdaso.daso(exchange, jdaso.constant(period=2, delay=1), wire="int8")'
     assert path == f"picture: {out}"
     assert out.read_bytes().startswith(b"\x89PNG")
 
