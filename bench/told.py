@@ -11,6 +11,7 @@ seconds until the first and the last of them knew.
 import argparse
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -58,13 +59,20 @@ def measure(processes: int, group: int, victim: int, number: int) -> str:
     from faulty_job import UNNOTICED
 
     own = [sys.executable, __file__, "--child", str(group), str(victim), str(int(number))]
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
     job = subprocess.Popen(
-        ["mpiexec", "-n", str(processes), *UNNOTICED, *own],
+        [
+            shutil.which("mpiexec", path=path) or sys.exit("mpiexec is not on PATH"),
+            "-n",
+            str(processes),
+            *UNNOTICED,
+            *own,
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
         start_new_session=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PATH": path},
     )
     timer = threading.Timer(LIMIT, lambda: os.killpg(job.pid, signal.SIGKILL))
     timer.start()
