@@ -142,7 +142,8 @@ class Progress:
             if self._closing:
                 return
             self._closing = True
-            unfinished = list(self._requests)
+            unawaited = [request for request in self._failed if not request.awaited]
+            unfinished = [*unawaited, *self._requests]
             self._changed.notify()
         self._forget()
         for request in unfinished:

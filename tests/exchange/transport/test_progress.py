@@ -92,6 +92,15 @@ def test_a_death_is_repaired_while_no_operation_is_in_progress(aborts):
     assert aborts.empty()
 
 
+def test_an_error_that_nobody_has_awaited_at_exit_aborts_the_job(aborts):
+    progress = Progress(Topology(), TIMEOUT, lambda progress: None, aborts.put)
+    request = progress.submit(waiting_until(lambda: False), "an exchange")
+    assert request.done.wait(PATIENCE)
+    progress.close()
+    reason = aborts.get(timeout=PATIENCE)
+    assert "exit with an exchange in flight that cannot complete: an exchange did not" in reason
+
+
 def waiting_until(condition):
     while not condition():
         yield WaitState(frozenset({1}))
