@@ -1,0 +1,21 @@
+"""What a process says when it is left out of exchanges."""
+
+import types
+
+import numpy as np
+
+from jdaso.exchange.host.buffers import StagingBuffers
+from jdaso.exchange.host.layout import LeafSpec
+from jdaso.exchange.transport.mpi_transport import MpiTransport
+
+
+def test_a_process_that_is_left_out_names_the_wire_that_cannot_hold_its_parameters(caplog):
+    process = types.SimpleNamespace(_left_out=0, _name="rank 1 (host)")
+    staging = StagingBuffers([LeafSpec((2,), np.dtype("float16"))])
+    for number in range(7):
+        MpiTransport._warn_left_out(process, number, staging)
+    numbers = [message.split(" of exchange ")[1][0] for message in caplog.messages]
+    assert numbers == ["0", "1", "3"]  # the first, second and fourth time
+    for message in caplog.messages:
+        assert message.startswith("rank 1 (host) is left out")
+        assert "or above 65504 in magnitude, which the wire float16 cannot hold" in message
