@@ -6,6 +6,7 @@ import ctypes
 import faulthandler
 import functools
 import os
+import re
 import signal
 import sys
 import threading
@@ -127,9 +128,16 @@ def abort_on_exception(process_name: str, abort_all: Callable[[str], None]) -> N
     def hook(kind, error, trace):
         traceback.print_exception(kind, error, trace)
         if os.getpid() == own:  # not in a forked child
-            abort_all(f"{process_name} failed: {kind.__name__}: {error}")
+            abort_all(f"{process_name} failed: {_plain(error)}")
 
     sys.excepthook = hook
+
+
+def _plain(error: BaseException) -> str:
+    """Type and message of an error. XLA puts words of its own around an error of the host."""
+    text = f"{type(error).__name__}: {error}"
+    said = re.search(r"JdasoError: .*", text)
+    return said[0] if said and ": INTERNAL: " in text else text
 
 
 def at_exit(function: Callable[[], object]) -> Callable[[], None]:

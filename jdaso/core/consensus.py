@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jdaso.core.caller import named
 from jdaso.core.consistency import agreement_numbers
 from jdaso.core.exchange import AGREEMENT_NAMES, HEADER_SIZE, UNCOUNTED, Exchange
 from jdaso.core.state import AveragingState, find_states
@@ -22,6 +23,7 @@ from jdaso.core.tree import (
 from jdaso.core.types import PyTree
 
 
+@named
 def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyTree:
     """Computes the mean of a tree over all nodes, with the same bits on every node.
 
@@ -72,6 +74,7 @@ def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyT
     return replace([place_like(mean, x) for mean, x in zip(means, floats, strict=True)])
 
 
+@named
 def broadcast(exchange: Exchange, tree: PyTree, root: int = 0) -> PyTree:
     """Sends the tree of one node to all nodes, bit for bit.
 
@@ -116,6 +119,7 @@ def broadcast(exchange: Exchange, tree: PyTree, root: int = 0) -> PyTree:
     )
 
 
+@named
 def drift(exchange: Exchange, params: PyTree) -> jax.Array:
     """Computes the distance of this node's parameters from the mean of all nodes.
 

@@ -104,9 +104,16 @@ def where_tree(condition: jax.Array, x: PyTree, y: PyTree) -> PyTree:
 
 
 def conditional(name: str, predicate: jax.Array, *branches_and_operands: Any) -> Any:
-    """``lax.cond`` with a helpful error inside shard_map, which names an algorithm."""
+    """``lax.cond`` with a helpful error inside shard_map and vmap, which names an algorithm."""
     try:
         return lax.cond(predicate, *branches_and_operands)
+    except NotImplementedError as error:
+        if "vmap" not in str(error):
+            raise
+        raise ValueError(
+            f"{name}: jax.vmap cannot contain an mpi_exchange, which is for the whole process. For "
+            "a virtual cluster pass jdaso.axis_exchange(axis_name, num_nodes) to the algorithm."
+        ) from error
     except TypeError as error:
         if "manual axis types" not in str(error):
             raise

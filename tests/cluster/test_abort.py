@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jdaso.cluster.abort import at_exit
+from jdaso.cluster.abort import _plain, at_exit
 
 TWO_THREADS = """
 import os, threading, time
@@ -122,3 +122,18 @@ def test_forked_child_skips_exit_functions(monkeypatch):
     monkeypatch.setattr(os, "getpid", lambda: -1)
     function()
     assert done == [1]
+
+
+@pytest.mark.parametrize(
+    ("error", "plain"),
+    [
+        (ValueError("INTERNAL: JdasoError: rank 1 is late"), "JdasoError: rank 1 is late"),
+        (
+            RuntimeError("INTERNAL: CpuCallback error: Traceback:\n  call\nJdasoError: late\n\n"),
+            "JdasoError: late",
+        ),
+        (ValueError("of the user\nin two lines"), "ValueError: of the user\nin two lines"),
+    ],
+)
+def test_an_error_of_the_host_is_named_without_the_words_of_xla(error, plain):
+    assert _plain(error) == plain

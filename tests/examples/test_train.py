@@ -71,6 +71,10 @@ def test_period_auto_measures_the_first_steps(tmp_path):
     assert chosen["wire"] == "bfloat16"
     assert [line["phase"] for line in lines] == ["warm-up", "cycling", "cool-down"]
     assert (lines[1]["period"], lines[1]["delay"]) == (chosen["period"], chosen["delay"])
+    # The page for those who write metrics of their own has all keys.
+    page = (ROOT / "docs" / "guides" / "watching.md").read_text()
+    documented = set(re.findall(r"`(\w+)`", page))
+    assert {key for key in lines[0] if not key.startswith("test_")} <= documented
     # A run that is resumed keeps them.
     again = Config(period=AUTO, resume=True, out=str(tmp_path))
     kept = auto_period.before(again, jdaso.discover_topology())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -10,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from jdaso.cluster.topology import Topology
+from jdaso.core.log import logger
 from jdaso.exchange.host.buffers import StagingBuffers
 from jdaso.exchange.host.exchange_table import ReservedExchanges
 from jdaso.exchange.host.layout import Layout
@@ -39,14 +41,22 @@ class Transport(Protocol):
 
 @contextlib.contextmanager
 def abort_on_error(topology: Topology, abort: Callable[[str], object]) -> Iterator[None]:
-    """Calls ``abort`` with the reason on an error in a program with several devices.
+    """Prints an error at once, and calls ``abort`` with it in a program with several devices.
 
     The other devices wait in a collective for the one that called the host. The program would
-    therefore never raise the error.
+    therefore never raise the error. A program of one device raises it when it fetches a result,
+    perhaps many steps later, in the words of XLA.
     """
     try:
         yield
     except Exception as error:
+        reason = f"{topology.describe(topology.rank)} failed: {type(error).__name__}: {error}"
         if topology.mesh.size > 1:
-            abort(f"{topology.describe(topology.rank)} failed: {type(error).__name__}: {error}")
+            abort(reason)
+        _print_once(reason)
         raise
+
+
+@functools.cache
+def _print_once(reason: str) -> None:
+    logger.error("%s", reason)

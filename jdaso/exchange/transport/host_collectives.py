@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jdaso.cluster.topology import Topology
+from jdaso.core.caller import caller
 from jdaso.core.types import JdasoError
 from jdaso.exchange.transport import collectives
 from jdaso.exchange.transport.membership import Membership
@@ -66,7 +67,7 @@ class HostCollectives:
             yield from collectives.broadcast(comm, copies, rank)
             return copies
 
-        return self._run(from_root, "broadcasts", "a broadcast")
+        return self._run(from_root, "broadcasts", caller() or "a broadcast")
 
     def compare(self, outline: Sequence[str]) -> None:
         """Raises JdasoError, on every node, if the outlines of the nodes' trees differ."""
@@ -75,7 +76,9 @@ class HostCollectives:
             describe = self._membership.topology.describe
             return collectives.compare(self._membership.comparisons, outline, describe)
 
-        self._run(compare, "comparisons", "the comparison of parameters")
+        self._run(
+            compare, "comparisons", f"the comparison of parameters in {caller() or 'tx.init'}"
+        )
 
     def _current_rank(self, node: int) -> int:
         """The rank of the first process of a node, as it was numbered at the start."""

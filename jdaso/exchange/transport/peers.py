@@ -87,7 +87,7 @@ class Peers:
                 return (
                     f"{self._describe(process.rank)} has not posted it and waits for "
                     f"{process.name}, which {self.own_name} has not posted. All nodes must make "
-                    "the same calls in the same order."
+                    "the same calls in the same order, also those that an if of one node contains."
                 )
         request.deadlocked_since = None
         return None

@@ -121,6 +121,11 @@ elif case == "consensus beside an exchange":
         params, state = jax.block_until_ready(step(params, state))
 elif case == "fewer steps":
     train(8 - 4 * rank, jdaso.constant(2))
+elif case == "inside vmap":
+    tx = jdaso.chain(optax.sgd(0.1), jdaso.dasgd(exchange, 2, 1))
+    params = jnp.ones((3, 4))
+    state = tx.init(jnp.ones(4))
+    jax.vmap(lambda p: jdaso.apply_gradients(tx, p, state, p))(params)
 elif case == "exception":
     train(8, jdaso.constant(2), between=lambda t: 1 / 0 if rank == 1 and t == 3 else None)
 elif case == "exit in flight":

@@ -1,0 +1,31 @@
+"""The public function that the program has called, for messages of what it calls in turn."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_caller: ContextVar[str | None] = ContextVar("_caller", default=None)
+
+
+def named(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, whose name :func:`caller` returns while it runs."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        token = _caller.set(_caller.get() or f"jdaso.{function.__name__}")
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _caller.reset(token)
+
+    return call
+
+
+def caller() -> str | None:
+    """The name of the outermost function that :func:`named` has wrapped; None outside of them."""
+    return _caller.get()
