@@ -57,7 +57,10 @@ def choose(
         setup.world.close()
         found = perf.recommend(alone, {wire: costs}, topology.num_nodes, config.sync)
         found = [each for each in found if each.delay] or found  # the algorithms average late
-        best = {name: getattr(found[0], name) for name in CHOSEN}
+        # The period must fit between warm-up and cool-down.
+        epochs = config.epochs - config.warmup_epochs - config.cooldown_epochs
+        period = min(found[0].period, max(2, epochs * setup.epoch_steps))
+        best = {"period": period, "delay": min(found[0].delay, period - 1), "wire": wire}
         text = (
             f"a step takes {alone:.3g} s, and an exchange in {wire} {costs.exchange_time:.3g} s. "
             f"Expected: {found[0].step_time:.3g} s; merges take back {found[0].taken_back:.0%} of "
