@@ -10,7 +10,14 @@ ENDING = "jdaso: ending all processes: "
 
 
 @pytest.mark.parametrize(
-    ("case", "dead"), [("killed in a deep tree", 1), ("killed", 0), ("killed beside its child", 2)]
+    ("case", "dead"),
+    [
+        ("killed in a deep tree", 1),
+        ("killed", 0),
+        ("killed beside its child", 2),
+        ("killed before its exit", 0),
+        ("killed while it waits at exit", 1),
+    ],
 )
 def test_death_is_named_by_all_others_though_nobody_waits(case, dead):
     ended = mpiexec(PROCESSES, "death.py", case, dead, timeout=60, deaths_are_noticed=False)

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 
 import jax.numpy as jnp
@@ -49,7 +50,18 @@ def fork(seconds):
     return child
 
 
-if case.startswith("killed"):
+if case.endswith("exit"):
+    dead, exchange = int(sys.argv[2]), jdaso.mpi_exchange(topology)
+    if rank == dead and case == "killed before its exit":  # the others wait for it there
+        time.sleep(1)
+        die()
+    elif rank == dead:
+        killer = threading.Timer(1, die)
+        killer.daemon = True
+        killer.start()
+    elif rank == topology.num_nodes - 1 and case == "killed while it waits at exit":
+        wait_in_vain()
+elif case.startswith("killed"):
     dead = int(sys.argv[2])
     if rank == dead:
         if case == "killed beside its child":
