@@ -102,9 +102,10 @@ class Reports:
     def messages(self, peers: Iterable[int], silent_peers: frozenset[int]) -> dict[int, list[Any]]:
         """The new messages for peers, by rank."""
         below = [self._heard.get(rank, Report()) for rank in peers if rank != self._parent]
-        above = self._heard.get(self._parent)
+        # What a silent parent has said before is not passed on.
+        above = None if self._parent in silent_peers else self._heard.get(self._parent)
         self.dead = self.dead.union(*(report.dead for report in self._heard.values()))
-        silent = silent_peers.union(*(report.silent for report in below)) - {self._parent}
+        silent = silent_peers.union(*(report.silent for report in below))
         asked = [*self._roll_call.questions(), *(c for report in below for c in report.questions)]
         questions = tuple(earliest(asked))
         answers = {
@@ -114,8 +115,8 @@ class Reports:
             )
             for call in (above.questions if above else questions)
         }
-        up = Report(silent, self.dead, questions, answers)
-        down = above._replace(dead=self.dead) if above else up
+        up = Report(silent - {self._parent}, self.dead, questions, answers)
+        down = above._replace(dead=self.dead) if above else up._replace(silent=silent)
         self.silent = down.silent | silent_peers
         self._roll_call.answers = down.answers
         messages = {rank: (up if rank == self._parent else down).message() for rank in peers}

@@ -47,7 +47,8 @@ class Tree:
         new = True
         while new:
             new = False
-            for rank, reports in enumerate(self.reports):
+            for rank in set(range(len(self.parents))) - set(silent):
+                reports = self.reports[rank]
                 seen = frozenset(silent) & frozenset(self.peers(rank))
                 for peer, message in reports.messages(self.peers(rank), seen).items():
                     self.reports[peer].receive(rank, *message)
@@ -81,6 +82,16 @@ def test_silence_below_is_known_above_and_everywhere():
     tree = Tree([0, 0, 0, 1, 3])
     tree.settle(silent={4})
     assert all(reports.silent >= {4} for reports in tree.reports[:4])
+
+
+def test_silence_above_is_known_below():
+    tree = Tree([0, 0, 0, 1, 3])
+    tree.settle()
+    tree.settle(silent={1})
+    assert all(tree.reports[rank].silent == {1} for rank in (0, 2, 3, 4))
+    for rank, others in ((0, [2]), (2, [0]), (3, [4]), (4, [3])):
+        reached = tree.reports[rank].connected().nonzero()[0]
+        assert set(reached) == {rank, *others}
 
 
 def test_messages_stay_short_with_many_processes():

@@ -143,7 +143,7 @@ class Progress:
                 return
             self._closing = True
             unawaited = [request for request in self._failed if not request.awaited]
-            unfinished = [*unawaited, *self._requests]
+            unfinished = list(dict.fromkeys([*unawaited, *self._requests]))
             self._changed.notify()
         self._forget()
         for request in unfinished:
