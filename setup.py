@@ -16,11 +16,18 @@ if jaxlib is not None and jaxlib.origin is not None:
             "jdaso.exchange.host._copies",
             sources=[
                 f"jdaso/exchange/host/{name}.cc"
-                for name in ("ffi_queue", "copies_cpu", "copies_cuda")
+                for name in ("ffi_queue", "blocks", "copies_cpu", "copies_cuda")
             ],
-            depends=["jdaso/exchange/host/ffi_queue.h", "jdaso/exchange/host/cuda_driver.h"],
+            depends=[
+                f"jdaso/exchange/host/{name}.h" for name in ("ffi_queue", "blocks", "cuda_driver")
+            ],
             include_dirs=[str(Path(jaxlib.origin).parent / "include")],
-            extra_compile_args=["-std=c++17", "-O3"],
+            # Without contraction to fused operations, the bits are those of NumPy. The other
+            # options let the compiler vectorize comparisons of floating-point numbers.
+            extra_compile_args=[
+                *("-std=c++17", "-O3", "-ffp-contract=off"),
+                *("-fno-math-errno", "-fno-trapping-math"),
+            ],
             libraries=["dl"],
             language="c++",
             optional=True,

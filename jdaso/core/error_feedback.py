@@ -18,6 +18,8 @@ of the parameters.
 
 - The first exchange has no anchor. It is in float32, or in the leaves' dtype if that is narrower.
 - Gradients need no anchor: a = 0.
+- On CPUs with compiled code, the exchange computes these equations while it copies, with the same
+  bits; see ``FeedbackOperations`` of ``exchange.py``.
 - Other wires, for instance in blocking phases, send x_i + r_i, and r_i becomes the rounding error.
   If such a wire is narrower than float32, the rounding error of the returned sum is lost.
 
@@ -37,7 +39,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdaso.core.tree import division_by, float_leaves
+from jdaso.core.tree import float_leaves
 from jdaso.core.types import Leaves, PyTree
 from jdaso.core.wire import rounded, sum_dtype, wire_dtype
 
@@ -72,8 +74,8 @@ def init_feedback(tree: PyTree, uses_anchor: bool) -> Feedback:
 
 def compress(
     wire: str | None, sound: jax.Array, leaves: Leaves, residual: Leaves, anchor: Leaves
-) -> tuple[Leaves, list[Leaves]]:
-    """Computes what to send and, in a list, the new residual.
+) -> tuple[Leaves, Leaves]:
+    """Computes what to send, and the new residual.
 
     A node that is not ``sound`` does not contribute and keeps its old residual.
     """
@@ -87,13 +89,13 @@ def compress(
             sent = value.astype(wire_dtype(x.dtype, wire)).astype(x.dtype)
         message.append(sent)
         kept.append(jnp.where(sound, _finite_or_zero(value - sent.astype(r.dtype)), r))
-    return message, [kept]
+    return message, kept
 
 
 def decompress(
     total: Leaves, members: jax.Array, quantized: jax.Array, residual: Leaves, anchor: Leaves
-) -> tuple[Leaves, Leaves, Leaves, Leaves]:
-    """Sum and mean of the leaves, from what the exchange has returned.
+) -> tuple[Leaves, Leaves, Leaves]:
+    """The mean of the leaves, from what the exchange has returned.
 
     Args:
         total: if ``quantized``, s where this node has summed and C(s) elsewhere. If not, sums of
@@ -101,19 +103,19 @@ def decompress(
         members: float32 scalar, the number of nodes that contributed, may be 0.
 
     Returns:
-        The sums, the means, the new residual and the new anchor.
+        The means, the new residual and the new anchor.
     """
-    sums, means, kept, moved = [], [], [], []
+    means, kept, moved = [], [], []
     for s, r, a in zip(total, residual, _anchors(anchor, residual), strict=True):
         received = jnp.where(quantized, rounded(s), s)
         # A sum that has overflowed must not stay in the residual.
         kept.append(r + _finite_or_zero(s - received))
         base = jnp.where(quantized, a, 0)
-        mean = base + division_by(jnp.maximum(members, 1))(received)
-        sums.append(members.astype(s.dtype) * base + received)
+        # A division, because compiled code must get the same bits.
+        mean = base + received / jnp.maximum(members, 1).astype(s.dtype)
         means.append(mean)
         moved.append(jnp.where(members > 0, mean, a))
-    return sums, means, kept, moved[: len(anchor)]
+    return means, kept, moved[: len(anchor)]
 
 
 def _finite_or_zero(error: jax.Array) -> jax.Array:

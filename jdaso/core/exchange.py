@@ -128,8 +128,6 @@ class PartOperations(NamedTuple):
     A part is a slice of the leaves to which the exchange is bound.
 
     Attributes:
-        start: as that of :class:`Exchange`, with the leaves of a part, and the part. The last part
-            posts the exchange.
         finish: as that of :class:`Exchange`, like the leaves of a part, and the part.
         after: ``(state, part, lists, into) -> (state, lists)``. What is called with this state
             comes after the arrays are computed. Array j of each list is like leaf j of the part.
@@ -137,9 +135,29 @@ class PartOperations(NamedTuple):
             nothing may use afterwards.
     """
 
-    start: Callable[..., tuple[PyTree, Number]]
     finish: Callable[[PyTree, Number, Leaves, slice], tuple[Leaves, jax.Array, PyTree]]
     after: Callable[..., tuple[PyTree, list[Leaves]]]
+
+
+class FeedbackOperations(NamedTuple):
+    """How an exchange computes error feedback while it copies; see ``error_feedback.py``.
+
+    Residuals and anchors change in their places.
+
+    Attributes:
+        supports: ``(wire) -> bool``, whether this holds for a wire.
+        start: ``(state, number, step, leaves, header, wires, choice, residual, anchor) -> (state,
+            next_number, residual)``, as that of :class:`Exchange`. ``choice`` (int32) is the index
+            of the wire to use. One call for all wires changes the residuals in place, which a
+            ``lax.switch`` with a call in each branch does not.
+        finish: ``(state, number, like, part, quantized, residual, anchor) -> (means, residual,
+            header, state)`` for a part of the leaves. The means are the new anchors. If the sums
+            are not finite, or no node has contributed, nothing changes.
+    """
+
+    supports: Callable[[str | None], bool]
+    start: Callable[..., tuple[PyTree, Number, Leaves]]
+    finish: Callable[..., tuple[Leaves, Leaves, jax.Array, PyTree]]
 
 
 class Exchange(NamedTuple):
@@ -189,10 +207,11 @@ class Exchange(NamedTuple):
         topology: ``() -> Topology`` of the processes that are left, the same on all nodes, or None
             where processes cannot leave. All nodes call it, on the host. ``num_nodes`` and the root
             of a broadcast keep counting the nodes that the exchange started with.
-        bind: ``(names, leaves) -> Exchange`` whose ``start``, ``finish``, ``per_shard`` and
-            ``parts`` are for these leaves. It differs from this exchange where leaves may be
+        bind: ``(names, leaves) -> Exchange`` whose ``start``, ``finish``, ``per_shard``, ``parts``
+            and ``feedback`` are for these leaves. It differs from this exchange where leaves may be
             sharded over devices.
         parts: how a bound exchange copies its leaves in parts, or None if it does not.
+        feedback: how a bound exchange computes error feedback, or None if the engine has to.
         per_shard: ``(function, part) -> function``, which is applied to the shards of each device.
             Lists with one array per leaf of the part are sharded like the leaves, all other arrays
             are replicated.
@@ -222,6 +241,7 @@ class Exchange(NamedTuple):
     topology: Callable[[], Any] = lambda: None
     bind: Callable[[Sequence[str], Leaves], Exchange] | None = None
     parts: PartOperations | None = None
+    feedback: FeedbackOperations | None = None
     per_shard: Callable[[Callable, slice], Callable] = lambda function, part: function
     all_devices: Callable[[jax.Array], jax.Array] = lambda flag: flag
     close: Callable[[], None] = lambda: None

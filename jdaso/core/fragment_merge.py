@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from jdaso.core.engine_config import EngineConfig, stop_unless_finite
 from jdaso.core.error_feedback import Feedback, decompress
-from jdaso.core.exchange import FINITE, OWN
+from jdaso.core.exchange import FINITE, OWN, Exchange
 from jdaso.core.merge_state import Dependence, dependence, split_state
 from jdaso.core.parts import finish_in_parts
 from jdaso.core.state import FragmentState
 from jdaso.core.tree import division_by, where_tree
-from jdaso.core.types import Arrival, Leaves
+from jdaso.core.types import Arrival, Leaves, PyTree
 
 
 def merge_fragment(
@@ -29,19 +31,20 @@ def merge_fragment(
     if exchange.parts is not None:
         reads = dependence(merge, leaves[:num_params], state)
     rest = state.rest
+    # Whether the exchange computes the error feedback, in the places of residual and anchor.
+    copied = bool(feedback) and exchange.feedback is not None
+    copied_feedback: list[Leaves] = [[], []]
+    collect = functools.partial(_collect, exchange, fragment, leaves)
 
-    def merge_part(part: slice, total: Leaves, header: jax.Array):
+    def merge_part(part: slice, arrived, header: jax.Array):
         nonlocal rest
         members, finite = header[0], header[FINITE] > 0
         own, count = leaves[part], max(0, min(num_params, part.stop) - part.start)
-        new_feedback: list[Leaves] = []
-        if feedback:
-            expand = exchange.per_shard(decompress, part)
-            total, mean, *new_feedback = expand(
-                total, members, feedback.quantized, feedback.residual[part], feedback.anchor[part]
-            )
-        else:
-            mean = [*map(division_by(jnp.maximum(members, 1)), total)]
+        mean, new_feedback = _means(exchange, feedback, part, arrived, members)
+        if copied:
+            copied_feedback[0] += new_feedback.pop(0)
+            copied_feedback[1] += new_feedback.pop(0)
+        total = [members.astype(m.dtype) * m for m in mean] if feedback else arrived
         wide = [x.astype(t.dtype) for x, t in zip(own, total, strict=True)]
         # A node whose parameters are not finite continues from the mean of the others.
         if merge.relative:
@@ -53,11 +56,8 @@ def merge_fragment(
         old_state = state.rebuild(old_lists, state.rest, part)
         merged, new_state = merge.merge(wide[:count], arrival, old_state)
         if merge.own_weight is not None:
-            w = merge.own_weight(arrival)
-            merged = [
-                *merged,
-                *(w * x + (1 - w) * m for x, m in zip(wide[count:], mean[count:], strict=True)),
-            ]
+            w, moments = merge.own_weight(arrival), zip(wide[count:], mean[count:], strict=True)
+            merged = [*merged, *(w * x + (1 - w) * m for x, m in moments)]
         usable = finite & (members > 0)
         merged = [
             jnp.where(usable, m.astype(x.dtype), config.sync_target.fallback(x))
@@ -66,21 +66,17 @@ def merge_fragment(
         new = split_state(merge.init, new_state)
         rest = where_tree(usable, new.rest, state.rest)
         # A sum that is not finite must not stay in the feedback.
-        old_feedback = [feedback.residual[part], feedback.anchor[part]] if feedback else []
+        old_feedback = [feedback.residual[part], feedback.anchor[part]] if new_feedback else []
         return [
             merged,
             *where_tree(usable, new.lists, old_lists),
             *where_tree(finite, new_feedback, old_feedback),
         ]
 
-    old_feedback = [feedback.residual, feedback.anchor] if feedback else []
-    in_place = not reads.leafwise or (reads.in_place and not feedback)
+    old_feedback = [] if copied or not feedback else [feedback.residual, feedback.anchor]
+    in_place = not reads.leafwise or (reads.in_place and not old_feedback)
     results, header, exchange_state = finish_in_parts(
-        exchange,
-        fragment.exchange,
-        fragment.number,
-        leaves,
-        merge_part,
+        *(exchange, fragment.exchange, leaves, collect, merge_part),
         whole=not reads.leafwise,
         into=None if in_place else [leaves, *state.lists, *old_feedback],
     )
@@ -88,7 +84,8 @@ def merge_fragment(
     lost = ~stop_unless_finite(config, header[FINITE] > 0, step)
     if feedback:
         ready = feedback.anchor_ready | (~lost & (header[0] > 0))
-        *lists, residual, anchor = lists
+        *lists, residual, anchor = [*lists, *copied_feedback] if copied else lists
+        anchor = anchor[: len(feedback.anchor)]
         feedback = Feedback(residual, anchor, feedback.quantized, ready)
     fragment = fragment._replace(
         posted=jnp.zeros((), bool),
@@ -98,3 +95,35 @@ def merge_fragment(
         feedback=feedback,
     )
     return leaves, fragment, lost, header[1:3]
+
+
+def _collect(
+    exchange: Exchange, fragment: FragmentState, leaves: Leaves, state: PyTree, part: slice
+) -> tuple[Leaves, jax.Array, PyTree]:
+    """Waits for a part. Returns its sums, or means and residuals if the exchange computes them."""
+    sent, feedback = (state, fragment.number, leaves[part]), fragment.feedback
+    if feedback and exchange.feedback is not None:
+        old = feedback.quantized, feedback.residual[part], feedback.anchor[part]
+        means, residual, header, state = exchange.feedback.finish(*sent, part, *old)
+        return [*means, *residual], header, state
+    return exchange.finish(*sent) if exchange.parts is None else exchange.parts.finish(*sent, part)
+
+
+def _means(
+    exchange: Exchange,
+    feedback: Feedback | tuple[()],
+    part: slice,
+    arrived: Leaves,
+    members: jax.Array,
+) -> tuple[Leaves, list[Leaves]]:
+    """The means of what :func:`_collect` has returned, and the new residual and anchor."""
+    if not feedback:
+        return [*map(division_by(jnp.maximum(members, 1)), arrived)], []
+    if exchange.feedback is not None:
+        means, residual = arrived[: len(arrived) // 2], arrived[len(arrived) // 2 :]
+        return means, [residual, means]
+    expand = exchange.per_shard(decompress, part)
+    means, *new_feedback = expand(
+        arrived, members, feedback.quantized, feedback.residual[part], feedback.anchor[part]
+    )
+    return means, new_feedback

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,9 @@ from jdaso.core.consistency import agreement_numbers
 from jdaso.core.engine_config import EngineConfig, StepContext, stop_unless_finite
 from jdaso.core.error_feedback import FIRST_WIRE, Feedback, compress
 from jdaso.core.exchange import AGREEMENT_NAMES
-from jdaso.core.parts import start_in_parts
 from jdaso.core.state import FragmentState
 from jdaso.core.tree import all_finite
-from jdaso.core.types import Leaves, Number, Plan, PyTree
+from jdaso.core.types import Leaves, Plan, PyTree
 from jdaso.core.wire import BLOCK_DTYPE, describe_narrow_wires, wire_dtype
 
 
@@ -35,14 +35,12 @@ def post_fragment(
     message = [*message, *moments]
     agreement = _agreement(config, context, fragment)
 
-    send = functools.partial(_send, config, context, fragment.sound, message, agreement, number)
     wires, choice = _wire_choice(config, context.plan, fragment.feedback)
-    exchange_state, following, sound, feedback = lax.switch(
-        choice,
-        [functools.partial(send, wire) for wire in wires],
-        fragment.exchange,
-        fragment.feedback,
-    )
+    check = functools.partial(_check, config, context.step, message, fragment.sound)
+    sound = lax.switch(choice, [functools.partial(check, wire) for wire in wires])
+    header = jnp.concatenate([sound.astype(jnp.float32)[None], context.losses, agreement])
+    sent = number, context.step, message, header
+    exchange_state, following, feedback = _send(config, fragment, sent, wires, choice)
     if config.exchange.parts is not None:
         # The moves below change the leaves in their places, after they have been read.
         whole = slice(0, len(leaves))
@@ -68,42 +66,53 @@ def post_fragment(
     return [*moved, *moments], fragment, following
 
 
-def _send(
-    config: EngineConfig,
-    context: StepContext,
-    sound: jax.Array,
-    message: Leaves,
-    agreement: jax.Array,
-    number: jax.Array,
-    wire: str | None,
-    state: PyTree,
-    feedback: Feedback | tuple[()],
-) -> tuple[PyTree, Number, jax.Array, Feedback | tuple[()]]:
-    """Posts a message on one of the wires.
-
-    Returns the state of the exchange, the number of the next one, whether this node contributes,
-    and the feedback.
-    """
-    exchange, step = config.exchange, context.step
+def _check(
+    config: EngineConfig, step: jax.Array, message: Leaves, sound: jax.Array, wire: str | None
+) -> jax.Array:
+    """Whether this node contributes: it is sound, and its message is finite on a wire."""
     wires = [wire_dtype(x.dtype, wire) for x in message]
     finite = all_finite([_like_on_wire(x, dtype) for x, dtype in zip(message, wires, strict=True)])
-    narrow = describe_narrow_wires(wires)
-    sound = sound & stop_unless_finite(config, exchange.all_devices(finite), step, narrow)
-    header = jnp.concatenate([sound.astype(jnp.float32)[None], context.losses, agreement])
+    finite = config.exchange.all_devices(finite)
+    return sound & stop_unless_finite(config, finite, step, describe_narrow_wires(wires))
+
+
+def _send(
+    config: EngineConfig, fragment: FragmentState, sent: Any, wires: list[str | None], choice
+) -> tuple[PyTree, jax.Array, Feedback | tuple[()]]:
+    """Posts a message on the chosen wire.
+
+    Returns the state of the exchange, the number of the next one, and the feedback.
+    """
+    exchange, feedback, copied = config.exchange, fragment.feedback, config.exchange.feedback
+    number, step, message, header = sent
     if not feedback:
         options = {"relative": True} if config.merge.relative else {}
-        state, following = exchange.start(state, number, step, message, header, wire, **options)
-        return state, following, sound, feedback
 
-    def shrink(part: slice, residual: list[Leaves]) -> tuple[Leaves, list[Leaves]]:
-        run = exchange.per_shard(functools.partial(compress, wire), part)
-        return run(sound, message[part], residual[0], feedback.anchor[part])
+        def start(wire, state):
+            return exchange.start(state, number, step, message, header, wire, **options)
 
-    state, following, [residual] = start_in_parts(
-        exchange, state, number, step, message, header, wire, [feedback.residual], shrink
-    )
-    quantized = jnp.full((), wire == "int8")
-    return state, following, sound, feedback._replace(residual=residual, quantized=quantized)
+        state, following = lax.switch(
+            choice, [functools.partial(start, wire) for wire in wires], fragment.exchange
+        )
+        return state, following, feedback
+
+    def start_compressed(wire, state, residual):
+        run = exchange.per_shard(functools.partial(compress, wire), slice(0, len(message)))
+        rounded, residual = run(header[0] > 0, message, residual, feedback.anchor)
+        return *exchange.start(state, number, step, rounded, header, wire), residual
+
+    if copied is not None and all(map(copied.supports, wires)):
+        state, following, residual = copied.start(
+            fragment.exchange, *sent, wires, choice, feedback.residual, feedback.anchor
+        )
+    else:
+        state, following, residual = lax.switch(
+            choice,
+            [functools.partial(start_compressed, wire) for wire in wires],
+            *(fragment.exchange, feedback.residual),
+        )
+    quantized = choice == wires.index("int8")
+    return state, following, feedback._replace(residual=residual, quantized=quantized)
 
 
 def _like_on_wire(x: jax.Array, dtype: np.dtype) -> jax.Array:

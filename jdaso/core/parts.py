@@ -1,8 +1,7 @@
-"""Copies the leaves of an exchange in parts, so that temporary memory is that of one part.
+"""Copies the sums of an exchange in parts, so that temporary memory is that of one part.
 
 A merge needs memory for the sums. If they arrive in parts, and each part is merged before the next
-one arrives, this is the memory of the largest part. The same holds for what is computed from the
-leaves to be sent.
+one arrives, this is the memory of the largest part.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 
 from jdaso.core.exchange import Exchange
 from jdaso.core.fragments import near_equal
-from jdaso.core.types import Leaves, Number, PyTree
+from jdaso.core.types import Leaves, PyTree
 
 # More parts take less memory and more time to compile. Parts that fit a cache are also merged
 # faster.
@@ -35,49 +34,12 @@ def cut_leaves(exchange: Exchange, leaves: Leaves, whole: bool = False) -> list[
     return [slice(*ends) for ends in near_equal(sizes, int(count))]
 
 
-def start_in_parts(
-    exchange: Exchange,
-    state: PyTree,
-    number: Number,
-    step: Number,
-    leaves: Leaves,
-    header: jax.Array,
-    wire: str | None,
-    inputs: Lists,
-    function: Callable[[slice, Lists], tuple[Leaves, Lists]],
-) -> tuple[PyTree, Number, Lists]:
-    """Posts what a function computes from the leaves.
-
-    Args:
-        leaves: of the shapes that are sent.
-        inputs: lists with one array per leaf, which the function replaces.
-        function: ``(part, inputs) -> (sent, outputs)``.
-
-    Returns:
-        The state, the number of the next exchange, and the outputs.
-    """
-    sent, results = [], []
-    for part in cut_leaves(exchange, leaves):
-        own = [each[part] for each in inputs]
-        if exchange.parts is not None:
-            state, own = exchange.parts.after(state, part, own)
-        message, outputs = function(part, own)
-        results.append(outputs)
-        if exchange.parts is None:
-            sent += message
-            continue
-        state, following = exchange.parts.start(state, number, step, message, header, wire, part)
-    if exchange.parts is None:
-        state, following = exchange.start(state, number, step, sent, header, wire)
-    return state, following, _joined(results)
-
-
 def finish_in_parts(
     exchange: Exchange,
     state: PyTree,
-    number: Number,
     leaves: Leaves,
-    function: Callable[[slice, Leaves, jax.Array], Lists],
+    collect: Callable[[PyTree, slice], tuple[Any, jax.Array, PyTree]],
+    function: Callable[[slice, Any, jax.Array], Lists],
     whole: bool = False,
     into: Lists | None = None,
 ) -> tuple[Lists, jax.Array, PyTree]:
@@ -85,8 +47,9 @@ def finish_in_parts(
 
     Args:
         leaves: like the sums.
-        function: ``(part, sums, header) -> lists``. Array j of each list has the shape of leaf j of
-            the part.
+        collect: ``(state, part) -> (arrived, header, state)``, waits for a part.
+        function: ``(part, arrived, header) -> lists``. Array j of each list has the shape of leaf
+            j of the part.
         whole: whether the function needs all leaves.
         into: lists in whose places the results are put, part by part. They are necessary if XLA
             cannot compute the results there, because one result depends on several of them.
@@ -94,17 +57,12 @@ def finish_in_parts(
     Returns:
         The lists for all leaves, the header and the state.
     """
-    if exchange.parts is None:
-        sums, header, state = exchange.finish(state, number, leaves)
-        return function(slice(0, len(leaves)), sums, header), header, state
     results = []
     for part in cut_leaves(exchange, leaves, whole):
-        sums, header, state = exchange.parts.finish(state, number, leaves[part], part)
-        places = None if into is None else [each[part] for each in into]
-        state, lists = exchange.parts.after(state, part, function(part, sums, header), places)
+        arrived, header, state = collect(state, part)
+        lists = function(part, arrived, header)
+        if exchange.parts is not None:
+            places = None if into is None else [each[part] for each in into]
+            state, lists = exchange.parts.after(state, part, lists, places)
         results.append(lists)
-    return _joined(results), header, state
-
-
-def _joined(results: list[Lists]) -> Any:
-    return [list(chain.from_iterable(lists)) for lists in zip(*results, strict=True)]
+    return [list(chain.from_iterable(lists)) for lists in zip(*results, strict=True)], header, state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 from jax.experimental import io_callback
 
 from jdaso.cluster.topology import Topology
-from jdaso.core.exchange import HostState, PartOperations
+from jdaso.core.exchange import FeedbackOperations, HostState, PartOperations
 from jdaso.core.types import Leaves
 from jdaso.exchange.host.jit_interface import Bound, JitInterface
 from jdaso.exchange.settings import check_int8
@@ -30,35 +31,45 @@ class LeafFunctions(NamedTuple):
 
     def fields(self) -> dict[str, Any]:
         """The functions, as fields of an exchange."""
-        parts = self.bound is not None and self.program.copies_parts(self.bound)
+        parts, feedback = None, None
+        if self.bound is not None and self.program.copies_parts(self.bound):
+            parts = PartOperations(self.finish, self.after)
+            supports = functools.partial(self.program.computes_feedback, self.bound)
+            if supports("float32"):
+                start, finish = self.start_with_feedback, self.finish_with_feedback
+                feedback = FeedbackOperations(supports, start, finish)
         return {
             "start": self.start,
             "finish": self.finish,
             "broadcast": self.broadcast,
-            "parts": PartOperations(self.start, self.finish, self.after) if parts else None,
+            "parts": parts,
+            "feedback": feedback,
             "per_shard": self.per_shard,
         }
 
-    def start(
-        self,
-        state: HostState,
-        number,
-        step,
-        leaves: Leaves,
-        header,
-        wire,
-        part=None,
-        relative=False,
-    ):
+    def start(self, state: HostState, number, step, leaves: Leaves, header, wire, relative=False):
         if wire == "int8":
             check_int8(self.same_bits)
         sent = state.key, number, step, leaves, header, wire
-        token, number = self.program.start(*sent, part, self.bound, relative)
+        token, number = self.program.start(*sent, self.bound, relative)
         return HostState(token), number
 
+    def start_with_feedback(
+        self, state: HostState, number, step, leaves, header, wires, choice, *feedback
+    ):
+        check_int8(self.same_bits)
+        sent = state.key, number, step, leaves, header, wires, choice
+        token, number, residual = self.program.start_with_feedback(*sent, feedback, self.bound)
+        return HostState(token), number, residual
+
     def finish(self, state: HostState, number, like: Leaves, part=None):
-        sums, header, token = self.program.finish(state.key, number, like, part, self.bound)
+        sums, header, token = self.program.finish(state.key, number, like, part, None, self.bound)
         return sums, header, HostState(token)
+
+    def finish_with_feedback(self, state: HostState, number, like: Leaves, part, *feedback):
+        received = state.key, number, like, part, feedback
+        results, header, token = self.program.finish(*received, self.bound)
+        return results[: len(like)], results[len(like) :], header, HostState(token)
 
     def after(self, state: HostState, part: slice, lists: list[Leaves], into=None):
         assert self.bound is not None

@@ -10,10 +10,10 @@ import jax
 import pytest
 from launch import Batch
 
-from jdaso.exchange.host import ffi_bridge
+from jdaso.exchange.host import library
 
 HERE = Path(__file__).parents[1] / "support" / "cuda_stand_in"
-SOURCES = Path(ffi_bridge.__file__).parent
+SOURCES = Path(library.__file__).parent
 FLAGS = ["-std=c++17", f"-I{SOURCES}", f"-I{HERE}", "-isystem", jax.ffi.include_dir()]
 # Compares cuda_driver.h with cuda.h, whose results are of an enumeration type.
 DECLARED = """
@@ -35,12 +35,13 @@ static_assert(jdaso::kHostRegisterPortable == CU_MEMHOSTREGISTER_PORTABLE);
 """
 
 needs_library = pytest.mark.skipif(
-    ffi_bridge.unavailable_reason() is not None,
-    reason=f"no compiled code: {ffi_bridge.unavailable_reason()}",
+    library.unavailable_reason() is not None,
+    reason=f"no compiled code: {library.unavailable_reason()}",
 )
 
 DTYPES = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32")
 MIXED = ("--dtypes", *DTYPES, "int32")
+COPIED = ("--dtypes", "bfloat16", "float32")  # whose error feedback the copies compute
 WITH_64_BITS = ("--x64", *MIXED, "int64")
 ONE_DEVICE = {
     "dtypes in fragments": (*MIXED, "--fragments", 3),
@@ -54,9 +55,13 @@ ON_CPU = {
     "easgd": ("--algorithm", "easgd"),
     "diloco clipped": ("--algorithm", "diloco clipped"),
     "int64": WITH_64_BITS,
+    "int8 and bfloat16": (*COPIED, "--wire", "int8", "--blocking-wire", "bfloat16"),
     "float64 and int8": (*WITH_64_BITS, "float64", "--wire", "int8"),
 }
-ON_TWO_CPUS = {"float64, two devices": ("--devices", 2, *WITH_64_BITS, "float64")}
+ON_TWO_CPUS = {
+    "float64, two devices": ("--devices", 2, *WITH_64_BITS, "float64"),
+    "int8, two devices": ("--devices", 2, *COPIED, "--wire", "int8"),
+}
 
 
 def alike(folder, groups, *more):
@@ -98,7 +103,10 @@ def stand_in(folder, tmp_path_factory):
     """The code for CUDA devices, linked with a simulated driver whose copies are delayed."""
     compiler = shutil.which("g++") or pytest.skip("no g++")
     library = tmp_path_factory.mktemp("stand_in") / "copies_cuda.so"
-    sources = [SOURCES / "ffi_queue.cc", SOURCES / "copies_cuda.cc", HERE / "driver.cc"]
+    sources = [
+        *(SOURCES / f"{name}.cc" for name in ("ffi_queue", "blocks", "copies_cuda")),
+        HERE / "driver.cc",
+    ]
     defines = ["-include", HERE / "stand_in.h", "-DJDASO_STREAM=stand_in::Program"]
     subprocess.run(
         [compiler, *FLAGS, "-shared", "-fPIC", "-pthread", *defines, *sources, "-o", library],
@@ -123,36 +131,34 @@ def test_functions_of_the_driver_are_declared_as_in_cuda(tmp_path):
 
 
 def test_without_a_compiled_library_callbacks_serve_and_it_is_said_once(monkeypatch):
-    monkeypatch.setattr(
-        ffi_bridge, "unavailable_reason", lambda platform, native: "it was not built"
-    )
-    ffi_bridge._warn_once.cache_clear()
+    monkeypatch.setattr(library, "unavailable_reason", lambda platform, native: "it was not built")
+    library._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="host callbacks instead of compiled code: it was not"):
-        assert not ffi_bridge.use_native(None, "cpu")
+        assert not library.use_native(None, "cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not ffi_bridge.use_native(None, "cpu")
+        assert not library.use_native(None, "cpu")
     with pytest.raises(ValueError, match=r"native=True: the compiled code cannot be used"):
-        ffi_bridge.use_native(True, "cpu")
+        library.use_native(True, "cpu")
 
 
 @needs_library
 def test_compiled_code_serves_cuda_devices_where_it_is_asked_for(monkeypatch, tmp_path):
-    ffi_bridge._warn_once.cache_clear()
+    library._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="host callbacks .* needs native=True"):
-        assert not ffi_bridge.use_native(None, "gpu")
-    monkeypatch.setattr(ffi_bridge, "_DRIVER", bytes(tmp_path / "libcuda.so.1"))
+        assert not library.use_native(None, "gpu")
+    monkeypatch.setattr(library, "_DRIVER", bytes(tmp_path / "libcuda.so.1"))
     with pytest.raises(
         ValueError, match=r"CUDA driver cannot be used: .*libcuda.so.1: cannot open"
     ):
-        ffi_bridge.use_native(True, "gpu")
+        library.use_native(True, "gpu")
 
 
 def test_compiled_code_is_not_for_other_devices():
     with pytest.raises(ValueError, match="it supports CPU and CUDA devices, not tpu"):
-        ffi_bridge.use_native(True, "tpu")
+        library.use_native(True, "tpu")
 
 
 def test_compiled_code_of_another_version_is_refused(monkeypatch):
-    monkeypatch.setattr(ffi_bridge, "HEADER_SIZE", ffi_bridge.HEADER_SIZE + 1)
-    assert "belongs to another version of jdaso" in ffi_bridge._load.__wrapped__()
+    monkeypatch.setattr(library, "HEADER_SIZE", library.HEADER_SIZE + 1)
+    assert "belongs to another version of jdaso" in library.load.__wrapped__()

@@ -158,13 +158,13 @@ void PostFromDriver(void* argument) {
   SubmitDetached(post->queue, post->call);
 }
 
-// Copies a part of the leaves to the host, and posts the exchange when all are there. A node that
-// does not contribute sends zeros.
+// Copies the leaves to the host, and posts the exchange when all are there. A node that does not
+// contribute sends zeros. XLA has computed the error feedback.
 ffi::Error Post(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> index,
-                ffi::Buffer<ffi::S32> number, ffi::Buffer<ffi::S32> step,
-                ffi::Buffer<ffi::F32> header, ffi::RemainingArgs leaves,
-                ffi::Result<ffi::Buffer<ffi::S32>> done, int32_t queue, int32_t first, int32_t last,
-                int32_t layout, ffi::Span<const int32_t>) {
+                ffi::Buffer<ffi::S32> number, ffi::Buffer<ffi::S32> step, ffi::Buffer<ffi::S32>,
+                ffi::Buffer<ffi::S32>, ffi::Buffer<ffi::F32> header, ffi::RemainingArgs leaves,
+                ffi::Result<ffi::Buffer<ffi::S32>> done, ffi::RemainingRets, int32_t queue,
+                ffi::Span<const int32_t> layouts, ffi::Span<const int32_t>) {
   Scalars scalars;
   try {
     Device& device = DeviceOf(stream);
@@ -178,15 +178,15 @@ ffi::Error Post(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S
     for (size_t i = 0; i < leaves.size(); ++i) {
       sizes.push_back(leaves.get<ffi::AnyBuffer>(i)->size_bytes());
     }
-    Call call{{kReserve, scalars.number, scalars.step, scalars.device, layout, 1}};
-    if (auto error = Begin(queue, &call, {first, last}); error.failure()) return error;
-    const Place* places = CheckedPlaces(&call, sizes, {first, last});
+    Call call{{kReserve, scalars.number, scalars.step, scalars.device, layouts[0], 1}};
+    if (auto error = Begin(queue, &call, kWhole); error.failure()) return error;
+    const Place* places = CheckedPlaces(&call, sizes, kWhole);
     if (places == nullptr) throw std::runtime_error(call.error);
     Record* record = RecordOf(call);
     for (size_t i = 0; i < sizes.size(); ++i) {
       if (places[i].address == nullptr) sizes[i] = 0;  // another device sends this leaf
     }
-    if (first == 0) record->copy_to_host[0] = Now();
+    record->copy_to_host[0] = Now();
     if (scalars.header[0] > 0) {
       CopyToHost(device, stream, leaves, sizes, places);
     } else {
@@ -196,7 +196,6 @@ ffi::Error Post(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S
     }
     CUDA(cuMemcpyDtoDAsync_v2, Pointer(done->untyped_data()), Pointer(token.untyped_data()), 4,
          stream);
-    if (!last) return ffi::Error::Success();
     auto post = std::make_unique<PostArguments>();
     *post = {queue, Call{{kPost, scalars.number, scalars.step}}, record};
     std::copy_n(scalars.header, kHeader, post->call.in.header);
@@ -233,7 +232,8 @@ void FinishCollect(void* argument) {
 // Waits until an exchange is complete, and copies a part of its sums, and its header, to the
 // program.
 ffi::Error Collect(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> index,
-                   ffi::Buffer<ffi::S32> number, ffi::Result<ffi::Buffer<ffi::S32>> done,
+                   ffi::Buffer<ffi::S32> number, ffi::RemainingArgs,
+                   ffi::Result<ffi::Buffer<ffi::S32>> done,
                    ffi::Result<ffi::Buffer<ffi::F32>> header, ffi::RemainingRets sums,
                    int32_t queue, int32_t first, int32_t last, int32_t readers) {
   Scalars scalars;

@@ -9,15 +9,10 @@ exchanges. Where no compiled code is available, host callbacks do the same and c
 from __future__ import annotations
 
 import ctypes
-import functools
-import importlib.util
-import itertools
-import pathlib
 import queue
 import threading
 import time
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,18 +21,11 @@ import numpy as np
 from jdaso.cluster.abort import at_exit
 from jdaso.core.exchange import HEADER_SIZE, UNCOUNTED
 from jdaso.core.types import Leaves, Number
-from jdaso.core.wire import pack
+from jdaso.exchange.host import ffi_calls, library
 from jdaso.exchange.host.layout import Layout
 from jdaso.exchange.host.pinned_memory import PinnedMemory
 from jdaso.exchange.host.transport_protocol import Transport
 
-_LIBRARY = "jdaso.exchange.host._copies"
-_DRIVER = b"libcuda.so.1"
-_POST_TARGET, _COLLECT_TARGET, _ORDER_TARGET = _TARGETS = (
-    "jdaso_post",
-    "jdaso_collect",
-    "jdaso_order",
-)
 # The longest wait at exit until the last exchanges are posted.
 _SHUTDOWN_SECONDS = 5.0
 # The kinds of calls, in the order of ffi_queue.h.
@@ -59,89 +47,6 @@ class _Arguments(ctypes.Structure):
     )
 
 
-@functools.cache
-def _load() -> ctypes.CDLL | str:
-    """The compiled library, registered with XLA, or the reason why it cannot be used."""
-    found = importlib.util.find_spec(_LIBRARY)
-    if found is None or found.origin is None:
-        folder = pathlib.Path(__file__).parent
-        return (
-            f"{folder} contains no compiled library; a C++17 compiler builds it when jdaso is "
-            "installed (in a clone, run pip install -e . or start Python in another folder)"
-        )
-    return _open(found.origin, {"cpu": "", "CUDA": "_cuda"})
-
-
-def _open(path: str, suffixes: Mapping[str, str]) -> ctypes.CDLL | str:
-    """Loads a library, and registers its functions, which have these suffixes, with XLA."""
-    try:
-        library = ctypes.CDLL(path)
-        if library.jdaso_header() != HEADER_SIZE:
-            raise OSError("the library belongs to another version of jdaso")
-        for (platform, suffix), name in itertools.product(suffixes.items(), _TARGETS):
-            capsule = jax.ffi.pycapsule(getattr(library, name + suffix))
-            jax.ffi.register_ffi_target(name, capsule, platform=platform)
-        pointer = ctypes.c_void_p
-        library.jdaso_next.argtypes = [ctypes.c_int32, pointer]
-        library.jdaso_next.restype = pointer
-        complete = library.jdaso_complete
-        integer = ctypes.c_int32
-        complete.argtypes = [integer, pointer, ctypes.c_char_p, pointer, integer, pointer]
-        complete.restype = None
-        library.jdaso_fail_taken.restype = None  # older libraries do not have it
-        library.jdaso_driver.restype = ctypes.c_char_p
-        library.jdaso_pin.argtypes = [pointer, ctypes.c_size_t]
-        library.jdaso_pin.restype = ctypes.c_bool
-        library.jdaso_unpin.argtypes = [pointer]
-    except Exception as error:  # built for another system, jdaso or XLA
-        return f"{path} cannot be loaded: {error}; install jdaso again"
-    return library
-
-
-def unavailable_reason(platform: str = "cpu", native: bool | None = None) -> str | None:
-    """The reason why this process does not use compiled code; None if it does."""
-    if platform not in ("cpu", "gpu"):
-        return f"it supports CPU and CUDA devices, not {platform}"
-    library = _load()
-    if isinstance(library, str):
-        return library
-    if platform == "cpu":
-        return None
-    if not native:
-        # It has been tested with a simulated driver only.
-        return "on CUDA devices, where it has not been measured, it needs native=True"
-    error = library.jdaso_driver(_DRIVER)
-    return f"the CUDA driver cannot be used: {error.decode()}" if error else None
-
-
-def use_native(native: bool | None, platform: str) -> bool:
-    """Whether exchanges use compiled code.
-
-    Args:
-        native: True requires it, False excludes it, None uses it where it is available.
-
-    Raises:
-        ValueError: If it is required and cannot be used.
-    """
-    if native is False:
-        return False
-    reason = unavailable_reason(platform, native)
-    if reason is not None and native:
-        raise ValueError(f"native=True: the compiled code cannot be used: {reason}.")
-    if reason is not None:
-        _warn_once(reason)
-    return reason is None
-
-
-@functools.cache
-def _warn_once(reason: str) -> None:
-    warnings.warn(
-        f"parameters are copied by host callbacks instead of compiled code: {reason}. Results are "
-        "the same, but exchanges take more time.",
-        stacklevel=4,
-    )
-
-
 class FfiBridge:
     """Executes the calls of compiled programs in threads.
 
@@ -155,13 +60,13 @@ class FfiBridge:
     """
 
     def __init__(self, transport: Transport, platform: str, devices: int):
-        library = _load()
-        assert not isinstance(library, str)
-        self._transport, self._library = transport, library
-        self._queue = library.jdaso_open()
-        self._narrows = platform == "cpu"
+        loaded = library.load()
+        assert not isinstance(loaded, str)
+        self._transport, self._library = transport, loaded
+        self._queue = loaded.jdaso_open()
+        self._on_cpu = platform == "cpu"
         self._layouts: list[Layout] = []
-        self._pinned = PinnedMemory(library.jdaso_pin, library.jdaso_unpin)
+        self._pinned = PinnedMemory(loaded.jdaso_pin, loaded.jdaso_unpin)
         self._collects: queue.SimpleQueue[tuple[int, _Arguments] | None] = queue.SimpleQueue()
         # A collect may wait for an exchange that another device posts through this queue. Each
         # device waits in one collect, or in two while consensus runs beside a step.
@@ -174,67 +79,64 @@ class FfiBridge:
         self._forget = at_exit(self.close)
 
     def post(
-        self, layout: Layout, device: Number, leaves: Leaves, token, number, step, header, part
-    ) -> jax.Array:
-        """Copies a part of a device's leaves, or zeros if ``header[0]`` is 0. Returns the token.
+        self,
+        layouts: Sequence[Layout],
+        choice: Number,
+        device: Number,
+        leaves: Leaves,
+        token,
+        number,
+        step,
+        header,
+        feedback: tuple[Leaves, Leaves] = ([], []),
+        sends: jax.Array | bool = True,
+    ) -> tuple[jax.Array, Leaves]:
+        """Copies a device's leaves, or zeros if ``header[0]`` is 0, and posts the exchange.
 
-        The exchange is posted after the last part.
+        Args:
+            layouts: on each wire that may be used.
+            choice: index of the wire to use. It is 0 without error feedback.
+            feedback: residuals and anchors, for which :meth:`computes_feedback` holds.
+            sends: whether this device sends. If not, it computes the new residuals only.
+
+        Returns:
+            The token and the new residuals.
         """
-        if layout not in self._layouts:
-            self._layouts.append(layout)
-        dtypes = layout.dtypes[part]
-        # On a CPU, the copy rounds float32 to bfloat16. XLA does all other casts.
-        narrow = [
-            self._narrows and x.dtype == jnp.float32 and dtype == jnp.bfloat16
-            for x, dtype in zip(leaves, dtypes, strict=True)
-        ]
-        cast = [
-            x if narrowed else pack(x, dtype)
-            for x, narrowed, dtype in zip(leaves, narrow, dtypes, strict=True)
-        ]
-        # XLA is told of no side effects. The token orders the calls.
-        return jax.ffi.ffi_call(_POST_TARGET, jax.ShapeDtypeStruct((), jnp.int32))(
-            token,
-            jnp.asarray(device, jnp.int32),
-            jnp.asarray(number, jnp.int32),
-            jnp.asarray(step, jnp.int32),
-            header,
-            *cast,
-            queue=np.int32(self._queue),
-            first=np.int32(part.start),
-            last=np.int32(part.stop == len(layout.dtypes)),
-            layout=np.int32(self._layouts.index(layout)),
-            narrow=np.array(narrow, np.int32),
+        self._layouts += [x for x in layouts if x not in self._layouts]
+        indices = np.array([self._layouts.index(x) for x in layouts], np.int32)
+        scalars = [jnp.asarray(x, jnp.int32) for x in (device, number, step, choice, sends)]
+        dtypes = [layout.dtypes for layout in layouts]
+        inputs = token, *scalars, header
+        return ffi_calls.post(
+            inputs, dtypes, leaves, feedback, self._on_cpu, queue=self._queue, layouts=indices
         )
+
+    def computes_feedback(self, dtypes: Sequence[np.dtype]) -> bool:
+        """Whether the copies compute error feedback of leaves with these dtypes on the wire."""
+        return self._on_cpu and {*dtypes} <= ffi_calls.FEEDBACK_DTYPES
 
     def collect(
-        self, readers: int, device: Number, shapes: Sequence, token, number, part: slice, last: bool
+        self,
+        readers: int,
+        device: Number,
+        shapes: Sequence,
+        token,
+        number,
+        part: slice,
+        last: bool,
+        feedback: tuple[jax.Array, Leaves, Leaves] | None = None,
     ) -> tuple[Leaves, jax.Array, jax.Array]:
-        """Waits for an exchange. Returns a part of the sums, the header and the token."""
-        of_token = jax.ShapeDtypeStruct((), jnp.int32)
-        of_header = jax.ShapeDtypeStruct((HEADER_SIZE,), jnp.float32)
-        token, header, *sums = jax.ffi.ffi_call(_COLLECT_TARGET, [of_token, of_header, *shapes])(
-            token,
-            jnp.asarray(device, jnp.int32),
-            jnp.asarray(number, jnp.int32),
-            queue=np.int32(self._queue),
-            first=np.int32(part.start),
-            last=np.int32(last),
-            readers=np.int32(readers),
-        )
-        return sums, header, token
+        """Waits for an exchange. Returns a part of the sums, the header and the token.
 
-    @staticmethod
-    def order(
-        token: jax.Array, lists: list[Leaves], into: list[Leaves] | None = None
-    ) -> tuple[jax.Array, list[Leaves]]:
-        """As ``after`` of :class:`jdaso.core.exchange.PartOperations`."""
-        places, treedef = jax.tree.flatten((token, lists if into is None else into))
-        copied = [] if into is None else jax.tree.leaves(lists)
-        aliases = {i: i for i in range(len(places))}
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in places]
-        call = jax.ffi.ffi_call(_ORDER_TARGET, shapes, input_output_aliases=aliases)
-        return jax.tree.unflatten(treedef, call(*places, *copied))
+        Args:
+            feedback: whether the sums are in int8, residuals and anchors. The means and the new
+                residuals are then returned in place of the sums.
+        """
+        inputs = token, jnp.asarray(device, jnp.int32), jnp.asarray(number, jnp.int32)
+        attributes = {"queue": self._queue, "first": part.start, "last": last, "readers": readers}
+        return ffi_calls.collect(inputs, shapes, feedback, attributes)
+
+    order = staticmethod(ffi_calls.order)
 
     def _run(self) -> None:
         arguments = _Arguments()

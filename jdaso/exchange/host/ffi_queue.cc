@@ -148,7 +148,7 @@ CallQueue* At(int32_t queue) {
 
 }  // namespace
 
-ffi::Error SubmitAndWait(int32_t queue, Call* call) { return Begin(queue, call, {0, 1}); }
+ffi::Error SubmitAndWait(int32_t queue, Call* call) { return Begin(queue, call, kWhole); }
 
 ffi::Error Begin(int32_t queue, Call* call, Part part) {
   CallQueue* at = At(queue);

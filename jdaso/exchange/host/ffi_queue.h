@@ -15,7 +15,7 @@ namespace jdaso {
 
 namespace ffi = xla::ffi;
 
-constexpr int kHeader = 8;  // HEADER_SIZE of core/exchange.py
+constexpr int kHeader = 8, kFinite = 3;  // HEADER_SIZE and FINITE of core/exchange.py
 enum Kind : int32_t { kReserve = 0, kPost = 1, kCollect = 2, kFail = 3 };
 
 // RECORD of buffers.py.
@@ -59,12 +59,13 @@ struct Call {
 // Submits a call to the queue with this index and waits until it is completed.
 ffi::Error SubmitAndWait(int32_t queue, Call* call);
 
-// A program copies the leaves of an exchange in parts, one after the other. Each is a call of its
-// own with some of the leaves.
+// A program copies the sums of an exchange in parts, one after the other. Each is a call of its own
+// with some of the sums.
 struct Part {
-  int32_t first;  // index of the part's first leaf
+  int32_t first;  // index of the part's first sum
   int32_t last;   // whether this is the last part
 };
+constexpr Part kWhole = {0, 1};
 
 // Submits the call with the first part of an exchange, and returns its result for the other parts.
 ffi::Error Begin(int32_t queue, Call* call, Part part);
@@ -85,8 +86,13 @@ ffi::Error ReportFailure(int32_t queue, int32_t number, const std::string& messa
 // Submits a copy of a call and returns. If it fails, the next SubmitAndWait returns its error.
 void SubmitDetached(int32_t queue, const Call& call);
 
+// How a leaf is sent, as in ffi_bridge.py.
+enum Wire : int32_t { kAsItIs = 0, kBFloat16 = 1, kBlocks = 2 };
+
 // The signature of the functions that post, after a context if there is one. Attributes: the index
-// of the queue, the index of the leaves' layout, and for each leaf whether to round it to bfloat16.
+// of the queue, the indices of the leaves' layouts on each wire that may be used, and for each of
+// these the Wire of each leaf. With error feedback, the residuals and the anchors, if there are any,
+// come after the leaves, and the residuals change in their places. Without it, there is one layout.
 template <typename Binding>
 auto BindPost(Binding&& binding) {
   return std::forward<Binding>(binding)
@@ -94,30 +100,39 @@ auto BindPost(Binding&& binding) {
       .template Arg<ffi::Buffer<ffi::S32>>()  // device
       .template Arg<ffi::Buffer<ffi::S32>>()  // number
       .template Arg<ffi::Buffer<ffi::S32>>()  // step
+      .template Arg<ffi::Buffer<ffi::S32>>()  // index of the layout to use
+      .template Arg<ffi::Buffer<ffi::S32>>()  // whether this device sends
       .template Arg<ffi::Buffer<ffi::F32>>()  // header
-      .RemainingArgs()                        // leaves
+      .RemainingArgs()                        // leaves, residuals, anchors
       .template Ret<ffi::Buffer<ffi::S32>>()  // token
+      .RemainingRets()                        // residuals
       .template Attr<int32_t>("queue")
-      .template Attr<int32_t>("first")
-      .template Attr<int32_t>("last")
-      .template Attr<int32_t>("layout")
-      .template Attr<ffi::Span<const int32_t>>("narrow");
+      .template Attr<ffi::Span<const int32_t>>("layouts")
+      .template Attr<ffi::Span<const int32_t>>("wires");
 }
 
-// The signature of the functions that collect. `readers` is the number of devices that do.
+// The signature of the functions that collect. `readers` is the number of devices that do. With error
+// feedback, there are arguments: whether the sums are of blocks, the residuals, and the anchors, if
+// there are any. The results are then the means, in the places of the anchors, and the residuals.
 template <typename Binding>
 auto BindCollect(Binding&& binding) {
   return std::forward<Binding>(binding)
       .template Arg<ffi::Buffer<ffi::S32>>()  // token
       .template Arg<ffi::Buffer<ffi::S32>>()  // device
       .template Arg<ffi::Buffer<ffi::S32>>()  // number
+      .RemainingArgs()                        // of error feedback
       .template Ret<ffi::Buffer<ffi::S32>>()  // token
       .template Ret<ffi::Buffer<ffi::F32>>()  // header
-      .RemainingRets()                        // sums
+      .RemainingRets()                        // sums, or means and residuals
       .template Attr<int32_t>("queue")
       .template Attr<int32_t>("first")
       .template Attr<int32_t>("last")
       .template Attr<int32_t>("readers");
+}
+
+inline ffi::Error NotInPlace(const char* function) {
+  return ffi::Error::Internal(std::string("results of ") + function +
+                              " must be in the places of its arguments");
 }
 
 // Returns arguments in their places, as many as there are results. What uses a result comes after
@@ -131,7 +146,7 @@ ffi::Error ReturnInPlace(ffi::RemainingArgs arguments, ffi::RemainingRets result
     auto to = results.get<ffi::AnyBuffer>(in_place ? i : i - results.size() + 1);
     if (from.has_error() || to.has_error() || from->size_bytes() != (*to)->size_bytes() ||
         (in_place && from->untyped_data() != (*to)->untyped_data())) {
-      return ffi::Error::Internal("results of jdaso_order must be in the place of its arguments");
+      return NotInPlace("jdaso_order");
     }
     if (!in_place) copy((*to)->untyped_data(), from->untyped_data(), from->size_bytes());
   }

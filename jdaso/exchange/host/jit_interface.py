@@ -77,6 +77,11 @@ class JitInterface:
         """Whether compiled code copies the leaves. It can do so in parts."""
         return self._bridge is not None and jnp.float64 not in bound.dtypes
 
+    def computes_feedback(self, bound: Bound, wire: str | None) -> bool:
+        """Whether the copies compute the error feedback of a wire, beside that of int8."""
+        dtypes = [wire_dtype(x, wire) for x in bound.dtypes]
+        return self._bridge is not None and self._bridge.computes_feedback(dtypes)
+
     def posted_layout(self, sent: Sequence[SentLeaf], posted: PostedExchange) -> Layout:
         """The layout of leaves that a checkpoint has saved."""
         whole = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in sent]
@@ -86,36 +91,45 @@ class JitInterface:
         return make_layout(shapes, dtypes, tuple(specs), self._shardings.mesh, posted.relative)
 
     def start(
+        self, token, number, step, leaves, header, wire, bound: Bound | None = None, relative=False
+    ):
+        """As in :class:`jdaso.Exchange`."""
+        sent = token, number, step, leaves, header, [wire]
+        return self.start_with_feedback(*sent, bound=bound, relative=relative)[:2]
+
+    def start_with_feedback(
         self,
         token,
         number,
         step,
         leaves: Leaves,
         header,
-        wire,
-        part: slice | None = None,
+        wires: Sequence[str | None],
+        choice: Number = 0,
+        feedback: tuple[Leaves, Leaves] = ([], []),
         bound: Bound | None = None,
         relative: bool = False,
     ):
-        """As in :class:`jdaso.Exchange`, or for a part of the leaves that are bound."""
+        """As in :class:`jdaso.core.exchange.FeedbackOperations`."""
         bound = bound or self.bind((), leaves)
-        part, mesh = part or bound.whole, self._shardings.mesh
         if header.shape != (HEADER_SIZE,):
             raise ValueError(f"header must be float32[{HEADER_SIZE}], got {header.shape}.")
-        dtypes = tuple(wire_dtype(dtype, wire) for dtype in bound.dtypes)
-        layout = make_layout(bound.shapes, dtypes, bound.specs, mesh, relative)
+        dtypes = [tuple(wire_dtype(dtype, wire) for dtype in bound.dtypes) for wire in wires]
+        shapes, specs, mesh = bound.shapes, bound.specs, self._shardings.mesh
+        layouts = tuple(make_layout(shapes, each, specs, mesh, relative) for each in dtypes)
         calls = self._host_calls(bound)
-        token = self._mesh.run(
-            ("post", layout, bound.specs, part.start, part.stop, calls),
-            functools.partial(self._post, calls, layout, part),
-            (*[REPLICATED] * 4, list(bound.specs[part])),
-            REPLICATED,
-            *(token, jnp.asarray(number, jnp.int32), jnp.asarray(step, jnp.int32), header),
-            leaves,
+        of_leaves, *of_feedback = ([*specs[: len(arrays)]] for arrays in (leaves, *feedback))
+        scalars = (jnp.asarray(x, jnp.int32) for x in (number, step, choice))
+        token, residual = self._mesh.run(
+            ("post", layouts, specs, len(feedback[0]), len(feedback[1]), calls),
+            functools.partial(_post, self._mesh, calls, layouts),
+            (*[REPLICATED] * 5, of_leaves, tuple(of_feedback)),
+            (REPLICATED, of_feedback[0]),
+            *(token, *scalars, header, leaves, tuple(feedback)),
         )
         # The condition always holds. It makes the next exchange depend on this one, so that all
         # nodes post in the same order.
-        return token, jnp.where(token >= 0, number + 1, number)
+        return token, jnp.where(token >= 0, number + 1, number), residual
 
     def finish(
         self,
@@ -123,9 +137,13 @@ class JitInterface:
         number,
         like: Leaves,
         part: slice | None = None,
+        feedback: tuple[jax.Array, Leaves, Leaves] | None = None,
         bound: Bound | None = None,
     ):
-        """As in :class:`jdaso.Exchange`, or for a part of the leaves that are bound."""
+        """As in :class:`jdaso.Exchange`, or for a part of the leaves that are bound.
+
+        With error feedback, returns means and new residuals in place of the sums.
+        """
         bound = bound or self.bind((), like)
         part = part or bound.whole
         specs, shapes = bound.specs[part], [x.shape for x in like]
@@ -138,12 +156,16 @@ class JitInterface:
         uncounted = isinstance(number, int) and number == UNCOUNTED
         last = part.stop == bound.whole.stop
         calls = self._host_calls(bound)
+        of_feedback, results = None, list(specs)
+        if feedback is not None:
+            of_feedback = REPLICATED, list(specs), list(specs[: len(feedback[2])])
+            results = [*specs, *specs]
         return self._mesh.run(
-            ("collect", sums, specs, part.start, last, uncounted, calls),
-            functools.partial(self._collect, calls, sums, part, last, uncounted),
-            (REPLICATED, REPLICATED),
-            (list(specs), REPLICATED, REPLICATED),
-            *(token, jnp.asarray(number, jnp.int32)),
+            ("collect", sums, repr(of_feedback), specs, part.start, last, uncounted, calls),
+            functools.partial(_collect, self._mesh, calls, sums, part, last, uncounted),
+            (REPLICATED, REPLICATED, of_feedback),
+            (results, REPLICATED, REPLICATED),
+            *(token, jnp.asarray(number, jnp.int32), feedback),
         )
 
     def after(self, token, part: slice, lists: list[Leaves], into, bound: Bound):
@@ -159,40 +181,66 @@ class JitInterface:
             *(token, lists, into),
         )
 
-    def _post(self, calls, layout: Layout, part: slice, token, number, step, header, leaves):
-        """Posts the leaves of one device."""
-        device = self._mesh.device_index()
-
-        def post(token):
-            return calls.post(layout, device, leaves, token, number, step, header, part)
-
-        if self._mesh.size == 1:
-            return post(token)
-        if layout.replicated and not layout.joined:
-            turn = jnp.maximum(number, 0) % self._mesh.size
-            token = lax.cond(device == turn, post, lambda token: token, token)
-        else:
-            # All processes post, also those that send nothing: they receive the sums.
-            header = _same_header(header, device, self._mesh.axes)
-            token = post(token)
-        # Another device may be the first to post the next exchange. It has to wait for this one.
-        return self._mesh.last(token)
-
-    def _collect(self, calls, sums, part: slice, last: bool, uncounted: bool, token, number):
-        """Collects a part of the sums on one device."""
-        device = self._mesh.device_index()
-        total, header, token = calls.collect(
-            self._mesh.local_size, device, sums, token, number, part, last
-        )
-        # The next consensus has the same number.
-        return list(total), header, self._mesh.last(token) if uncounted else token
-
     def _host_calls(self, bound: Bound) -> FfiBridge | Callbacks:
-        return (
-            self._callbacks
-            if self._bridge is None or not self.copies_parts(bound)
-            else self._bridge
-        )
+        if self._bridge is None or not self.copies_parts(bound):
+            return self._callbacks
+        return self._bridge
+
+
+def _post(
+    mesh: NodeMesh,
+    calls,
+    layouts: Sequence[Layout],
+    token,
+    number,
+    step,
+    choice,
+    header,
+    leaves: Leaves,
+    feedback: tuple[Leaves, Leaves],
+) -> tuple[jax.Array, Leaves]:
+    """Posts the leaves of one device. Returns the token and the residuals."""
+    device, layout = mesh.device_index(), layouts[0]
+
+    def post(token, sends=True):
+        sent = layouts, choice, device, leaves, token, number, step, header
+        return calls.post(*sent, feedback, sends)
+
+    if mesh.size == 1:
+        return post(token)
+    residual: Leaves = []
+    if layout.replicated and not layout.joined:
+        turn = jnp.maximum(number, 0) % mesh.size
+        if feedback[0]:  # all devices compute it
+            token, residual = post(token, device == turn)
+        else:
+            token = lax.cond(device == turn, lambda t: post(t)[0], lambda t: t, token)
+    else:
+        # All processes post, also those that send nothing: they receive the sums.
+        header = _same_header(header, device, mesh.axes)
+        token, residual = post(token)
+    # Another device may be the first to post the next exchange. It has to wait for this one.
+    return mesh.last(token), residual
+
+
+def _collect(
+    mesh: NodeMesh,
+    calls,
+    sums: Sequence,
+    part: slice,
+    last: bool,
+    uncounted: bool,
+    token,
+    number,
+    feedback,
+) -> tuple[Leaves, jax.Array, jax.Array]:
+    """Collects a part of the sums on one device."""
+    device = mesh.device_index()
+    total, header, token = calls.collect(
+        mesh.local_size, device, sums, token, number, part, last, feedback
+    )
+    # The next consensus has the same number.
+    return list(total), header, mesh.last(token) if uncounted else token
 
 
 def _same_header(header: jax.Array, device: Number | None, axes: Sequence[str]) -> jax.Array:
@@ -213,10 +261,21 @@ class Callbacks:
         self._transport = transport
 
     def post(
-        self, layout: Layout, device: Number, leaves: Leaves, token, number, step, header, part
-    ) -> jax.Array:
-        """Posts a device's leaves, or zeros if ``header[0]`` is 0. Returns the token."""
-        del part  # callbacks copy all leaves at once
+        self,
+        layouts: Sequence[Layout],
+        choice: Number,
+        device: Number,
+        leaves: Leaves,
+        token,
+        number,
+        step,
+        header,
+        feedback: tuple[Leaves, Leaves],
+        sends: bool,
+    ) -> tuple[jax.Array, Leaves]:
+        """As that of :class:`FfiBridge`. XLA computes the error feedback of callbacks."""
+        del choice, feedback, sends
+        [layout] = layouts
 
         def call(token, device, number, step, header, *leaves):
             number = int(number)
@@ -236,13 +295,13 @@ class Callbacks:
             return token
 
         cast = [pack(x, dtype) for x, dtype in zip(leaves, layout.dtypes, strict=True)]
-        return io_callback(call, token, token, device, number, step, header, *cast)
+        return io_callback(call, token, token, device, number, step, header, *cast), []
 
     def collect(
-        self, readers: int, device: Number, shapes: Sequence, token, number, part: slice, last: bool
+        self, readers: int, device: Number, shapes: Sequence, token, number, part, last, feedback
     ) -> tuple[Leaves, jax.Array, jax.Array]:
         """Waits for an exchange. Returns the sums for a device, the header and the token."""
-        del part, last
+        del part, last, feedback
 
         def call(token, device, number):
             with self._transport.abort_on_error():

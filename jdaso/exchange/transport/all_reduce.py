@@ -25,7 +25,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jdaso.core.mpi_types import Comm, MpiRequest
-from jdaso.core.wire import BLOCK_DTYPE, pack_sum, sum_divisor, sum_dtype, unpack
+from jdaso.core.wire import BLOCK_DTYPE, pack_sum, sum_divisor, sum_dtype
+from jdaso.exchange.host.blocks import sum_blocks, unpack_blocks
 from jdaso.exchange.transport.operation import Operation, WaitState, wait_for
 
 # MPI counts bytes in 32 bits. Longer vectors are summed in segments.
@@ -148,11 +149,14 @@ def _gather_sums(
 ) -> MpiRequest:
     """Adds the terms of the own piece, and starts to send the sum to all members."""
     own, dtype = pieces.of(comm.Get_rank()), arrived.dtype
-    # Only the owner knows the rounding error of int8, which its error feedback sends later.
-    into_sums = arrived is sums or dtype == BLOCK_DTYPE
-    total = sums[own] if into_sums else np.empty(terms.shape[1:], sums.dtype)
-    add_in_order(terms, total)
-    if arrived is not sums:
+    if dtype == BLOCK_DTYPE:
+        # Only the owner knows the rounding error of int8, which its error feedback sends later.
+        sum_blocks(terms, sums[own], arrived[own])
+    elif arrived is sums:
+        add_in_order(terms, sums[own])
+    else:
+        total = np.empty(terms.shape[1:], sums.dtype)
+        add_in_order(terms, total)
         arrived[own] = pack_sum(total, dtype, comm.Get_size())
     return comm.Iallgatherv(None, _buffer(arrived, pieces, row_bytes(arrived)))  # None: in place
 
@@ -187,7 +191,10 @@ def widen_sums(arrived: np.ndarray, sums: np.ndarray, size: int, kept: slice) ->
     for first, end in ((0, kept.start), (kept.stop, len(sums))):
         for lo in range(first, end, rows):
             place = slice(lo, min(lo + rows, end))
-            np.multiply(widened(arrived[place]), factor, out=sums[place])
+            if arrived.dtype == BLOCK_DTYPE:
+                unpack_blocks(arrived[place], sums[place])
+            else:
+                np.multiply(widened(arrived[place]), factor, out=sums[place])
             yield WaitState(progressed=True)
 
 
@@ -211,6 +218,4 @@ def widened(array: np.ndarray) -> np.ndarray:
     """
     if array.dtype.name == "bfloat16":
         return np.left_shift(array.view(np.uint16), 16, dtype=np.uint32).view(np.float32)
-    if array.dtype == BLOCK_DTYPE:
-        return unpack(array)
     return array.astype(sum_dtype(array.dtype), copy=False)

@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from jdaso.core import wire
 from jdaso.core.exchange import HEADER_SIZE
-from jdaso.exchange.host import ffi_bridge
+from jdaso.exchange.host import ffi_bridge, library
 from jdaso.exchange.host.buffers import StagingBuffers
 from jdaso.exchange.host.exchange_table import ExchangeTable
 from jdaso.exchange.host.ffi_bridge import FfiBridge
 from jdaso.exchange.host.layout import Layout, LeafSpec, Placement, unsharded
 
-pytestmark = pytest.mark.skipif(
-    ffi_bridge.unavailable_reason() is not None, reason="no compiled code"
-)
+pytestmark = pytest.mark.skipif(library.unavailable_reason() is not None, reason="no compiled code")
 HEADER = jnp.ones(HEADER_SIZE, jnp.float32)
 
 
@@ -39,7 +38,7 @@ class Transport:
     def post(self, number, step, header):
         staging = self.posted[number] = self.pending.filled(number)
         for total, leaf in zip(staging.sums, staging.leaves, strict=True):
-            np.copyto(total, leaf)
+            np.copyto(total, wire.unpack(leaf))
 
     def collect(self, number, readers):
         return self.posted[number], np.ones(HEADER_SIZE, np.float32)
@@ -57,16 +56,12 @@ def bridge(transport):
     bridge.close()
 
 
-def post(bridge, *leaves, number=0, parts=None, wire=None, header=HEADER):
-    specs = [LeafSpec(leaf.shape, np.dtype(wire or leaf.dtype)) for leaf in leaves]
+def post(bridge, *leaves, number=0, to=None, header=HEADER):
+    specs = [LeafSpec(leaf.shape, np.dtype(to or leaf.dtype)) for leaf in leaves]
 
     @jax.jit
     def program(leaves):
-        token = jnp.int32(0)
-        for part in parts or [slice(0, len(leaves))]:
-            sent = leaves[part]
-            token = bridge.post(unsharded(specs), 0, sent, token, number, 0, header, part)
-        return token
+        return bridge.post([unsharded(specs)], 0, 0, leaves, jnp.int32(0), number, 0, header)[0]
 
     return jax.block_until_ready(program(list(leaves)))
 
@@ -99,16 +94,16 @@ def test_float32_is_rounded_to_bfloat16_as_a_cast_does(bridge):
     nan = np.array([0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001], np.uint32)
     any_bits = np.random.default_rng(0).integers(0, 2**32, 4096, np.uint32)
     x = np.concatenate([ties, special, nan, any_bits]).view(np.float32)
-    post(bridge, jnp.asarray(x), wire=jnp.bfloat16)
+    post(bridge, jnp.asarray(x), to=jnp.bfloat16)
     (copied,) = collect(bridge, x.shape)
     with np.errstate(invalid="ignore"):
         expected = x.astype(jnp.bfloat16).astype(np.float32)
     np.testing.assert_array_equal(copied, expected)
 
 
-@pytest.mark.parametrize("wire", [jnp.float32, jnp.bfloat16])
-def test_a_device_that_does_not_contribute_sends_zeros(bridge, wire):
-    post(bridge, jnp.array([1.0, jnp.nan]), wire=wire, header=HEADER.at[0].set(0))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_device_that_does_not_contribute_sends_zeros(bridge, dtype):
+    post(bridge, jnp.array([1.0, jnp.nan]), to=dtype, header=HEADER.at[0].set(0))
     assert collect(bridge, (2,))[0].tolist() == [0, 0]
 
 
@@ -123,10 +118,10 @@ def test_each_device_that_has_read_the_sums_is_counted_once(bridge, transport):
     assert times[0] > 0
 
 
-def test_parts_are_posted_and_collected_one_after_the_other(bridge, transport):
+def test_parts_are_collected_one_after_the_other(bridge, transport):
     leaves, shapes = [jnp.full(n, float(n)) for n in (1, 2, 3, 4)], [(1,), (2,), (3,), (4,)]
     three, two = [slice(0, 1), slice(1, 3), slice(3, 4)], [slice(0, 3), slice(3, 4)]
-    post(bridge, *leaves, parts=three)
+    post(bridge, *leaves)
     assert list(transport.posted) == [0]
     for parts in (two, three):
         sums = collect(bridge, *shapes, parts=parts)
@@ -197,16 +192,19 @@ def cached(tmp_path):
 
 def test_the_persistent_cache_tells_queues_layouts_and_parts_apart(bridge, transport, cached):
     other = FfiBridge(transport, "cpu", devices=1)
-    layout = unsharded([LeafSpec((3,), np.dtype("float32"))] * 2)
+    layout = unsharded([LeafSpec((3,), np.dtype("float32"))])
     another = layout._replace(fingerprint=1)
     x, first, second = jnp.ones(3), slice(0, 1), slice(1, 2)
 
-    def count(bridge, layout, part=first):
-        return cached(lambda token: bridge.post(layout, 0, [x], token, 0, 0, HEADER, part))
+    def count(bridge, *layouts):
+        feedback = ([x], []) if layouts[1:] else ([], [])
+        return cached(
+            lambda token: bridge.post(layouts, 0, 0, [x], token, 0, 0, HEADER, feedback)[0]
+        )
 
     assert [count(bridge, layout), count(bridge, layout)] == [1, 1]
     assert [count(other, layout), count(bridge, another)] == [2, 3]
-    assert count(bridge, layout, second) == 4
+    assert count(bridge, layout, another) == 4
 
     def count(bridge, readers, part=first, last=False):
         like = [jax.ShapeDtypeStruct((3,), jnp.float32)]
@@ -311,3 +309,119 @@ def test_closing_fails_calls_that_were_taken(bridge, transport, monkeypatch):
     never.set()  # the late answer is ignored
     with pytest.raises(jax.errors.JaxRuntimeError, match="the exchange is closed"):
         post(bridge, jnp.ones(3), number=1)
+
+
+SHAPES = [(), (0,), (1,), (63,), (64,), (65,), (5, 13), (3, 2, 64), (1000,)]
+VALUES = {
+    "of one size": lambda rng, shape: rng.normal(size=shape),
+    "of all sizes": lambda rng, shape: (
+        rng.normal(size=shape) * 10.0 ** rng.integers(-42, 38, shape)
+    ),
+    "ties": lambda rng, shape: rng.integers(-254, 255, shape) / 2,
+    "zeros of both signs": lambda rng, shape: rng.choice([0.0, -0.0], shape),
+    "infinite": lambda rng, shape: rng.choice([np.inf, -np.inf, 3.0], shape),
+}
+
+
+def same_bits(ours, theirs):
+    """Equal numbers, but XLA may flush what is below 2^-126 to 0, at each of few operations."""
+    for x, y in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=4 * 2.0**-126)
+
+
+def finite_or_zero(x):
+    return np.where(np.isfinite(x), x, 0).astype(np.float32)
+
+
+def drawn(values, count):
+    """Leaves of all shapes, ``count`` times."""
+    rng = np.random.default_rng(0)
+    with np.errstate(over="ignore"):
+        return [[VALUES[values](rng, s).astype(np.float32) for s in SHAPES] for _ in range(count)]
+
+
+@pytest.mark.parametrize("has_anchor", [True, False])
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("name", ["int8", "float32", "bfloat16"])
+def test_feedback_is_computed_while_leaves_are_copied(bridge, transport, name, values, has_anchor):
+    leaves, residual, anchor = drawn(values, 3)
+    if values == "infinite":  # only leaves, or differences would be no numbers
+        residual, anchor = drawn("of one size", 2)
+    anchor = anchor if has_anchor else []
+    dtypes = [wire.wire_dtype(np.dtype("f4"), each) for each in ("float32", name)]
+    layouts = [
+        unsharded([LeafSpec(wire.wire_shape(s, dtype), dtype) for s in SHAPES]) for dtype in dtypes
+    ]
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def program(leaves, residual, anchor):
+        sent = layouts, 1, 0, leaves, jnp.int32(0), 0, 0, HEADER
+        return bridge.post(*sent, (residual, anchor))[1]
+
+    kept = program(leaves, [jnp.array(r) for r in residual], anchor)
+    base = anchor if has_anchor and name == "int8" else [np.float32(0)] * len(leaves)
+    with np.errstate(over="ignore", invalid="ignore"):
+        wanted = [np.asarray(x - a + r) for x, a, r in zip(leaves, base, residual, strict=True)]
+        packed = [wire.pack(v, dtypes[1]) for v in wanted]
+        sent = [wire.unpadded(wire.unpack(p), v.shape) for p, v in zip(packed, wanted, strict=True)]
+        errors = [finite_or_zero(v - s) for v, s in zip(wanted, sent, strict=True)]
+    same_bits([x.astype(np.float32) for x in transport.posted[0].leaves], map(np.float32, packed))
+    same_bits(kept, errors)
+
+
+@pytest.mark.parametrize("has_anchor", [True, False])
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize(("members", "quantized"), [(3, True), (3, False), (0, True)])
+def test_feedback_is_computed_while_sums_are_copied(
+    bridge, transport, values, has_anchor, members, quantized
+):
+    sums, residual, anchor = drawn(values, 3)
+    if values == "infinite":
+        residual, anchor = drawn("of one size", 2)
+    anchor = anchor if has_anchor else []
+    post(bridge, *sums)
+    header = np.ones(HEADER_SIZE, np.float32)
+    header[0] = members
+    transport.collect = lambda number, readers: (transport.posted[number], header)
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in SHAPES]
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def program(residual, anchor):
+        feedback = jnp.bool_(quantized), residual, anchor
+        whole = slice(0, len(SHAPES))
+        results, _, _ = bridge.collect(1, 0, shapes, jnp.int32(0), 0, whole, True, feedback)
+        return results[: len(SHAPES)], results[len(SHAPES) :]
+
+    old = [[jnp.array(x) for x in leaves] for leaves in (residual, anchor)]
+    means, kept = program(*old)
+    base = anchor if has_anchor else [np.zeros(s, np.float32) for s in SHAPES]
+    if members == 0:
+        same_bits(means, base)
+        same_bits(kept, residual)
+        return
+    with np.errstate(over="ignore", invalid="ignore"):
+        received = [wire.rounded(s) if quantized else s for s in sums]
+        base = base if quantized else [np.float32(0)] * len(SHAPES)
+        same_bits(means, [a + s / np.float32(members) for a, s in zip(base, received, strict=True)])
+        errors = [finite_or_zero(s - c) for s, c in zip(sums, received, strict=True)]
+    same_bits(kept, [r + e for r, e in zip(residual, errors, strict=True)])
+
+
+def test_a_device_that_does_not_contribute_keeps_its_residuals(bridge):
+    layout, header = unsharded([LeafSpec((1, 65), wire.BLOCK_DTYPE)]), HEADER.at[0].set(0)
+    sent = [layout], 0, 0, [jnp.array([jnp.nan])], jnp.int32(0), 0, 0, header
+
+    def program(residual, sends):
+        return bridge.post(*sent, ([residual], []), sends)[1]
+
+    # The second device would not send in any case.
+    for sends in (False, True):
+        assert jax.jit(program)(jnp.array([0.25]), sends)[0].tolist() == [0.25]
+
+
+def test_a_device_that_does_not_send_computes_its_residuals(bridge, transport):
+    layout = unsharded([LeafSpec((1, 65), wire.BLOCK_DTYPE)])
+    sent = [layout], 0, 0, [jnp.array([127.0, 0.6])], jnp.int32(0), 0, 0, HEADER
+    [kept] = jax.jit(lambda r: bridge.post(*sent, ([r], []), jnp.bool_(False))[1])(jnp.zeros(2))
+    np.testing.assert_array_equal(kept, [0, np.float32(0.6) - 1])
+    assert not transport.posted

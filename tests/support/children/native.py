@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jdaso
 from jdaso.core import parts
 from jdaso.core.tree import is_float
-from jdaso.exchange.host import ffi_bridge, jit_interface
+from jdaso.exchange.host import ffi_bridge, jit_interface, library
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--devices", type=int, default=1)
@@ -34,11 +34,11 @@ if arguments.devices > 1:
     jdaso.cluster.use_virtual_devices(arguments.devices)
 topology = jdaso.discover_topology(processes_per_node=1)
 if arguments.stand_in:
-    library = ffi_bridge._open(arguments.stand_in, {"cpu": "_cuda"})
-    assert not isinstance(library, str), library
-    assert library.jdaso_driver(arguments.stand_in.encode()) is None
-    library.stand_in_set_delay(1000 if topology.node else 30000)
-    ffi_bridge._load = lambda: library
+    stand_in = library.open_library(arguments.stand_in, {"cpu": "_cuda"})
+    assert not isinstance(stand_in, str), stand_in
+    assert stand_in.jdaso_driver(arguments.stand_in.encode()) is None
+    stand_in.stand_in_set_delay(1000 if topology.node else 30000)
+    library.load = lambda: stand_in
     jit_interface.FfiBridge = lambda transport, platform, devices: ffi_bridge.FfiBridge(
         transport, "gpu", devices
     )
@@ -92,7 +92,7 @@ def run(native):
     assert bool(jax.make_jaxpr(step)(*first).effects) == called
     integers = integers_of(params)
     history = []
-    blocked = library.stand_in_blocking_bytes() if arguments.stand_in else 0
+    blocked = stand_in.stand_in_blocking_bytes() if arguments.stand_in else 0
     for t in range(30):
         grads = gradients(params, topology.node, t)
         if t == 20 and topology.node == 1:  # its momentum stays infinite, so it makes no more steps
@@ -103,10 +103,10 @@ def run(native):
         history.append(bits((params, jdaso.core.averaging_state(state))))
         if t % 5 < 3:  # after a step whose copies may be under way
             if arguments.stand_in:
-                assert library.stand_in_blocking_bytes() == blocked
+                assert stand_in.stand_in_blocking_bytes() == blocked
             mean = jdaso.consensus(exchange, {"node": jnp.full(40, topology.node, jnp.float32)})
             history[-1] += bits(mean)
-            blocked = library.stand_in_blocking_bytes() if arguments.stand_in else 0
+            blocked = stand_in.stand_in_blocking_bytes() if arguments.stand_in else 0
         if t % 5 == 4:  # not after every step, because it waits for copies
             posted = {number: (p.step, p.leaves) for number, p in exchange.posted().items()}
             history[-1] += [b"in flight", *bits(posted)]

@@ -1,0 +1,109 @@
+"""The XLA custom calls of a program; see ffi_queue.h."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdaso.core.exchange import HEADER_SIZE
+from jdaso.core.types import Leaves
+from jdaso.core.wire import BLOCK_DTYPE, pack
+from jdaso.exchange.host import library
+
+#: The dtypes on the wire for which the copies compute error feedback.
+FEEDBACK_DTYPES = {BLOCK_DTYPE, np.dtype("float32"), np.dtype(jnp.bfloat16)}
+# How a leaf is sent, 0 as it is.
+_BFLOAT16, _BLOCKS = 1, 2
+
+
+def post(
+    inputs: Sequence[jax.Array],
+    dtypes: Sequence[Sequence[np.dtype]],
+    leaves: Leaves,
+    feedback: tuple[Leaves, Leaves],
+    on_cpu: bool,
+    **attributes: Any,
+) -> tuple[jax.Array, Leaves]:
+    """Copies leaves to the host. Returns the token and the new residuals.
+
+    Args:
+        inputs: token, device, number, step, index of the wire, whether to send, header.
+        dtypes: of the leaves, on each wire that may be used.
+        feedback: residuals and anchors.
+        on_cpu: whether the copies convert the leaves. XLA does all other casts.
+    """
+    residual, anchor = feedback
+
+    def rounds(x, dtype):
+        return on_cpu and x.dtype == jnp.float32 and dtype == jnp.bfloat16
+
+    if residual:
+        leaves = [x.astype(jnp.float32) for x in leaves]
+    else:
+        pairs = zip(leaves, dtypes[0], strict=True)
+        leaves = [x if rounds(x, dtype) else pack(x, dtype) for x, dtype in pairs]
+    wires = [
+        _BLOCKS if dtype == BLOCK_DTYPE and residual else _BFLOAT16 * rounds(x, dtype)
+        for each in dtypes
+        for x, dtype in zip(leaves, each, strict=True)
+    ]
+    shapes = [jax.ShapeDtypeStruct((), jnp.int32), *map(_like, residual)]
+    first = len(inputs) + len(leaves)
+    aliases = {first + i: 1 + i for i in range(len(residual))}
+    # XLA is told of no side effects. The token orders the calls.
+    call = jax.ffi.ffi_call(library.POST, shapes, input_output_aliases=aliases)
+    arguments = *inputs, *leaves, *residual, *anchor
+    attributes["queue"] = np.int32(attributes["queue"])
+    token, *residual = call(*arguments, wires=np.array(wires, np.int32), **attributes)
+    return token, residual
+
+
+def collect(
+    inputs: Sequence[jax.Array],
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    feedback: tuple[jax.Array, Leaves, Leaves] | None,
+    attributes: Mapping[str, int],
+) -> tuple[Leaves, jax.Array, jax.Array]:
+    """Waits for an exchange. Returns a part of the sums, the header and the token.
+
+    Args:
+        inputs: token, device, number.
+        feedback: whether the sums are in int8, residuals and anchors. The means and the new
+            residuals are then returned in place of the sums.
+    """
+    of_token = jax.ShapeDtypeStruct((), jnp.int32)
+    of_header = jax.ShapeDtypeStruct((HEADER_SIZE,), jnp.float32)
+    results, arguments, aliases = [of_token, of_header, *shapes], list(inputs), {}
+    if feedback is not None:
+        quantized, residual, anchor = feedback
+        first = len(inputs) + 1
+        arguments += [quantized, *residual, *anchor]
+        for i in range(len(residual)):
+            aliases[first + i] = len(results) + i
+        for i in range(len(anchor)):
+            aliases[first + len(residual) + i] = 2 + i
+        results += map(_like, residual)
+    call = jax.ffi.ffi_call(library.COLLECT, results, input_output_aliases=aliases)
+    integers = {name: np.int32(value) for name, value in attributes.items()}
+    token, header, *sums = call(*arguments, **integers)
+    return sums, header, token
+
+
+def order(
+    token: jax.Array, lists: list[Leaves], into: list[Leaves] | None = None
+) -> tuple[jax.Array, list[Leaves]]:
+    """As ``after`` of :class:`jdaso.core.exchange.PartOperations`."""
+    places, treedef = jax.tree.flatten((token, lists if into is None else into))
+    copied = [] if into is None else jax.tree.leaves(lists)
+    aliases = {i: i for i in range(len(places))}
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in places]
+    call = jax.ffi.ffi_call(library.ORDER, shapes, input_output_aliases=aliases)
+    return jax.tree.unflatten(treedef, call(*places, *copied))
+
+
+def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
