@@ -34,7 +34,7 @@ demo: $(VENV)/.installed
 
 demo-lm: $(VENV)/.installed
 	rm -rf runs/demo-lm
-	mpiexec -n 2 $(BIN)/python examples/language_model.py --layers 4 --width 96 --hidden 256 \
+	mpiexec -n 2 $(BIN)/python examples/language_model.py --layers 4 --width 96 --hidden 256 --epochs 8 \
 		--batch-size 16 --epoch-tokens 327680 --out runs/demo-lm
 
 lint: $(VENV)/.installed
