@@ -49,7 +49,9 @@ class HostCollectives:
 
         asked = self._membership.repeated(ask, lambda: self._membership.flags, "flags")
         call = self._membership.call("flags")
-        request = self._progress.submit(asked, f"a flag, sent by {self._name},", call=call)
+        # A program asks while its devices still execute earlier steps.
+        description = f"a flag, sent by {self._name},"
+        request = self._progress.submit(asked, description, call=call, runs_on=True)
         self._flags.append(request)
         return len(self._flags) > _ANSWER_AFTER and self._progress.wait(self._flags.popleft())
 

@@ -46,7 +46,7 @@ class Peers:
             return
         if self._roll_call and request.call and now - request.started_at > _ASK_SECONDS:
             self._roll_call.ask(request.call)
-            if request.awaited:
+            if request.blocks:
                 self._roll_call.wait(request.call, request.name)
         if reason := self._cannot_complete(request, now):
             request.fail(JdasoError(f"{request.description} cannot complete: {reason}"))
@@ -78,7 +78,7 @@ class Peers:
             return (
                 f"{names} exited without taking part. All nodes must take the same number of steps."
             )
-        for process in absent if request.awaited else ():
+        for process in absent if request.blocks else ():
             # Both programs wait, each for an operation that the other one has not posted.
             if roll_call and process.awaited and not roll_call.has_posted(process.awaited):
                 request.deadlocked_since = request.deadlocked_since or now

@@ -106,12 +106,13 @@ class Progress:
         measured: bool = False,
         call: Call | None = None,
         last: bool = False,
+        runs_on: bool = False,
     ) -> Request:
         """Starts an operation and returns at once; the other arguments are those of Request.
 
         The ``last`` operation starts while this object closes, and may take any time.
         """
-        request = Request(operation, description, measured, self._deadlines, call)
+        request = Request(operation, description, measured, self._deadlines, call, runs_on)
         request.deadline = math.inf if last else request.deadline
         with self._changed:
             if self._closing and not last:

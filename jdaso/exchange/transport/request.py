@@ -16,7 +16,8 @@ class Request:
 
     The ``description`` is the subject of error messages, such as ``"exchange 3, posted by rank
     0,"``. If ``measured``, the operation's duration sets the deadlines of later ones. ``call`` says
-    which operation of all processes it is, if it is one.
+    which operation of all processes it is, if it is one. A program that waits for an operation with
+    ``runs_on`` still executes steps on its devices, which post other operations.
     """
 
     def __init__(
@@ -26,10 +27,12 @@ class Request:
         measured: bool,
         deadlines: Deadlines,
         call: Call | None = None,
+        runs_on: bool = False,
     ):
         self.description = description
         self.measured = measured
         self.call = call
+        self.runs_on = runs_on
         self.state = WaitState()
         self.done = threading.Event()
         self.result: Any = None
@@ -44,6 +47,11 @@ class Request:
         self.deadlocked_since: float | None = None
         self._operation = operation
         self._begun = False
+
+    @property
+    def blocks(self) -> bool:
+        """Whether this process posts no other operation until this one has ended."""
+        return self.awaited and not self.runs_on
 
     @property
     def name(self) -> str:

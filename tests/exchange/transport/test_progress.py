@@ -8,7 +8,8 @@ import types
 import pytest
 
 from jdaso import JdasoError
-from jdaso.cluster.roll_call import Absent, Answer, RollCall
+from jdaso.cluster.roll_call import Absent, Answer, Call, RollCall
+from jdaso.exchange.transport import peers as peers_module
 from jdaso.exchange.transport import progress as progress_module
 from jdaso.exchange.transport.operation import WaitState
 from jdaso.exchange.transport.progress import Progress
@@ -55,6 +56,29 @@ def test_only_the_exit_of_a_process_that_is_missing_fails_an_operation(monkeypat
         progress.wait(progress.submit(waiting_until(lambda: False), "an exchange", call=call))
     progress.close()
     assert left == [progress]
+
+
+def test_a_program_that_runs_on_its_devices_while_it_waits_is_no_deadlock(monkeypatch, aborts):
+    monkeypatch.setattr(peers_module, "_DEADLOCK_SECONDS", 0.0)
+    monkeypatch.setattr(peers_module, "_ASK_SECONDS", 0.0)
+    calls = RollCall(0, on_question=lambda: None)
+    monkeypatch.setattr(Topology, "heartbeat", types.SimpleNamespace(roll_call=calls))
+    call, others = calls.post(calls.new_series()), calls.new_series()
+    progress = Progress(Topology(), PATIENCE, lambda progress: None, aborts.put)
+    # The other process waits for something that this one has not posted.
+    calls.answers = {call: Answer(2, 1, (Absent(1, False, Call(others, 0), "a consensus"),))}
+
+    def wait(**options):
+        looks = iter([False] * 5 + [True])
+        return progress.wait(
+            progress.submit(waiting_until(lambda: next(looks)), "a flag", call=call, **options)
+        )
+
+    assert wait(runs_on=True) == "done"
+    assert not calls.answer_to(Call(call.series, 1)).names[0].awaited
+    with pytest.raises(JdasoError, match=r"a flag cannot complete: rank 1 .*waits for a consensus"):
+        wait()
+    progress.close()
 
 
 def test_the_last_operation_runs_while_closing_and_may_take_longer_than_others(aborts):
