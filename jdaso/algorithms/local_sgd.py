@@ -1,5 +1,7 @@
 """Local SGD: averaging of the parameters every few steps, at once or late."""
 
+import jax.numpy as jnp
+
 from jdaso.algorithms.dasgd import mixing_merge
 from jdaso.algorithms.defaults import averaging_on_one_wire, check_progress, resolve_schedule
 from jdaso.core.exchange import Exchange
@@ -77,4 +79,5 @@ def _add_change(leaves: Leaves, arrival: Arrival, state: PyTree) -> tuple[Leaves
     return [x + change for x, change in zip(leaves, arrival.mean, strict=True)], state
 
 
-_DELTA = Merge(lambda params: (), _add_change, relative=True)
+# The state tells a checkpoint of the delta rule from one of the mean, whose sums differ in flight.
+_DELTA = Merge(lambda params: {"delta": jnp.zeros((), bool)}, _add_change, relative=True)

@@ -108,6 +108,7 @@ class Heartbeat:
         self._on_death.append(on_death)
         self._tolerates_silence |= silence
         self._needed |= needed
+        self._dead = frozenset()  # tells again of deaths that were known before
 
     def close(self) -> None:
         """Announces that this process exits normally."""
@@ -166,8 +167,7 @@ class Heartbeat:
 
     def _report(self) -> None:
         """Sends a report to each peer that has not received the same one since the last beat."""
-        ranks = [peer.rank for peer in self._sockets]
-        messages = self._reports.messages(ranks, self._silent_peers)
+        messages = self._reports.messages([p.rank for p in self._sockets], self._silent_peers)
         for peer in list(self._sockets):
             if peer.rank in messages:
                 peer.send("beat", *messages[peer.rank])

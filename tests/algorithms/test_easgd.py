@@ -104,9 +104,10 @@ def test_cycling_is_the_blocking_algorithm_whatever_the_delay(nodes, seed):
         assert_near(params, expected)
         assert_near(drained, centers)
         assert {1, 2, 4} <= set(state.plan.period[7:65].ravel().tolist())
+    # Each delay is a program of its own, in which XLA may contract other products and sums.
     for params, _, drained, _ in results[1:]:
-        np.testing.assert_array_equal(params, results[0][0])
-        np.testing.assert_array_equal(drained, results[0][2])
+        assert_near(params, results[0][0])
+        assert_near(drained, results[0][2])
 
 
 @pytest.mark.parametrize("delay", [0, 2, 4])

@@ -349,7 +349,7 @@ def test_a_program_contains_the_merge_once_if_the_schedule_never_blocks():
         return str(jax.make_jaxpr(step)(params, tx.init(params), params)).count("cond[")
 
     late = branches(jdaso.constant(4, 1))
-    assert branches(jdaso.by_step(lambda step: (4, 1))) == late + 1
+    assert branches(jdaso.schedules.by_step(lambda step: (4, 1))) == late + 1
     assert branches(jdaso.constant(4, 0)) == late + 1
 
 

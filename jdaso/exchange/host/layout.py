@@ -214,6 +214,6 @@ def make_layout(
         tuple(map(tuple, placements)),
         tuple(all_bounds),
         shapes,
-        _checksum(all_specs),
+        _checksum(all_specs) ^ relative,
         relative,
     )

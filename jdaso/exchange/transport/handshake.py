@@ -93,10 +93,16 @@ def handshake(
 
 
 def exit_barrier(comm: Comm) -> Operation:
-    """Waits until all members exit. Those that post an exchange instead raise an error."""
+    """Waits until all members exit. Those that post an exchange instead raise an error.
+
+    Such a member exits later, after its error. All members see the same records, so all wait again.
+    """
     record = np.zeros(1, _RECORD)
     record["number"] = _EXIT
-    yield from gather(comm, record)
+    while True:
+        records = yield from gather(comm, record)
+        if (records["number"] == _EXIT).all():
+            return
 
 
 def _plan(header: np.ndarray) -> str:
