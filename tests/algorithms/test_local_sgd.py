@@ -3,6 +3,7 @@
 import functools
 
 import golden_family
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -85,3 +86,12 @@ def test_the_delta_rule_keeps_a_nodes_own_rounding():
 def test_the_delta_rule_and_int8_exclude_each_other():
     with pytest.raises(ValueError, match=r"local_sgd: the wire int8 .* use the wire bfloat16"):
         jdaso.local_sgd(jdaso.single_exchange(), 4, 2, "delta", wire="int8")
+
+
+def test_a_checkpoint_tells_the_delta_rule_from_the_mean():
+    """What is in flight is a difference for one of them, and a sum for the other."""
+    delta, mean = (
+        jdaso.local_sgd(jdaso.single_exchange(), 4, 1, merge).init(jnp.ones(3))
+        for merge in ("delta", "mean")
+    )
+    assert jax.tree.structure(delta) != jax.tree.structure(mean)

@@ -42,6 +42,7 @@ ERRORS = {
         "All nodes must make the same calls",
     ],
     "fewer steps": ["exchange 2", "rank 1", "exited without taking part"],
+    "fewer steps, caught": ["exchange 2", "rank 1", "exited without taking part"],
     "exception": ["ZeroDivisionError", "rank 1", "ending all processes"],
     "exit in flight alone": ["exit with an exchange in flight", "rank 1", "without taking part"],
     "restored in flight": ["exchange 0 is not in flight", "drain"],

@@ -13,8 +13,8 @@ _POLL_SECONDS = 0.5
 _ASK_SECONDS = 1.0
 _UNKNOWN = "other processes, it is not known which"
 # Two processes that wait for each other are given this time, because what they say of themselves
-# may be old, and the devices of one may only be behind its program.
-_DEADLOCK_SECONDS = 30.0
+# may be old.
+_DEADLOCK_SECONDS = 10.0
 
 
 class Peers:

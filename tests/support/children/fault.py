@@ -121,6 +121,11 @@ elif case == "consensus beside an exchange":
         params, state = jax.block_until_ready(step(params, state))
 elif case == "fewer steps":
     train(8 - 4 * rank, jdaso.constant(2))
+elif case == "fewer steps, caught":
+    try:
+        train(8 - 4 * rank, jdaso.constant(2))
+    except Exception:
+        sys.exit(3)
 elif case == "inside vmap":
     tx = jdaso.chain(optax.sgd(0.1), jdaso.dasgd(exchange, 2, 1))
     params = jnp.ones((3, 4))
