@@ -3,7 +3,7 @@
     mpiexec -n 2 python bench/tax.py [--leaves 40] [--heap default] [--devices 2] [--sharded]
                                      [--chain] [--only NAME ...]
     mpiexec -n 2 python bench/tax.py --compile --leaves 300
-    python bench/tax.py --table         all tables of bench/README.md, in about 8 minutes
+    python bench/tax.py --table         all tables of bench/README.md, in about 17 minutes
 
 Each process trains on one core by SGD with momentum. The gradients are arguments of the step, so
 the baseline is the optimizer alone. Steps at which nothing is due, steps that post an exchange and
