@@ -17,9 +17,9 @@ from jdaso.core.types import Leaves, PyTree
 from jdaso.core.validation import check_number
 from jdaso.core.wire import check_wire
 from jdaso.exchange.axis import one_node
+from jdaso.exchange.host.compiled import use_native
 from jdaso.exchange.host.jit_interface import JitInterface
 from jdaso.exchange.host.keys import Keys
-from jdaso.exchange.host.library import use_native
 from jdaso.exchange.host.shardings import Shardings
 from jdaso.exchange.leaf_functions import LeafFunctions
 from jdaso.exchange.settings import Settings, check_same_settings, check_settings

@@ -10,10 +10,10 @@ import jax
 import pytest
 from launch import Batch
 
-from jdaso.exchange.host import library
+from jdaso.exchange.host import compiled
 
 HERE = Path(__file__).parents[1] / "support" / "cuda_stand_in"
-SOURCES = Path(library.__file__).parent
+SOURCES = Path(compiled.__file__).parent
 FLAGS = ["-std=c++17", f"-I{SOURCES}", f"-I{HERE}", "-isystem", jax.ffi.include_dir()]
 # Compares cuda_driver.h with cuda.h, whose results are of an enumeration type.
 DECLARED = """
@@ -35,8 +35,8 @@ static_assert(jdaso::kHostRegisterPortable == CU_MEMHOSTREGISTER_PORTABLE);
 """
 
 needs_library = pytest.mark.skipif(
-    library.unavailable_reason() is not None,
-    reason=f"no compiled code: {library.unavailable_reason()}",
+    compiled.unavailable_reason() is not None,
+    reason=f"no compiled code: {compiled.unavailable_reason()}",
 )
 
 DTYPES = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32")
@@ -88,14 +88,14 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def compiled(folder):
+def jobs(folder):
     return alike(folder, (ONE_DEVICE | ON_CPU, TWO_DEVICES | ON_TWO_CPUS))
 
 
 @needs_library
 @pytest.mark.parametrize("options", OPTIONS_ON_CPU)
-def test_compiled_code_gives_the_bits_of_host_callbacks(compiled, options):
-    compiled[options].passes(options)
+def test_compiled_code_gives_the_bits_of_host_callbacks(jobs, options):
+    jobs[options].passes(options)
 
 
 @pytest.fixture(scope="module")
@@ -131,34 +131,34 @@ def test_functions_of_the_driver_are_declared_as_in_cuda(tmp_path):
 
 
 def test_without_a_compiled_library_callbacks_serve_and_it_is_said_once(monkeypatch):
-    monkeypatch.setattr(library, "unavailable_reason", lambda platform, native: "it was not built")
-    library._warn_once.cache_clear()
+    monkeypatch.setattr(compiled, "unavailable_reason", lambda platform, native: "it was not built")
+    compiled._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="host callbacks instead of compiled code: it was not"):
-        assert not library.use_native(None, "cpu")
+        assert not compiled.use_native(None, "cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not library.use_native(None, "cpu")
+        assert not compiled.use_native(None, "cpu")
     with pytest.raises(ValueError, match=r"native=True: the compiled code cannot be used"):
-        library.use_native(True, "cpu")
+        compiled.use_native(True, "cpu")
 
 
 @needs_library
 def test_compiled_code_serves_cuda_devices_where_it_is_asked_for(monkeypatch, tmp_path):
-    library._warn_once.cache_clear()
+    compiled._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="host callbacks .* needs native=True"):
-        assert not library.use_native(None, "gpu")
-    monkeypatch.setattr(library, "_DRIVER", bytes(tmp_path / "libcuda.so.1"))
+        assert not compiled.use_native(None, "gpu")
+    monkeypatch.setattr(compiled, "_DRIVER", bytes(tmp_path / "libcuda.so.1"))
     with pytest.raises(
         ValueError, match=r"CUDA driver cannot be used: .*libcuda.so.1: cannot open"
     ):
-        library.use_native(True, "gpu")
+        compiled.use_native(True, "gpu")
 
 
 def test_compiled_code_is_not_for_other_devices():
     with pytest.raises(ValueError, match="it supports CPU and CUDA devices, not tpu"):
-        library.use_native(True, "tpu")
+        compiled.use_native(True, "tpu")
 
 
 def test_compiled_code_of_another_version_is_refused(monkeypatch):
-    monkeypatch.setattr(library, "HEADER_SIZE", library.HEADER_SIZE + 1)
-    assert "belongs to another version of jdaso" in library.load.__wrapped__()
+    monkeypatch.setattr(compiled, "HEADER_SIZE", compiled.HEADER_SIZE + 1)
+    assert "belongs to another version of jdaso" in compiled.load.__wrapped__()

@@ -22,8 +22,8 @@ from jdaso.core.mpi_types import Comm
 from jdaso.core.tree import outline, split, widened
 from jdaso.core.types import PyTree
 from jdaso.core.validation import check_number
+from jdaso.exchange.host.compiled import use_native
 from jdaso.exchange.host.jit_interface import JitInterface
-from jdaso.exchange.host.library import use_native
 from jdaso.exchange.host.shardings import Shardings
 from jdaso.exchange.transport.operation import Operation
 from jdaso.exchange.transport.progress import Progress

@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 
 from jdaso.core import int8
-from jdaso.exchange.host import library
+from jdaso.exchange.host import compiled
 
 
 def sum_blocks(terms: np.ndarray, sums: np.ndarray, packed: np.ndarray) -> None:
@@ -24,7 +24,7 @@ def sum_blocks(terms: np.ndarray, sums: np.ndarray, packed: np.ndarray) -> None:
     >>> float(sums[0, 0]), bool((int8.unpack(packed) == sums).all())
     (3.0, True)
     """
-    loaded = library.load()
+    loaded = compiled.load()
     if isinstance(loaded, ctypes.CDLL):
         addresses = [_address(array) for array in (terms, sums, packed)]
         loaded.jdaso_sum_blocks(addresses[0], *terms.shape[:2], *addresses[1:])
@@ -37,7 +37,7 @@ def sum_blocks(terms: np.ndarray, sums: np.ndarray, packed: np.ndarray) -> None:
 
 def unpack_blocks(packed: np.ndarray, numbers: np.ndarray) -> None:
     """Decodes uint8[rows, 65] into float32[rows, 64]."""
-    loaded = library.load()
+    loaded = compiled.load()
     if isinstance(loaded, ctypes.CDLL):
         loaded.jdaso_unpack_blocks(_address(packed), len(packed), _address(numbers))
     else:

@@ -21,7 +21,7 @@ import numpy as np
 from jdaso.cluster.abort import at_exit
 from jdaso.core.exchange import HEADER_SIZE, UNCOUNTED
 from jdaso.core.types import Leaves, Number
-from jdaso.exchange.host import ffi_calls, library
+from jdaso.exchange.host import compiled, ffi_calls
 from jdaso.exchange.host.layout import Layout
 from jdaso.exchange.host.pinned_memory import PinnedMemory
 from jdaso.exchange.host.transport_protocol import Transport
@@ -60,7 +60,7 @@ class FfiBridge:
     """
 
     def __init__(self, transport: Transport, platform: str, devices: int):
-        loaded = library.load()
+        loaded = compiled.load()
         assert not isinstance(loaded, str)
         self._transport, self._library = transport, loaded
         self._queue = loaded.jdaso_open()

@@ -12,7 +12,7 @@ import numpy as np
 from jdaso.core.exchange import HEADER_SIZE
 from jdaso.core.types import Leaves
 from jdaso.core.wire import BLOCK_DTYPE, pack
-from jdaso.exchange.host import library
+from jdaso.exchange.host import compiled
 
 #: The dtypes on the wire for which the copies compute error feedback.
 FEEDBACK_DTYPES = {BLOCK_DTYPE, np.dtype("float32"), np.dtype(jnp.bfloat16)}
@@ -55,7 +55,7 @@ def post(
     first = len(inputs) + len(leaves)
     aliases = {first + i: 1 + i for i in range(len(residual))}
     # XLA is told of no side effects. The token orders the calls.
-    call = jax.ffi.ffi_call(library.POST, shapes, input_output_aliases=aliases)
+    call = jax.ffi.ffi_call(compiled.POST, shapes, input_output_aliases=aliases)
     arguments = *inputs, *leaves, *residual, *anchor
     attributes["queue"] = np.int32(attributes["queue"])
     token, *residual = call(*arguments, wires=np.array(wires, np.int32), **attributes)
@@ -87,7 +87,7 @@ def collect(
         for i in range(len(anchor)):
             aliases[first + len(residual) + i] = 2 + i
         results += map(_like, residual)
-    call = jax.ffi.ffi_call(library.COLLECT, results, input_output_aliases=aliases)
+    call = jax.ffi.ffi_call(compiled.COLLECT, results, input_output_aliases=aliases)
     integers = {name: np.int32(value) for name, value in attributes.items()}
     token, header, *sums = call(*arguments, **integers)
     return sums, header, token
@@ -101,7 +101,7 @@ def order(
     copied = [] if into is None else jax.tree.leaves(lists)
     aliases = {i: i for i in range(len(places))}
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in places]
-    call = jax.ffi.ffi_call(library.ORDER, shapes, input_output_aliases=aliases)
+    call = jax.ffi.ffi_call(compiled.ORDER, shapes, input_output_aliases=aliases)
     return jax.tree.unflatten(treedef, call(*places, *copied))
 
 

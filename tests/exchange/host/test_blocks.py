@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from jdaso.core import int8
-from jdaso.exchange.host import blocks, library
+from jdaso.exchange.host import blocks, compiled
 
 # Each byte is allowed in a message, except for exponents that no sender computes.
 numbers = arrays(np.int8, st.tuples(st.integers(1, 4), st.integers(0, 3), st.just(64)))
@@ -35,8 +35,8 @@ def computed(terms):
 @pytest.fixture(params=["compiled", "numpy"])
 def way(request, monkeypatch):
     if request.param == "numpy":
-        monkeypatch.setattr(library, "load", lambda: "it was not built")
-    elif isinstance(library.load(), str):
+        monkeypatch.setattr(compiled, "load", lambda: "it was not built")
+    elif isinstance(compiled.load(), str):
         pytest.skip("no compiled code")
 
 

@@ -12,13 +12,15 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jdaso.core import wire
 from jdaso.core.exchange import HEADER_SIZE
-from jdaso.exchange.host import ffi_bridge, library
+from jdaso.exchange.host import compiled, ffi_bridge
 from jdaso.exchange.host.buffers import StagingBuffers
 from jdaso.exchange.host.exchange_table import ExchangeTable
 from jdaso.exchange.host.ffi_bridge import FfiBridge
 from jdaso.exchange.host.layout import Layout, LeafSpec, Placement, unsharded
 
-pytestmark = pytest.mark.skipif(library.unavailable_reason() is not None, reason="no compiled code")
+pytestmark = pytest.mark.skipif(
+    compiled.unavailable_reason() is not None, reason="no compiled code"
+)
 HEADER = jnp.ones(HEADER_SIZE, jnp.float32)
 
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jdaso
 from jdaso.core import parts
 from jdaso.core.tree import is_float
-from jdaso.exchange.host import ffi_bridge, jit_interface, library
+from jdaso.exchange.host import compiled, ffi_bridge, jit_interface
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--devices", type=int, default=1)
@@ -34,11 +34,11 @@ if arguments.devices > 1:
     jdaso.cluster.use_virtual_devices(arguments.devices)
 topology = jdaso.discover_topology(processes_per_node=1)
 if arguments.stand_in:
-    stand_in = library.open_library(arguments.stand_in, {"cpu": "_cuda"})
+    stand_in = compiled.open_library(arguments.stand_in, {"cpu": "_cuda"})
     assert not isinstance(stand_in, str), stand_in
     assert stand_in.jdaso_driver(arguments.stand_in.encode()) is None
     stand_in.stand_in_set_delay(1000 if topology.node else 30000)
-    library.load = lambda: stand_in
+    compiled.load = lambda: stand_in
     jit_interface.FfiBridge = lambda transport, platform, devices: ffi_bridge.FfiBridge(
         transport, "gpu", devices
     )
@@ -135,8 +135,8 @@ def alike(ours, theirs):
     return ours == theirs
 
 
-compiled = run(True)
+with_compiled_code = run(True)
 # With float64, callbacks have copied already.
-called = compiled if "float64" in arguments.dtypes else run_with_callbacks()
-for t, (ours, theirs) in enumerate(zip(compiled, called, strict=True)):
+called = with_compiled_code if "float64" in arguments.dtypes else run_with_callbacks()
+for t, (ours, theirs) in enumerate(zip(with_compiled_code, called, strict=True)):
     assert all(alike(*pair) for pair in zip(ours, theirs, strict=True)), f"step {t}"

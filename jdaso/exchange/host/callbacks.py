@@ -1,0 +1,81 @@
+"""Host callbacks, which copy leaves and sums where there is no compiled code for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+
+from jdaso.core.exchange import HEADER_SIZE
+from jdaso.core.types import Leaves, Number
+from jdaso.core.wire import pack, unpadded
+from jdaso.exchange.host.layout import Layout
+from jdaso.exchange.host.transport_protocol import Transport
+
+
+class Callbacks:
+    """Calls the transport of this process by host callbacks."""
+
+    def __init__(self, transport: Transport):
+        self._transport = transport
+
+    def post(
+        self,
+        layouts: Sequence[Layout],
+        choice: Number,
+        device: Number,
+        leaves: Leaves,
+        token,
+        number,
+        step,
+        header,
+        feedback: tuple[Leaves, Leaves],
+        sends: bool,
+    ) -> tuple[jax.Array, Leaves]:
+        """As that of :class:`FfiBridge`. XLA computes the error feedback of callbacks."""
+        del choice, feedback, sends
+        [layout] = layouts
+
+        def call(token, device, number, step, header, *leaves):
+            number = int(number)
+            with self._transport.abort_on_error():
+                # NumPy, because JAX's operations would wait for the program that waits here.
+                header = np.asarray(header)
+                zeros = [np.zeros((), leaf.dtype) for leaf in leaves]
+                # Exchanges that compiled code has reserved are posted first.
+                self._transport.pending.wait_until_posted(but=number)
+                staging = self._transport.reserve(number, layout)
+                try:
+                    staging.fill_from(int(device), number, leaves if header[0] > 0 else zeros)
+                except BaseException:
+                    self._transport.pending.discard(number)
+                    raise
+                self._transport.post(number, int(step), header)
+            return token
+
+        cast = [pack(x, dtype) for x, dtype in zip(leaves, layout.dtypes, strict=True)]
+        return io_callback(call, token, token, device, number, step, header, *cast), []
+
+    def collect(
+        self, readers: int, device: Number, shapes: Sequence, token, number, part, last, feedback
+    ) -> tuple[Leaves, jax.Array, jax.Array]:
+        """Waits for an exchange. Returns the sums for a device, the header and the token."""
+        del part, last, feedback
+
+        def call(token, device, number):
+            with self._transport.abort_on_error():
+                staging, header = self._transport.collect(int(number), readers)
+            # One device may post the next exchange while another still reads this one.
+            sums = staging.read(int(device), copy=readers > 1)
+            # A float64 leaf on a narrower wire arrives as float32.
+            wide = [
+                unpadded(s, x.shape).astype(x.dtype, copy=False)
+                for s, x in zip(sums, shapes, strict=True)
+            ]
+            return wide, header, token
+
+        header = jax.ShapeDtypeStruct((HEADER_SIZE,), jnp.float32)
+        return io_callback(call, (list(shapes), header, token), token, device, number)
