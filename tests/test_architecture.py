@@ -31,7 +31,7 @@ INSIDE = {
     "exchange/transport": {"exchange/host", "exchange/transport"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
-FUNCTION_LINES, CLASS_LINES, NESTING = 80, 150, 1
+FILE_LINES, FUNCTION_LINES, CLASS_LINES, NESTING = 300, 80, 150, 1
 
 
 def name_of(path):
@@ -125,6 +125,11 @@ def definitions(node, depth=0):
         if is_function or isinstance(child, ast.ClassDef):
             yield child, depth
         yield from definitions(child, depth + is_function)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_files_are_short(path):
+    assert len(path.read_text().splitlines()) <= FILE_LINES
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

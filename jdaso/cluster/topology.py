@@ -1,14 +1,12 @@
 """The topology of a job: nodes, local devices, and the communicators between them."""
 
-import contextlib
 import dataclasses
 import functools
-import importlib.metadata
 import os
 import socket
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Self
 
 import jax
 import numpy as np
@@ -19,15 +17,11 @@ from jdaso.cluster.abort import abort, abort_alone, abort_on_exception, at_exit
 from jdaso.cluster.heartbeat import EXIT_NODE_LOST, Heartbeat, start_heartbeat
 from jdaso.cluster.join_node import join_node
 from jdaso.cluster.local_devices import LOCAL_AXIS, use_enough_threads
+from jdaso.cluster.mpi_start import start_mpi
 from jdaso.cluster.placement import Placement, Process, assign_nodes
+from jdaso.cluster.process_records import DEVICES, HOST, gather, memory_group, processes_of
 from jdaso.core.mpi_types import Comm
 from jdaso.core.types import JdasoError
-
-# What processes tell each other at the start. Linux allows host names of 64 bytes.
-_HOST = np.dtype([("host", "S64"), ("memory_group", "<i4")])
-_DEVICES = np.dtype(
-    [(name, "S16" if name == "platform" else "<i4") for name in Process._fields[3:]]
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,21 +199,21 @@ def discover_topology(
     1
     """
     use_enough_threads()
-    comm = _world()
+    comm = start_mpi()
     rank = comm.Get_rank() if comm is not None else 0
-    hosts = _gather(comm, _HOST, socket.gethostname().encode(), _memory_group(comm))
+    hosts = gather(comm, HOST, socket.gethostname().encode(), memory_group(comm))
     # Before JAX, because a process that finds no device must not leave the others waiting.
     heartbeat = _start_heartbeat(comm, hosts) if comm is not None and len(hosts) > 1 else None
     if join_processes and comm is not None:
         # Without a platform, all processes of a host are a node. Each will have one device.
-        alike = np.zeros(len(hosts), _DEVICES)
+        alike = np.zeros(len(hosts), DEVICES)
         alike["num_devices"] = alike["program_size"] = 1
-        per_node, placements = assign_nodes(_processes(hosts, alike), processes_per_node)
+        per_node, placements = assign_nodes(processes_of(hosts, alike), processes_per_node)
         join_node(comm, placements[rank], per_node)
     visible = tuple(jax.local_devices())
     program = jax.process_count(), jax.process_index()
-    devices = _gather(comm, _DEVICES, visible[0].platform.encode(), len(visible), *program)
-    processes = _processes(hosts, devices)
+    devices = gather(comm, DEVICES, visible[0].platform.encode(), len(visible), *program)
+    processes = processes_of(hosts, devices)
     per_node, placements = assign_nodes(processes, processes_per_node)
     joined = program[0] > 1
     if per_node > 1 and len(visible) > 1:
@@ -227,35 +221,6 @@ def discover_topology(
     if len(processes) == 1 and (warning := launch_environment.missing_srun(os.environ)):
         warnings.warn(f"jdaso: {warning}", RuntimeWarning, stacklevel=2)
     return Topology(rank, processes, placements, per_node, visible, comm, heartbeat, joined)
-
-
-def _gather(comm: Comm | None, dtype: np.dtype, *own: Any) -> np.ndarray:
-    """The records of all processes, by rank. The own one has the fields ``own``."""
-    record = np.array([own], dtype)
-    if comm is None:
-        return record
-    records = np.empty(comm.Get_size(), dtype)
-    comm.Allgather(record.view(np.uint8), records.view(np.uint8))
-    return records
-
-
-def _memory_group(comm: Comm | None) -> int:
-    """The smallest rank among the processes that share memory with this one; collective."""
-    if comm is None:
-        return 0
-    from mpi4py import MPI
-
-    on_host = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.Get_rank())
-    first = on_host.bcast(comm.Get_rank())
-    on_host.Free()
-    return first
-
-
-def _processes(hosts: np.ndarray, devices: np.ndarray) -> tuple[Process, ...]:
-    names, groups = hosts["host"].tolist(), hosts["memory_group"].tolist()
-    platforms, *counts = (devices[name].tolist() for name in Process._fields[3:])
-    texts = map(bytes.decode, names), map(bytes.decode, platforms)
-    return tuple(map(Process, range(len(names)), texts[0], groups, texts[1], *counts))
 
 
 def _start_heartbeat(comm: Comm, hosts: np.ndarray) -> Heartbeat:
@@ -273,43 +238,3 @@ def _start_heartbeat(comm: Comm, hosts: np.ndarray) -> Heartbeat:
 def _abort_all(heartbeat: Heartbeat, reason: str) -> None:
     status = EXIT_NODE_LOST if heartbeat.silent_ranks() else 1
     abort(reason, status, all_abort=heartbeat.broadcast_abort(reason, status))
-
-
-def _world() -> Comm | None:
-    """A duplicate of MPI.COMM_WORLD; None for a single process without MPI."""
-    launch, mpich = launch_environment.detect_launch(os.environ), None
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        mpich = importlib.metadata.version("mpich")
-    # The import starts MPI.
-    os.environ.update(launch_environment.missing_variables(os.environ, mpich))
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        if launch.processes > 1:
-            raise JdasoError(
-                f"{launch.launcher} started {launch.processes} processes, but mpi4py cannot be "
-                f"imported on {socket.gethostname()}: {error}. Install it with: pip install mpi4py"
-            ) from error
-        return None
-    size = MPI.COMM_WORLD.Get_size()
-    if size == 1 and launch.processes > 1:
-        host = socket.gethostname()
-        raise JdasoError(launch_environment.explain_single_process(launch, library(MPI), host))
-    if size > 1 and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise JdasoError(
-            f"MPI was initialized with thread level {thread_level(MPI)} on {socket.gethostname()}, "
-            "but exchanges in the background require MPI_THREAD_MULTIPLE. Leave "
-            "mpi4py.rc.thread_level at 'multiple', and let only mpi4py initialize MPI."
-        )
-    return MPI.COMM_WORLD.Dup()
-
-
-def library(mpi: Any) -> str:
-    """Name and version of the MPI library, on one line."""
-    return " ".join(mpi.Get_library_version().strip("\x00").splitlines()[0].split())
-
-
-def thread_level(mpi: Any) -> str:
-    """The thread level that MPI was initialized with."""
-    levels = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
-    return next(x for x in levels if getattr(mpi, f"THREAD_{x}") == mpi.Query_thread())

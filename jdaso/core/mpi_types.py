@@ -86,9 +86,6 @@ class Comm(Protocol):
     def allgather(self, value: Any, /) -> list[Any]:
         """The picklable value of every process, by rank."""
 
-    def allreduce(self, value: Any, /, op: Any) -> Any:
-        """The picklable values of all processes, reduced with ``op``."""
-
     def bcast(self, value: Any, /, root: int = 0) -> Any:
         """The picklable value of rank ``root``."""
 

@@ -6,7 +6,8 @@ import os
 import threading
 
 from jdaso.cluster.abort import at_exit
-from jdaso.cluster.topology import Topology, library
+from jdaso.cluster.mpi_start import library
+from jdaso.cluster.topology import Topology
 from jdaso.core.mpi_types import Comm
 
 ON_FAILURE = ("stop", "shrink")
