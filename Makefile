@@ -1,7 +1,7 @@
 # make demo   sets up .venv (MPI runtime included) and trains a ResNet with DASO on two processes
 # make demo-lm  trains a small language model with DiLoCo on two processes
-# make test-fast  runs the tests that need one process; 4 minutes
-# make test   passes lint, types and the tests of a contributor; 12 minutes
+# make test-fast  runs the tests that need one process
+# make test   passes lint, types and the tests of a contributor; see tests/README.md
 # make test-all  adds whole trainings, and compiles with optimizations
 # make docs   builds the documentation in docs/_build/html
 # make bench  prints two of the tables of bench/README.md

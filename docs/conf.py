@@ -10,7 +10,7 @@ sys.path.insert(0, str(HERE / "ext"))
 import jdaso  # noqa: E402
 
 project = "jdaso"
-author = "the authors of jdaso"
+author = "the jdaso developers"
 version = release = jdaso.__version__
 html_title = "jdaso"
 html_show_copyright = False
