@@ -12,6 +12,7 @@ import config as configuration
 import jax
 import numpy as np
 import processes
+import timeline
 from config import Config
 from report import report
 from resume import Position, check_folder, resume, to_save
@@ -126,6 +127,9 @@ def take_steps(
                 "nodes": (setup.world.topology() or setup.topology).num_nodes,
                 **numbers(plan, metrics),
             }
+            steps = range(epoch_begin, done - 1)  # without the last, whose mean may block
+            if found := timeline.typical(setup.world.history(), steps, line["delay"]):
+                line["exchange"] = found
             watch.epoch(line)
             epoch_start, epoch_begin = time.perf_counter(), done
         stop = preemption.requested(setup.world) and done < total

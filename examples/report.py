@@ -6,7 +6,8 @@
 Each run is a folder with the metrics.jsonl that a training writes. These keys are drawn where they
 exist: ``loss``, all keys that begin with ``test_``, ``learning_rate``, ``phase``, ``period``,
 ``delay``, ``images_per_second``, ``tokens_per_second``, ``drift``, and the totals ``bytes_sent``,
-``seconds_blocked`` and ``seconds_in_flight``.
+``seconds_blocked`` and ``seconds_in_flight``. ``exchange`` is drawn for a single run: the timeline
+of one exchange, see timeline.py.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import timeline
 from runs import Run, names, read
 from runs import read_lines as read_lines
 
@@ -145,14 +147,17 @@ def draw(runs: Sequence[Run], out: Path | str | None = None) -> Path:
     colours = [f"C{i}" for i in range(len(runs))] if len(runs) > 1 else ["k"]
     horizontal = _horizontal_axes(runs)
     wanted = panels(runs)
-    rows = -(-len(wanted) // 2)
+    exchange = runs[0].exchange if len(runs) == 1 else None
+    rows = -(-(len(wanted) + (exchange is not None)) // 2)
     # Not pyplot, which looks for a display and may change the backend of the caller.
     figure = Figure(figsize=(2 * WIDTH, HEIGHT * rows), layout="constrained")
     axes = figure.subplots(rows, 2, squeeze=False).flatten()
     for axes_of_panel, panel in zip(axes, wanted, strict=False):
         _draw_panel(axes_of_panel, panel, runs, colours, horizontal[panel.x])
-    for unused in axes[len(wanted) :]:
+    for unused in axes[len(wanted) + (exchange is not None) :]:
         unused.set_axis_off()
+    if exchange is not None:
+        timeline.draw(axes[len(wanted)], exchange)
     _draw_legend(figure, runs, colours)
     path = Path(out or (runs[0].folder if len(runs) == 1 else Path()) / "report.png")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import timeline
 
 FILE = "metrics.jsonl"
 
@@ -28,11 +29,13 @@ class Run(NamedTuple):
             Three columns are computed from the totals. ``megabytes_sent`` is ``bytes_sent`` in MB.
             ``epoch_blocked`` and ``epoch_hidden`` are the seconds of an epoch during which
             exchanges were in flight, with training blocked and with training going on.
+        exchange: The timeline of an exchange, or None. It is the last one that has a delay.
     """
 
     folder: Path
     phases: list[str]
     columns: dict[str, np.ndarray]
+    exchange: dict[str, Any] | None = None
 
 
 def read(folder: Path | str) -> Run:
@@ -63,7 +66,10 @@ def read(folder: Path | str) -> Run:
         blocked, in_flight = columns["seconds_blocked"], columns["seconds_in_flight"]
         columns["epoch_blocked"] = np.diff(blocked, prepend=0)
         columns["epoch_hidden"] = np.diff(in_flight - blocked, prepend=0)
-    return Run(path.parent, [line.get("phase") or "" for line in lines], columns)
+    phases = [line.get("phase") or "" for line in lines]
+    exchanges = [line["exchange"] for line in lines if timeline.is_valid(line.get("exchange"))]
+    late = [exchange for exchange in exchanges if exchange["delay"]] or exchanges
+    return Run(path.parent, phases, columns, late[-1] if late else None)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
