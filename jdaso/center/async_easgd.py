@@ -19,7 +19,10 @@ from jdaso.schedules import constant
 
 
 class SentState(NamedTuple):
-    """The x that was sent, until the reply is merged: a tree like the parameters, widened."""
+    """The x that was sent, which the merge of the reply needs: a tree like the parameters.
+
+    Its dtype is float32, or float64 for float64 leaves.
+    """
 
     sent: PyTree
 

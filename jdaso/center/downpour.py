@@ -94,8 +94,8 @@ def mvadownpour(
 ) -> Averaging:
     """:func:`downpour` with a moving average of the centre, which is evaluated.
 
-    The average is that of :func:`adownpour` with the constant ``a = moving_rate``. One worker with
-    period 1 is MVASGD.
+    The average is that of :func:`adownpour` with the constant ``a = moving_rate``. With one worker
+    and period 1, this is MVASGD.
 
     Args:
         center, period, delay, nonfinite: As in :func:`downpour`.

@@ -44,12 +44,15 @@ def arrays_to_posted(arrays: dict[str, np.ndarray]) -> InFlight:
         count = sum(other.startswith(f"{name}.leaf.") for other in arrays)
         fields = ["step", "header", "int8", "relative", *(f"leaf.{i}" for i in range(count))]
         if missing := [field for field in fields if f"{name}.{field}" not in left]:
-            raise ValueError(f"exchange {name} has no {missing[0]}")
+            raise ValueError(f"exchange {name} lacks the array {missing[0]!r}")
         step, header, *flags_and_leaves = (left.pop(f"{name}.{field}") for field in fields)
         flags, leaves = flags_and_leaves[:2], flags_and_leaves[2:]
         scalars = all(x.shape == () for x in (step, *flags))
         if not scalars or header.shape != (HEADER_SIZE,):
-            raise ValueError(f"exchange {name} has a header of shape {header.shape}")
+            raise ValueError(
+                f"exchange {name} must have scalars and a header of shape ({HEADER_SIZE},), got "
+                f"the shape {header.shape}"
+            )
         posted[position, number] = PostedExchange(int(step), header, leaves, *map(bool, flags))
     if left:
         raise ValueError(f"{min(left)} belongs to no exchange")

@@ -105,7 +105,7 @@ def _reads_finish() -> Iterator[None]:
 def _validated(tree: Any) -> NodePart:
     """The part in a tree; raises ValueError if the tree is not what :func:`part_tree` made."""
     if not isinstance(tree, Mapping) or not tree.keys() <= {"state", "in_flight", "checksums"}:
-        raise ValueError("the folder is not a part of a checkpoint")
+        raise ValueError("it is no part of a checkpoint, which has state, in_flight and checksums")
     groups = {name: dict(tree.get(name, {})) for name in ("state", "in_flight")}
     for group in groups.values():
         for name, x in group.items():

@@ -69,7 +69,11 @@ class Connection:
         self._policy.finish(gone)
 
     def _request_end(self) -> list[int] | None:
-        """The workers that are gone, or None while others are active."""
+        """Tells the server that this worker exits.
+
+        Returns:
+            None while other workers are active, else the workers that did not end by themselves.
+        """
         operation = self._request(frames.END, (), not self._policy.failed(), 0)
         deadline = time.monotonic() + self._timeout
         while time.monotonic() < deadline:

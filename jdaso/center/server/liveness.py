@@ -32,7 +32,7 @@ class Liveness:
         self._last_message[worker] = now
 
     def set_ended(self, worker: int, failed: bool = False) -> None:
-        """Records that a worker ends, by an exception if it ``failed``."""
+        """Records that a worker has ended by itself, normally or by an exception (``failed``)."""
         self.ended.add(worker)
         self.failed |= {worker} if failed else set()
         self.gone.discard(worker)

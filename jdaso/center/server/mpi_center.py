@@ -88,7 +88,10 @@ def mpi_center(
     check_number("timeout", timeout, above=True)
     check_number("gone_after", gone_after, above=True)
     if topology.comm is None:
-        raise ValueError("mpi_center needs MPI: pip install mpi4py, or use simulated_center.")
+        raise ValueError(
+            "mpi_center requires MPI, and mpi4py cannot be imported: pip install mpi4py, or use "
+            "jdaso.center.simulated_center."
+        )
     if topology.processes_per_node > 1:
         raise ValueError(
             f"mpi_center needs one process per node, got {topology.processes_per_node}: a node is "

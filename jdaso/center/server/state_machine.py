@@ -82,7 +82,9 @@ class CenterServer:
         if frame.contributes:
             frames.copy_content(frame.content, [vector for vector, _ in self._staging.pairs])
             if not all(np.isfinite(leaf).all() for leaf in self._staging.leaves):
-                raise ValueError("its numbers are not finite.")
+                raise ValueError(
+                    "it has numbers that are not finite. It was ignored: lower the learning rate."
+                )
             with np.errstate(over="ignore", invalid="ignore"):
                 updated, reply = rule.update(state, self._staging.leaves)
             if not all(np.isfinite(leaf).all() for leaf in updated.center):
@@ -149,11 +151,11 @@ def _checked(new: CenterState, old: CenterState) -> CenterState:
 
     if outline(new) != outline(old):
         raise ValueError(
-            f"the written state differs from that of the centre in shapes or dtypes: got "
-            f"{outline(new)}, expected {outline(old)}."
+            f"the saved state must have the shapes and dtypes of the centre, {outline(old)}, got "
+            f"{outline(new)}. Pass what center.read returned for the same model."
         )
     if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new)) or new.clock < 0:
         raise ValueError(
-            f"the written state must be finite, and its clock at least 0, got clock {new.clock}."
+            f"the saved state must be finite, and its clock at least 0, got clock {new.clock}."
         )
     return new

@@ -124,10 +124,11 @@ class ExchangeTable(Generic[T]):
         self.lock.notify_all()
 
     def find(self, number: int, readers: int) -> T | None:
-        """The posted exchange, or None. Waits for it if it may be about to be posted.
+        """The posted exchange, or None if there is none.
 
-        Its copies may be under way. If several devices collect the exchange, the device that posts
-        it may also arrive after the others.
+        It waits up to 30 seconds for an exchange that is reserved, whose leaves are being copied.
+        If several devices collect the exchange, it also waits for one that is unknown: the device
+        that posts it may come after the others.
         """
 
         def known() -> bool:

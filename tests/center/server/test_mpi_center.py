@@ -16,7 +16,7 @@ from jdaso.center.server.mpi_center import _check_keeps_dtypes
     [
         ({}, {"timeout": 0}, "timeout must be a finite number above 0, got 0"),
         ({}, {"gone_after": -1}, "gone_after must be a finite number above 0, got -1"),
-        ({"comm": None}, {}, "needs MPI"),
+        ({"comm": None}, {}, "requires MPI"),
         ({"comm": "some", "processes_per_node": 2}, {}, "needs one process per node, got 2"),
     ],
 )
