@@ -62,6 +62,7 @@ def draw(axes: Axes, found: dict[str, Any]) -> None:
 
     The steps are drawn equally long.
     """
+    axes.use_sticky_edges = False  # a margin, in which a short post is seen
     begin, end = found["copy_to_host"][1], found["wait"][0]
     rows = ["training steps", *(name for name, _ in SPANS.values())]
     for place in range(found["delay"]):
