@@ -135,6 +135,17 @@ def pmean(axis_name: str = LOCAL_AXIS, every: int = 1) -> optax.GradientTransfor
     return optax.GradientTransformation(lambda params: LocalMeanState(jnp.int32(0)), update)
 
 
+def devices_are_busy() -> bool:
+    """Whether the devices still execute programs that were dispatched, and may post exchanges.
+
+    The results of these programs are arrays that are not ready.
+    """
+    try:
+        return not all(array.is_deleted() or array.is_ready() for array in jax.live_arrays())
+    except RuntimeError:  # another thread has deleted one meanwhile
+        return True
+
+
 def use_virtual_devices(num_devices: int) -> None:
     """Gives this process several CPU devices, and XLA the threads that they need.
 

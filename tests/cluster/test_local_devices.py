@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import Mesh
 
 import jdaso
+from jdaso.cluster.local_devices import devices_are_busy
 
 
 def loss_fn(params, x):
@@ -63,3 +64,13 @@ def test_pmean_every_zero_steps_is_an_error():
 def test_no_virtual_devices_is_an_error():
     with pytest.raises(ValueError, match="num_devices must be at least 1, got 0"):
         jdaso.cluster.use_virtual_devices(0)
+
+
+def test_devices_are_busy_until_what_was_dispatched_has_completed():
+    multiply = jax.jit(lambda x: jax.lax.fori_loop(0, 60, lambda i, y: y @ y / 700, x))
+    x = multiply(jnp.ones((700, 700))).block_until_ready()
+    assert not devices_are_busy()
+    result = multiply(x)
+    assert devices_are_busy()
+    result.block_until_ready()
+    assert not devices_are_busy()

@@ -93,7 +93,8 @@ def check_first_and_last(output):
 
 # The last one exits with an exchange in flight.
 JOBS_THAT_END = ["begun anew in flight", "not finite, skip", "other centre, other hardware"]
-JOBS_THAT_END += ["other parameters, other hardware", "exit in flight"]
+JOBS_THAT_END += ["other parameters, other hardware", "devices behind their program"]
+JOBS_THAT_END += ["exit in flight"]
 ENDS_WELL = Batch(2, {case: ("fault.py", case) for case in JOBS_THAT_END})
 
 

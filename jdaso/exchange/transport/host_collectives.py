@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jdaso.cluster.local_devices import devices_are_busy
 from jdaso.cluster.topology import Topology
 from jdaso.core.caller import caller
 from jdaso.core.types import JdasoError
@@ -36,7 +37,7 @@ class HostCollectives:
 
         if not self._membership.shrinks:
             return None
-        return self._run(current, "comparisons", "the query of the topology")
+        return self._run(current, "comparisons", "the query of the topology", devices_are_busy)
 
     def anyone(self, flag: bool) -> bool:
         """Whether any process passed True some calls ago. Most answers have arrived by then."""
@@ -49,11 +50,11 @@ class HostCollectives:
 
         asked = self._membership.repeated(ask, lambda: self._membership.flags, "flags")
         call = self._membership.call("flags")
-        # A program asks while its devices still execute earlier steps.
         description = f"a flag, sent by {self._name},"
-        request = self._progress.submit(asked, description, call=call, runs_on=True)
-        self._flags.append(request)
-        return len(self._flags) > _ANSWER_AFTER and self._progress.wait(self._flags.popleft())
+        self._flags.append(self._progress.submit(asked, description, call=call))
+        if len(self._flags) <= _ANSWER_AFTER:
+            return False
+        return self._progress.wait(self._flags.popleft(), devices_are_busy)
 
     def broadcast(self, leaves: Sequence[np.ndarray], root: int) -> list[np.ndarray]:
         """The leaves of node ``root``, as it was numbered at the start.
@@ -69,6 +70,7 @@ class HostCollectives:
             yield from collectives.broadcast(comm, copies, rank)
             return copies
 
+        # A comparison came before it. Inside jit, its devices are busy with it.
         return self._run(from_root, "broadcasts", caller() or "a broadcast")
 
     def compare(self, outline: Sequence[str]) -> None:
@@ -78,9 +80,8 @@ class HostCollectives:
             describe = self._membership.topology.describe
             return collectives.compare(self._membership.comparisons, outline, describe)
 
-        self._run(
-            compare, "comparisons", f"the comparison of parameters in {caller() or 'tx.init'}"
-        )
+        what = f"the comparison of parameters in {caller() or 'tx.init'}"
+        self._run(compare, "comparisons", what, devices_are_busy)
 
     def _current_rank(self, node: int) -> int:
         """The rank of the first process of a node, as it was numbered at the start."""
@@ -93,9 +94,15 @@ class HostCollectives:
             f"broadcast: its root, {initial.describe(first)}, has died. Choose a node that is left."
         )
 
-    def _run(self, make: Callable[[], Operation], series: str, what: str) -> Any:
+    def _run(
+        self,
+        make: Callable[[], Operation],
+        series: str,
+        what: str,
+        busy: Callable[[], bool] | None = None,
+    ) -> Any:
         membership = self._membership
         operation = membership.repeated(make, lambda: getattr(membership, series), series)
         description, call = f"{what}, called by {self._name},", membership.call(series)
         request = self._progress.submit(operation, description, call=call)
-        return self._progress.wait(request)
+        return self._progress.wait(request, busy)

@@ -106,13 +106,12 @@ class Progress:
         measured: bool = False,
         call: Call | None = None,
         last: bool = False,
-        runs_on: bool = False,
     ) -> Request:
         """Starts an operation and returns at once; the other arguments are those of Request.
 
         The ``last`` operation starts while this object closes, and may take any time.
         """
-        request = Request(operation, description, measured, self._deadlines, call, runs_on)
+        request = Request(operation, description, measured, self._deadlines, call)
         request.deadline = math.inf if last else request.deadline
         with self._changed:
             if self._closing and not last:
@@ -124,18 +123,17 @@ class Progress:
             self._changed.notify()
         return request
 
-    def wait(self, request: Request) -> Any:
+    def wait(self, request: Request, busy: Callable[[], bool] | None = None) -> Any:
         """The result of an operation; JdasoError with the missing ranks if it failed or is late."""
         with self._changed:
             self._waiters += 1
             request.awaited = True
             self._changed.notify()
-        request.done.wait()
-        with self._changed:
-            self._waiters -= 1
-        if request.error is not None:
-            raise request.error
-        return request.result
+        try:
+            return request.wait(busy)
+        finally:
+            with self._changed:
+                self._waiters -= 1
 
     def close(self) -> None:
         """Completes all operations, announces the exit, and leaves MPI ready to be finalized."""

@@ -10,14 +10,15 @@ from jdaso.core.types import JdasoError
 from jdaso.exchange.transport.deadlines import Deadlines
 from jdaso.exchange.transport.operation import Operation, Repaired, WaitState
 
+_BUSY_SECONDS = 0.5  # between two looks at whether a process is busy
+
 
 class Request:
     """A submitted operation; ``done`` is set when it has returned or failed.
 
     The ``description`` is the subject of error messages, such as ``"exchange 3, posted by rank
     0,"``. If ``measured``, the operation's duration sets the deadlines of later ones. ``call`` says
-    which operation of all processes it is, if it is one. A program that waits for an operation with
-    ``runs_on`` still executes steps on its devices, which post other operations.
+    which operation of all processes it is, if it is one.
     """
 
     def __init__(
@@ -27,12 +28,10 @@ class Request:
         measured: bool,
         deadlines: Deadlines,
         call: Call | None = None,
-        runs_on: bool = False,
     ):
         self.description = description
         self.measured = measured
         self.call = call
-        self.runs_on = runs_on
         self.state = WaitState()
         self.done = threading.Event()
         self.result: Any = None
@@ -43,20 +42,30 @@ class Request:
         self.deadline = self.started_at + deadlines.deadline()
         self.failed_at = 0.0
         self.awaited = False
+        #: Whether this process posts no other operation until this one has ended.
+        self.blocks = False
         #: Since when another process and this one seem to wait for each other.
         self.deadlocked_since: float | None = None
         self._operation = operation
         self._begun = False
 
     @property
-    def blocks(self) -> bool:
-        """Whether this process posts no other operation until this one has ended."""
-        return self.awaited and not self.runs_on
-
-    @property
     def name(self) -> str:
         """The description without details."""
         return self.description.partition(",")[0]
+
+    def wait(self, busy: Callable[[], bool] | None) -> Any:
+        """Waits for the result of the operation, and raises its error.
+
+        ``busy`` says whether this process may still post other operations.
+        """
+        while busy is not None and not self.done.wait(_BUSY_SECONDS) and busy():
+            pass
+        self.blocks = True
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+        return self.result
 
     def step(self, advance: Callable[[], WaitState] | None = None) -> None:
         """Advances the operation as far as possible without waiting."""

@@ -11,6 +11,7 @@ from jdaso import JdasoError
 from jdaso.cluster.roll_call import Absent, Answer, Call, RollCall
 from jdaso.exchange.transport import peers as peers_module
 from jdaso.exchange.transport import progress as progress_module
+from jdaso.exchange.transport import request as request_module
 from jdaso.exchange.transport.operation import WaitState
 from jdaso.exchange.transport.progress import Progress
 
@@ -58,9 +59,10 @@ def test_only_the_exit_of_a_process_that_is_missing_fails_an_operation(monkeypat
     assert left == [progress]
 
 
-def test_a_program_that_runs_on_its_devices_while_it_waits_is_no_deadlock(monkeypatch, aborts):
+def test_a_wait_while_devices_are_busy_is_no_deadlock(monkeypatch, aborts):
     monkeypatch.setattr(peers_module, "_DEADLOCK_SECONDS", 0.0)
     monkeypatch.setattr(peers_module, "_ASK_SECONDS", 0.0)
+    monkeypatch.setattr(request_module, "_BUSY_SECONDS", 0.05)
     calls = RollCall(0, on_question=lambda: None)
     monkeypatch.setattr(Topology, "heartbeat", types.SimpleNamespace(roll_call=calls))
     call, others = calls.post(calls.new_series()), calls.new_series()
@@ -68,16 +70,16 @@ def test_a_program_that_runs_on_its_devices_while_it_waits_is_no_deadlock(monkey
     # The other process waits for something that this one has not posted.
     calls.answers = {call: Answer(2, 1, (Absent(1, False, Call(others, 0), "a consensus"),))}
 
-    def wait(**options):
-        looks = iter([False] * 5 + [True])
-        return progress.wait(
-            progress.submit(waiting_until(lambda: next(looks)), "a flag", call=call, **options)
-        )
+    def wait(busy, looks):
+        done = iter([False] * looks + [True]).__next__
+        return progress.wait(progress.submit(waiting_until(done), "a flag", call=call), busy)
 
-    assert wait(runs_on=True) == "done"
+    assert wait(lambda: True, looks=50) == "done"
     assert not calls.answer_to(Call(call.series, 1)).names[0].awaited
-    with pytest.raises(JdasoError, match=r"a flag cannot complete: rank 1 .*waits for a consensus"):
-        wait()
+    for busy in (None, iter([True, True, False]).__next__):  # then the devices are done
+        with pytest.raises(JdasoError, match=r"a flag cannot complete: rank 1 .*a consensus"):
+            wait(busy, looks=10**6)
+        assert not calls.answer_to(Call(call.series, 1)).names[0].awaited
     progress.close()
 
 

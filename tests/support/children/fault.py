@@ -119,6 +119,33 @@ elif case == "consensus beside an exchange":
         jdaso.consensus(exchange, params)
     for _ in range(4):
         params, state = jax.block_until_ready(step(params, state))
+elif case == "devices behind their program":
+    # The program of rank 0 waits in a broadcast, while its devices have yet to post an exchange.
+    peers._DEADLOCK_SECONDS = 0.5
+    tx = optax.chain(optax.sgd(0.1), jdaso.daso(exchange, jdaso.constant(1, 0)))
+
+    multiply = jax.jit(lambda x: jax.lax.fori_loop(0, 60, lambda i, y: y @ y / 700, x))
+
+    def sleep(x):
+        time.sleep(5.0 if rank == 0 and x[0] else 0.0)
+        return x
+
+    @jax.jit
+    def step(params, state, x):
+        grads = jax.pure_callback(sleep, jax.ShapeDtypeStruct((3,), jnp.float32), x[0, :3])
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    ready, params, x = jnp.ones(2), jnp.ones(3), multiply(jnp.ones((700, 700)))
+    state = tx.init(params)
+    params, state = jax.block_until_ready(step(params, state, 0 * x))
+    params, state = step(params, state, multiply(x))  # dispatched before its operands are ready
+    if rank == 1:
+        jax.block_until_ready(params)
+    else:
+        assert not params.is_ready()
+    jdaso.broadcast(exchange, ready)
+    jax.block_until_ready(params)
 elif case == "fewer steps":
     train(8 - 4 * rank, jdaso.constant(2))
 elif case == "fewer steps, caught":
