@@ -61,7 +61,7 @@ test-all: lint
 
 docs: $(VENV)/.docs-installed
 	$(BIN)/python docs/figures.py
-	$(BIN)/python -m sphinx -q -W --keep-going -j auto docs docs/_build/html
+	$(BIN)/python -m sphinx -q -W --keep-going docs docs/_build/html
 
 $(VENV)/.docs-installed: $(VENV)/.installed
 	$(BIN)/pip install -q --disable-pip-version-check -e '.[docs]'

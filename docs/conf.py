@@ -18,11 +18,12 @@ html_show_copyright = False
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
-    "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
     "api_coverage",
     "bench_tables",
+    "mathml",
 ]
+html_math_renderer = "mathml"
 exclude_patterns = ["_build"]
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "attrs_inline"]

@@ -25,7 +25,7 @@ sys.path.insert(0, str(HERE / "ext"))
 
 import bench_tables  # noqa: E402
 
-INK, COMPUTE, WAIT, FLIGHT, MERGE = "#727b86", "#4c8fd0", "#d1495b", "#d79a2b", "#3a9d6a"
+INK, COMPUTE, WAIT, FLIGHT, MERGE = "#6b747f", "#4c8fd0", "#d1495b", "#d79a2b", "#3a9d6a"
 STYLE = {
     "font.size": 10,
     "svg.fonttype": "none",
@@ -242,20 +242,43 @@ def step_time():
     return drawn
 
 
+def peers():
+    drawn, panels = plt.subplots(1, 2, figsize=(8, 3.6), layout="constrained", sharey=True)
+    titles = ("convolutions, 200 Mbit/s, 1 ms", "dense layers, 1 Gbit/s, 0.2 ms")
+    for number, (axes, title) in enumerate(zip(panels, titles, strict=True), start=1):
+        rows = bench_tables.rows("Beside PyTorch", number)
+        names = [row[""] for row in rows]
+        seconds = [float(row["s/step, median"]) for row in rows]
+        colours = [COMPUTE if name.startswith("jdaso") else FLIGHT for name in names]
+        bars = axes.barh(names, seconds, color=colours, height=0.7)
+        axes.bar_label(bars, fmt="%.2f", padding=3, color=INK, size=8)
+        axes.set_title(title, size=10, color=INK)
+        axes.set(xlabel="seconds per step", xlim=(0, 1.12 * max(seconds)))
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].invert_yaxis()
+    return drawn
+
+
 def period_delay():
     drawn, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
     rows = bench_tables.rows("Period and delay of DASO with 32 nodes")
     periods = sorted({int(row["B"]) for row in rows})
     delays = sorted({int(row["S"]) for row in rows})
     colours = plt.get_cmap("RdYlGn")
+    opacity = 0.6  # on white, so that black text is readable in both themes
     for row in rows:
         x, y = periods.index(int(row["B"])), delays.index(int(row["S"]))
         value = float(row["accuracy, %"])
         share = max(0.0, (value - 85) / 15)
         axes.add_patch(
-            plt.Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=(*colours(share)[:3], 0.55))
+            plt.Rectangle(
+                (x - 0.48, y - 0.46),
+                0.96,
+                0.92,
+                color=[1 - opacity * (1 - c) for c in colours(share)[:3]],
+            )
         )
-        axes.text(x, y, f"{value:.1f}", ha="center", va="center", size=9)
+        axes.text(x, y, f"{value:.1f}", ha="center", va="center", size=9, color="black")
     axes.set(xlim=(-0.5, len(periods) - 0.5), ylim=(-0.5, len(delays) - 0.5))
     axes.set_xticks(range(len(periods)), periods)
     axes.set_yticks(range(len(delays)), delays)
@@ -267,7 +290,7 @@ def period_delay():
 def main() -> None:
     plt.rcParams.update(STYLE)
     (HERE / "figures").mkdir(exist_ok=True)
-    for draw in (parts, timeline, exchange, architecture, step_time, period_delay):
+    for draw in (parts, timeline, exchange, architecture, step_time, peers, period_delay):
         path = HERE / "figures" / f"{draw.__name__}.svg"
         draw().savefig(path, metadata={"Date": None, "Creator": None})
         text = "\n".join(line.rstrip() for line in path.read_text().splitlines())

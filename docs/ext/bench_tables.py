@@ -15,7 +15,9 @@ import re
 from pathlib import Path
 
 BENCH = Path(__file__).parents[2] / "bench" / "README.md"
-COMMAND = re.compile(r"`((?:python|mpiexec|mpirun|make)\s[^`]+)`")
+# Of a benchmark, not those that the text mentions besides.
+COMMAND = re.compile(r"`((?!python -m jdaso)(?:python|mpiexec|mpirun|make)\s[^`]+)`")
+UNIT = re.compile(r"(?<=\d) (?=(?:s|ms|MB|%)\b)")
 
 
 def section(title: str) -> str:
@@ -96,7 +98,7 @@ def setup(app):
             except ValueError as error:
                 raise self.error(str(error)) from error
             text = [f"`{command}`", ""] if command else []
-            text += map(without_links, lines)
+            text += [UNIT.sub("\N{NO-BREAK SPACE}", without_links(line)) for line in lines]
             container = nodes.container()
             self.state.nested_parse(StringList(text, str(BENCH)), self.content_offset, container)
             return container.children
