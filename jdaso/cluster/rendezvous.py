@@ -1,7 +1,8 @@
-"""TCP connections between rank 0 and all other ranks.
+"""TCP connections between the processes of a job.
 
-Connections that do not send the secret are closed. A peer that connects but sends nothing does
-not delay the others.
+A process that listens replies to peers that send the secret, and closes other connections. The
+first message of a peer after the reply completes its connection, because a peer that has given up
+may have left its request behind. A peer that connects but sends nothing does not delay the others.
 """
 
 import contextlib
@@ -10,16 +11,17 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 _SECRET_BYTES = 16
 _REQUEST = struct.Struct(f">{_SECRET_BYTES}sI")  # secret, rank
+_FIRST_BYTE = b"\n"  # of every message
 _CONNECT_SECONDS, _REPLY_SECONDS, _PAUSE_SECONDS = 1.0, 5.0, 0.1
 
 
 class Secret(NamedTuple):
-    """What a process of this job sends when it connects, and what rank 0 replies."""
+    """What a process of this job sends when it connects, and what the listener replies."""
 
     request: bytes
     reply: bytes
@@ -29,50 +31,109 @@ def new_secret() -> Secret:
     return Secret(secrets.token_bytes(_SECRET_BYTES), secrets.token_bytes(_SECRET_BYTES))
 
 
-def accept_peers(
-    listener: socket.socket,
-    secret: Secret,
-    ranks: Collection[int],
-    seconds: float,
-    meanwhile: Callable[[], object] = bool,
-) -> dict[int, socket.socket]:
-    """Accepts connections from ``ranks`` until all have connected or ``seconds`` are over.
+class _Pending(NamedTuple):
+    """A connection that is not complete: what it has sent, and its rank after the reply."""
 
-    Calls ``meanwhile`` repeatedly. Closes the listener at the end.
+    since: float
+    request: bytes = b""
+    rank: int | None = None
+
+
+class Acceptor:
+    """Accepts connections to a listening socket. A selector can wait for it.
+
+    Args:
+        listener: The socket. It belongs to this object.
+        secret: What peers must send.
     """
-    accepted: dict[int, socket.socket] = {}
-    deadline = time.monotonic() + seconds
-    with listener, selectors.DefaultSelector() as selector:
+
+    def __init__(self, listener: socket.socket, secret: Secret):
+        self._listener, self._secret = listener, secret
         listener.setblocking(False)
-        selector.register(listener, selectors.EVENT_READ, b"")
-        while len(accepted) < len(ranks) and (left := deadline - time.monotonic()) > 0:
-            meanwhile()
-            for key, _ in selector.select(min(left, _PAUSE_SECONDS)):
-                connection = key.fileobj
-                assert isinstance(connection, socket.socket)
-                if connection is listener:
-                    _accept(listener, selector)
-                    continue
-                request = key.data + _received(connection, _REQUEST.size - len(key.data))
-                if len(key.data) < len(request) < _REQUEST.size:
-                    selector.modify(connection, selectors.EVENT_READ, request)
-                    continue
-                selector.unregister(connection)
-                rank = _rank(request, secret)
-                if rank in ranks and _sent(connection, secret.reply):
-                    # A peer that connects again has given up its first connection.
-                    accepted[rank], connection = connection, accepted.get(rank, connection)
-                if connection not in accepted.values():
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def fileno(self) -> int:
+        return self._selector.fileno()
+
+    def accept(
+        self, allows: Callable[[int], bool], seconds: float = 0.0
+    ) -> dict[int, socket.socket]:
+        """The connections that have become complete, by rank. Waits at most some seconds.
+
+        ``allows`` says whether a process of a rank may connect now.
+        """
+        accepted = {}
+        for key, _ in self._selector.select(seconds):
+            connection, pending = key.fileobj, key.data
+            assert isinstance(connection, socket.socket)
+            if connection is self._listener:
+                self._begin()
+            elif pending.rank is None:
+                self._answer(connection, pending, allows)
+            else:
+                self._selector.unregister(connection)
+                if _received(connection, len(_FIRST_BYTE)) == _FIRST_BYTE:
+                    accepted[pending.rank] = connection
+                else:
                     connection.close()
-        for key in selector.get_map().values():
+        self._close_old()
+        return accepted
+
+    def refuse(self) -> None:
+        """Refuses connections from now on; called by any thread."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Closes all sockets. A forked child may call it: the parent keeps its own."""
+        for key in self._selector.get_map().values():
             key.fileobj.close()  # type: ignore[union-attr]
-    return accepted
+        self._selector.close()
+
+    def _begin(self) -> None:
+        try:
+            connection = self._listener.accept()[0]
+        except OSError:  # the peer has disconnected, or descriptors have run out
+            time.sleep(_PAUSE_SECONDS)
+            return
+        connection.setblocking(False)
+        self._selector.register(connection, selectors.EVENT_READ, _Pending(time.monotonic()))
+
+    def _answer(
+        self, connection: socket.socket, pending: _Pending, allows: Callable[[int], bool]
+    ) -> None:
+        """Reads a request, and replies if it is complete and allowed."""
+        request = pending.request + _received(connection, _REQUEST.size - len(pending.request))
+        rank = None
+        if len(request) == _REQUEST.size:
+            rank = _rank(request, self._secret)
+            goes_on = rank >= 0 and allows(rank) and _sent(connection, self._secret.reply)
+        else:
+            goes_on = len(request) > len(pending.request)
+        if goes_on:
+            pending = pending._replace(request=request, rank=rank)
+            self._selector.modify(connection, selectors.EVENT_READ, pending)
+        else:
+            self._selector.unregister(connection)
+            connection.close()
+
+    def _close_old(self) -> None:
+        """Closes connections that have not become complete."""
+        until = time.monotonic() - _REPLY_SECONDS
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None and key.data.since < until:
+                self._selector.unregister(key.fileobj)
+                key.fileobj.close()  # type: ignore[union-attr]
 
 
 def connect(
     hosts: Sequence[str], port: int, secret: Secret, rank: int, seconds: float
 ) -> socket.socket | None:
-    """Connects to the first address that answers with the secret's reply; None on timeout."""
+    """Connects to the first address that answers with the secret's reply; None on timeout.
+
+    The caller must send a message at once.
+    """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         for host in hosts:
@@ -89,13 +150,6 @@ def connect(
     return None
 
 
-def _accept(listener: socket.socket, selector: selectors.BaseSelector) -> None:
-    with contextlib.suppress(OSError):  # the peer has disconnected, or descriptors have run out
-        connection = listener.accept()[0]
-        connection.setblocking(False)
-        selector.register(connection, selectors.EVENT_READ, b"")
-
-
 def _received(connection: socket.socket, size: int) -> bytes:
     with contextlib.suppress(OSError):
         return connection.recv(size)
@@ -110,7 +164,5 @@ def _sent(connection: socket.socket, data: bytes) -> bool:
 
 def _rank(request: bytes, secret: Secret) -> int:
     """The rank that sent a request; -1 if the request does not contain the secret."""
-    if len(request) != _REQUEST.size:
-        return -1
     received, rank = _REQUEST.unpack(request)
     return rank if secrets.compare_digest(received, secret.request) else -1

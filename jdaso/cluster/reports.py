@@ -4,7 +4,7 @@ Reports go up to the first process and down again. On the way up, each process m
 processes that report to it, so a report does not grow with the number of processes.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,11 +16,14 @@ from jdaso.cluster.roll_call import (
     RollCall,
     decode,
     decode_calls,
+    decode_ranks,
     earliest,
     encode,
+    encode_ranks,
     merge,
+    name_ranks,
 )
-from jdaso.cluster.tree import connected
+from jdaso.cluster.tree import connected, without
 
 
 class Report(NamedTuple):
@@ -28,12 +31,13 @@ class Report(NamedTuple):
 
     silent: frozenset[int] = frozenset()
     dead: frozenset[int] = frozenset()
+    exited: frozenset[int] = frozenset()
     questions: tuple[Call, ...] = ()
     answers: Mapping[Call, Answer] = MappingProxyType({})
 
     def message(self) -> list[Any]:
-        calls = [list(call) for call in self.questions]
-        return [sorted(self.silent), sorted(self.dead), calls, encode(self.answers)]
+        *ranks, questions, answers = self
+        return [*map(encode_ranks, ranks), [list(call) for call in questions], encode(answers)]
 
 
 class Reports:
@@ -42,7 +46,8 @@ class Reports:
     Attributes:
         silent: Ranks from which nothing was received for some time.
         dead: Ranks whose death all processes tolerate.
-        unconnected: Ranks without a connection to their parents.
+        exited: Ranks that have announced that they exit normally.
+        unconnected: Ranks that could not connect to their parents at the start.
     """
 
     def __init__(
@@ -50,76 +55,105 @@ class Reports:
         rank: int,
         tree: np.ndarray,
         describe: Callable[[int], str],
-        unconnected: frozenset[int],
         roll_call: RollCall,
     ):
-        self._rank, self._tree, self._parent = rank, tree, int(tree[rank])
-        self._describe, self._roll_call = describe, roll_call
-        self.unconnected = unconnected
+        self._rank, self._tree, self._describe, self._roll_call = rank, tree, describe, roll_call
+        self._parent: int | None = None
+        self.unconnected: frozenset[int] = frozenset()
         self._heard: dict[int, Report] = {}
         self._sent: dict[int, list[Any]] = {}
         self.silent: frozenset[int] = frozenset()
         self.dead: frozenset[int] = frozenset()
+        self.exited: frozenset[int] = frozenset()
+
+    @property
+    def gone(self) -> frozenset[int]:
+        """The other ranks that have died or exited."""
+        return (self.dead | self.exited) - {self._rank}
 
     def connected(self) -> np.ndarray:
         """For each rank, whether its heartbeats arrive here, bool[P]."""
-        return connected(self._tree, self._rank, self.unconnected, self.silent | self.dead)
+        top = {self._rank} if self._parent is None else set()
+        tree, cut = without(self._tree, self.gone), self.unconnected | top
+        return connected(tree, self._rank, cut, (self.silent | self.gone) - {self._rank})
+
+    def adopted(self) -> frozenset[int]:
+        """The ranks that should report to this one, because their parents have died or exited."""
+        if not (gone := self.gone):
+            return frozenset()
+        moved = (without(self._tree, gone) == self._rank) & (self._tree != self._rank)
+        return frozenset(np.flatnonzero(moved).tolist()) - gone - {self._rank}
 
     def states(self, ranks: frozenset[int]) -> str:
-        """Names ranks and their hosts, and says whether each is alive or silent."""
-        arrives = self.connected()
-        known = frozenset(rank for rank in ranks - self.silent if arrives[rank])
-        groups = {
-            "silent: stopped, or its host or link is down": ranks & self.silent,
-            "unknown: no heartbeat connection leads to it": ranks - self.silent - known,
-            "alive: slower, at another step, or busy with something else": known,
+        """Names ranks and their hosts, and says whether each is alive, silent or gone."""
+        states = {
+            "has died": self.dead,
+            "has exited": self.exited,
+            "silent: stopped, or its host or link is down": self.silent,
+            "unknown: no heartbeat connection leads to it": frozenset(
+                np.flatnonzero(~self.connected()).tolist()
+            ),
+            "alive: slower, at another step, or busy with something else": ranks,
         }
-        texts = [
-            f"{', '.join(map(self._describe, sorted(group)))} ({state})"
-            for state, group in groups.items()
-            if group
-        ]
+        texts = []
+        for state, members in states.items():
+            if group := ranks & members:
+                texts.append(f"{name_ranks(group, self._describe)} ({state})")
+                ranks -= group
         return "; ".join(texts) or "the other processes"
 
-    def receive(self, rank: int, silent: list, dead: list, questions: list, answers: list) -> None:
+    def receive(self, rank: int, message: list[Any]) -> None:
         """Keeps the report of a peer. What is malformed is left out."""
-        calls = tuple(decode_calls(questions))
-        self._heard[rank] = Report(self._ranks(silent), self._ranks(dead), calls, decode(answers))
-
-    def _ranks(self, numbers: list) -> frozenset[int]:
         size = len(self._tree)
-        return frozenset(n for n in numbers if isinstance(n, int) and 0 <= n < size)
+        match message:
+            case [[*silent], [*dead], [*exited], [*questions], [*answers]]:
+                self._heard[rank] = report = Report(
+                    decode_ranks(silent, size),
+                    decode_ranks(dead, size),
+                    decode_ranks(exited, size),
+                    tuple(decode_calls(questions)),
+                    decode(answers, size),
+                )
+                self.dead |= report.dead
+                self.exited |= report.exited
 
-    def disconnect(self, rank: int) -> None:
-        """Forgets a peer whose connection is closed."""
+    def forget(self, rank: int) -> None:
+        """Forgets the report of a peer that has died or exits."""
         self._heard.pop(rank, None)
-        self.unconnected |= {self._rank if rank == self._parent else rank}
 
     def repeat(self) -> None:
         """Sends reports again, also if they are the same as before."""
         self._sent.clear()
 
-    def messages(self, peers: Iterable[int], silent_peers: frozenset[int]) -> dict[int, list[Any]]:
-        """The new messages for peers, by rank."""
-        below = [self._heard.get(rank, Report()) for rank in peers if rank != self._parent]
+    def messages(
+        self, parent: int | None, peers: Collection[int], silent_peers: frozenset[int]
+    ) -> dict[int, list[Any]]:
+        """The new messages for peers, by rank. The ``parent`` is one of them, or None."""
+        self._parent = parent
+        below = {rank: self._heard.get(rank, Report()) for rank in peers if rank != parent}
         # What a silent parent has said before is not passed on.
-        above = None if self._parent in silent_peers else self._heard.get(self._parent)
-        self.dead = self.dead.union(*(report.dead for report in self._heard.values()))
-        silent = silent_peers.union(*(report.silent for report in below))
-        asked = [*self._roll_call.questions(), *(c for report in below for c in report.questions)]
+        above = None if parent is None or parent in silent_peers else self._heard.get(parent)
+        silent = silent_peers.union(*(report.silent for report in below.values()))
+        # A process may report to another one than that which expects it.
+        silent -= below.keys() - silent_peers
+        asked = self._roll_call.questions()
+        asked += [call for report in below.values() for call in report.questions]
         questions = tuple(earliest(asked))
         answers = {
             call: merge(
                 [self._roll_call.answer_to(call)]
-                + [report.answers[call] for report in below if call in report.answers]
+                + [report.answers[call] for report in below.values() if call in report.answers]
             )
             for call in (above.questions if above else questions)
         }
-        up = Report(silent - {self._parent}, self.dead, questions, answers)
-        down = above._replace(dead=self.dead) if above else up._replace(silent=silent)
+        up = Report(silent - {parent}, self.dead, self.exited, questions, answers)
+        down = up._replace(silent=silent)
+        if above:
+            down = above._replace(dead=self.dead, exited=self.exited)
         self.silent = down.silent | silent_peers
         self._roll_call.answers = down.answers
-        messages = {rank: (up if rank == self._parent else down).message() for rank in peers}
+        upwards, downwards = up.message(), down.message()
+        messages = {rank: upwards if rank == parent else downwards for rank in peers}
         new = {rank: text for rank, text in messages.items() if self._sent.get(rank) != text}
         self._sent |= new
         return new

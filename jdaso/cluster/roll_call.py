@@ -9,12 +9,13 @@ the answers are merged on their way, so that messages stay short however many pr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-# Questions in a message, and processes that an answer names.
-MAX_QUESTIONS, MAX_NAMES = 8, 16
+# Questions in a message, and processes that an answer or a text names.
+MAX_QUESTIONS, MAX_NAMES = 8, 8
 _MAX_TEXT = 100
+_MOST_CALLS = 1 << 53
 _NOTHING = -1
 
 
@@ -146,25 +147,33 @@ def encode(answers: Mapping[Call, Answer]) -> list[Any]:
     ]  # fmt: skip
 
 
-def decode(message: list[Any]) -> dict[Call, Answer]:
-    """The inverse of :func:`encode`. What is not an answer is left out.
+def decode(message: list[Any], size: int) -> dict[Call, Answer]:
+    """The inverse of :func:`encode`. What is not an answer of ``size`` processes is left out.
 
     >>> answers = {Call(0, 3): Answer(2, 1, (Absent(1, False, Call(0, 2), "exchange 2"),))}
-    >>> decode(encode(answers)) == answers, decode([1, [0, 3, "x", 1, []]])
+    >>> decode(encode(answers), 4) == answers, decode([1, [0, 3, "x", 1, []]], 4)
     (True, {})
     """
     answers = {}
-    for entry in message:
+    for entry in message[:MAX_QUESTIONS]:
         match entry:
-            case [int(series), int(number), int(answered), int(absent), [*names]]:
-                people = tuple(person for name in names if (person := _decode_absent(name)))
+            case [series, number, answered, absent, [*names]] if (
+                _is_call(series, number)
+                and is_number(answered, size + 1)
+                and is_number(absent, size + 1)
+            ):
+                people = tuple(p for each in names[:MAX_NAMES] if (p := _decode_absent(each, size)))
                 answers[Call(series, number)] = Answer(answered, absent, people)
     return answers
 
 
-def _decode_absent(message: Any) -> Absent | None:
+def _decode_absent(message: Any, size: int) -> Absent | None:
     match message:
-        case [int(rank), bool(closed), int(series), int(number), str(name)]:
+        case [rank, bool(closed), series, number, str(name)] if (
+            is_number(rank, size)
+            and (series == _NOTHING or _is_call(series, number))
+            and name.isprintable()
+        ):
             awaited = None if series == _NOTHING else Call(series, number)
             return Absent(rank, closed, awaited, name[:_MAX_TEXT])
     return None
@@ -173,8 +182,52 @@ def _decode_absent(message: Any) -> Absent | None:
 def decode_calls(message: list[Any]) -> list[Call]:
     """The calls in a message of pairs of numbers."""
     found = []
-    for entry in message:
+    for entry in message[:MAX_QUESTIONS]:
         match entry:
-            case [int(series), int(number)]:
+            case [series, number] if _is_call(series, number):
                 found.append(Call(series, number))
     return found
+
+
+def encode_ranks(ranks: Collection[int]) -> list[list[int]]:
+    """Ranks as pairs of the first and the last one of consecutive ones, for a message.
+
+    >>> encode_ranks({1, 2, 3, 7})
+    [[1, 3], [7, 7]]
+    """
+    pairs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if pairs and pairs[-1][1] == rank - 1:
+            pairs[-1][1] = rank
+        else:
+            pairs.append([rank, rank])
+    return pairs
+
+
+def decode_ranks(message: list[Any], size: int) -> frozenset[int]:
+    """The inverse of :func:`encode_ranks`. What is not a pair of ranks in order is left out."""
+    ranks = [-1]
+    for pair in message:
+        match pair:
+            case [first, last] if is_number(first, size) and is_number(last, size):
+                ranks += range(max(first, ranks[-1] + 1), last + 1)
+    return frozenset(ranks[1:])
+
+
+def is_number(value: Any, limit: int) -> bool:
+    """Whether a part of a message is an integer in [0, limit)."""
+    return type(value) is int and 0 <= value < limit
+
+
+def _is_call(series: Any, number: Any) -> bool:
+    return is_number(series, _MOST_CALLS) and is_number(number, _MOST_CALLS)
+
+
+def name_ranks(ranks: Collection[int], describe: Callable[[int], str]) -> str:
+    """Names a few of some ranks, and says how many others there are.
+
+    >>> name_ranks({3, 1}, "rank {}".format), name_ranks(range(20), str)
+    ('rank 1, rank 3', '0, 1, 2, 3, 4, 5, 6, 7 and 12 more')
+    """
+    named = ", ".join(map(describe, sorted(ranks)[:MAX_NAMES]))
+    return named + f" and {len(ranks) - MAX_NAMES} more" * (len(ranks) > MAX_NAMES)

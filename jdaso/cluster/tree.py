@@ -9,7 +9,7 @@ GROUP = 32
 
 
 def parents(memory_groups: np.ndarray) -> np.ndarray:
-    """The rank to which each rank reports. Rank 0 reports to itself.
+    """The rank to which each rank reports, which is lower. Rank 0 reports to itself.
 
     The first process of each host reports to that of another host, and the others within their
     host. No process has more than ``2 GROUP`` others that report to it.
@@ -29,6 +29,33 @@ def parents(memory_groups: np.ndarray) -> np.ndarray:
     within = order[first_places[hosts] + np.maximum(local - 1, 0) // GROUP]
     between = first_ranks[np.maximum(hosts - 1, 0) // GROUP]
     return np.where(local > 0, within, between)
+
+
+def ancestors(tree: np.ndarray, rank: int) -> list[int]:
+    """The ranks above a rank, the nearest first.
+
+    >>> ancestors(np.array([0, 0, 1, 2]), 3)
+    [2, 1, 0]
+    """
+    above: list[int] = []
+    while (parent := int(tree[rank])) != rank:
+        above, rank = [*above, parent], parent
+    return above
+
+
+def without(tree: np.ndarray, gone: Collection[int]) -> np.ndarray:
+    """The tree in which no rank reports to one of ``gone``.
+
+    Those that did report to the nearest rank above that is left, or to the lowest that is left.
+
+    >>> without(np.array([0, 0, 1, 1, 0]), [1]), without(np.array([0, 0, 1, 1, 0]), [0])
+    (array([0, 0, 0, 0, 0]), array([1, 1, 1, 1, 1]))
+    """
+    ranks, lost = np.arange(len(tree)), np.isin(np.arange(len(tree)), [*gone])
+    tree = np.where(lost & (tree == ranks), np.argmin(lost), tree)
+    while lost[tree].any():
+        tree = np.where(lost[tree], tree[tree], tree)
+    return tree
 
 
 def connected(

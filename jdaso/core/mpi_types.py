@@ -76,12 +76,6 @@ class Comm(Protocol):
     def Allgather(self, send: Any, receive: Any, /) -> None:
         """Sends ``send`` to all processes, and receives theirs, by rank."""
 
-    def isend(self, value: Any, /, dest: int) -> Any:
-        """Starts sending a picklable value."""
-
-    def recv(self, *, source: int) -> Any:
-        """The picklable value that a process sends."""
-
     def gather(self, value: Any, /) -> list[Any] | None: ...
     def allgather(self, value: Any, /) -> list[Any]:
         """The picklable value of every process, by rank."""

@@ -9,17 +9,19 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdaso.cluster import heartbeat as heartbeat_module
+from jdaso.cluster import links as links_module
+from jdaso.cluster import tree as tree_module
 from jdaso.cluster.heartbeat import EXIT_NODE_LOST, Heartbeat, start_heartbeat
 from jdaso.cluster.json_socket import MAX_MESSAGE_BYTES, JsonSocket
-from jdaso.cluster.rendezvous import accept_peers, connect, new_secret
+from jdaso.cluster.links import Links
+from jdaso.cluster.rendezvous import connect
 
 TIMEOUT = 20  # seconds, for a busy machine
 STAR = np.zeros(4, int)  # all report to rank 0
-UNKNOWN = "unknown: no heartbeat connection leads to it"
 MALFORMED = [
     b"",
     b"\n",
@@ -32,30 +34,45 @@ MALFORMED = [
 ]
 
 
+def beating(rank, *peers, tree=STAR, abort=lambda *abort: None, describe="rank {}".format):
+    """A heartbeat with some connections, each with the rank of its peer."""
+    links = Links(rank, len(tree), describe(rank), [JsonSocket(end, peer) for end, peer in peers])
+    return Heartbeat(rank, np.array(tree), links, describe, abort)
+
+
+def dies(heartbeat):
+    """What others see of a process that dies. It sends nothing any more."""
+    heartbeat._links.closing = True
+    if heartbeat._links._acceptor is not None:
+        heartbeat._links._acceptor.refuse()
+    for peer in list(heartbeat._links.peers):
+        with contextlib.suppress(OSError):  # the peer has already closed it
+            peer.connection.shutdown(socket.SHUT_RDWR)
+
+
 class Job:
     """Heartbeats of several processes as threads of this one, and the aborts of each."""
 
     def __init__(self, tree):
-        self.tree = np.array(tree)
-        self.sockets = {rank: [] for rank in range(len(tree))}
+        ends = {rank: [] for rank in range(len(tree))}
         self.aborts = {rank: queue.Queue() for rank in range(len(tree))}
         for rank, parent in enumerate(tree[1:], 1):
             ours, theirs = socket.socketpair()
-            self.sockets[parent].append(JsonSocket(ours, rank))
-            self.sockets[rank].append(JsonSocket(theirs, parent))
+            ends[parent].append((ours, rank))
+            ends[rank].append((theirs, parent))
         self.heartbeats = [
-            Heartbeat(rank, self.tree, sockets, "rank {}".format, self.recorder(rank))
-            for rank, sockets in self.sockets.items()
+            beating(rank, *peers, tree=tree, abort=self.recorder(rank))
+            for rank, peers in ends.items()
         ]
+
+    def peers(self, rank):
+        return self.heartbeats[rank]._links.peers
 
     def recorder(self, rank):
         return lambda *abort: self.aborts[rank].put(abort)
 
     def dies(self, rank):
-        self.heartbeats[rank]._closing = True  # a dead process sends nothing
-        for peer in self.sockets[rank]:
-            with contextlib.suppress(OSError):  # the peer has already closed it
-                peer.connection.shutdown(socket.SHUT_RDWR)
+        dies(self.heartbeats[rank])
 
     def abort(self, rank):
         """The reason and the status with which a process was aborted."""
@@ -95,34 +112,12 @@ def test_a_death_aborts_all(tree, dead):
         assert status == EXIT_NODE_LOST
 
 
-def test_all_that_are_connected_learn_of_a_death_that_they_tolerate():
-    job, died = Job(DEEP), {rank: queue.Queue() for rank in range(6)}
-    for rank, heartbeat in enumerate(job.heartbeats):
-        heartbeat.tolerate_deaths(died[rank].put, silence=True, needed=frozenset({0}))
-    job.dies(4)
-    for rank in (0, 1, 2, 3, 5):
-        assert died[rank].get(timeout=TIMEOUT) == 4
-        assert "(unknown: no heartbeat" in job.heartbeats[rank].states(frozenset({4}))
-        assert "(alive" in job.heartbeats[rank].states(frozenset({0, 1, 2, 3, 5} - {rank}))
-    job.dies(1)  # rank 3 is on its own now
-    for rank in (0, 2, 3, 5):
-        assert died[rank].get(timeout=TIMEOUT) == 1
-        unknown = job.heartbeats[rank].states(frozenset({1, 3} if rank != 3 else {0, 1, 2, 4, 5}))
-        assert "(unknown: no heartbeat" in unknown
-        assert "alive" not in unknown
-    job.dies(0)  # which is needed
-    for rank in (2, 5):
-        assert job.abort(rank)[0].startswith("rank 0 has died.")
-    assert job.aborts[3].empty()
-    assert all(queue.empty() for queue in died.values())
-
-
 def test_rank_0_tolerates_a_death_but_its_own_aborts_the_others():
     star, died = star_of(4), queue.Queue()
     star.heartbeats[0].tolerate_deaths(died.put, silence=False)
     star.dies(2)
     assert died.get(timeout=TIMEOUT) == 2
-    assert "(unknown: no heartbeat connection" in star.heartbeats[0].states(frozenset({2}))
+    assert star.heartbeats[0].states(frozenset({2})) == "rank 2 (has died)"
     star.heartbeats[3].broadcast_abort("the reason", 7)
     assert star.abort(0) == star.abort(1) == ("the reason", 7)
     star.dies(0)
@@ -132,9 +127,7 @@ def test_rank_0_tolerates_a_death_but_its_own_aborts_the_others():
 def test_a_long_silence_is_tolerated(fast, monkeypatch):
     monkeypatch.setattr(heartbeat_module, "LOST_SECONDS", 0.6)
     (ours, _theirs), aborts, died = socket.socketpair(), queue.Queue(), queue.Queue()
-    first = Heartbeat(
-        0, STAR, [JsonSocket(ours, 1)], "rank {}".format, lambda *abort: aborts.put(abort)
-    )
+    first = beating(0, (ours, 1), abort=lambda *abort: aborts.put(abort))
     first.tolerate_deaths(died.put, silence=True)
     wait_until(lambda: first.silent_ranks() == {1})
     time.sleep(0.5)
@@ -146,9 +139,7 @@ def test_a_process_that_announced_its_exit_is_not_silent(fast, monkeypatch):
     """It may wait for others long after its heartbeat has closed down."""
     monkeypatch.setattr(heartbeat_module, "LOST_SECONDS", 0.6)
     (ours, theirs), aborts = socket.socketpair(), queue.Queue()
-    first = Heartbeat(
-        0, STAR, [JsonSocket(ours, 1)], "rank {}".format, lambda *abort: aborts.put(abort)
-    )
+    first = beating(0, (ours, 1), abort=lambda *abort: aborts.put(abort))
     JsonSocket(theirs, 0).send("bye")
     time.sleep(1.0)
     assert first.silent_ranks() == set()
@@ -158,19 +149,19 @@ def test_a_process_that_announced_its_exit_is_not_silent(fast, monkeypatch):
 def test_a_long_silence_is_not_tolerated_where_only_deaths_are(fast, monkeypatch):
     monkeypatch.setattr(heartbeat_module, "LOST_SECONDS", 0.6)
     (ours, _theirs), aborts = socket.socketpair(), queue.Queue()
-    first = Heartbeat(
-        0, STAR, [JsonSocket(ours, 1)], "rank {}".format, lambda *abort: aborts.put(abort)
-    )
+    first = beating(0, (ours, 1), abort=lambda *abort: aborts.put(abort))
     first.tolerate_deaths(lambda rank: None, silence=False)
     assert aborts.get(timeout=TIMEOUT)[1] == EXIT_NODE_LOST
 
 
-def test_without_rank_0_the_states_of_others_are_unknown():
-    star, died = star_of(3), queue.Queue()
-    star.heartbeats[1].tolerate_deaths(died.put, silence=False)
-    star.dies(0)
+def test_without_rank_0_a_rank_that_does_not_connect_to_another_one_is_silent(fast):
+    job, died = Job([0, 0, 0, 1]), queue.Queue()
+    job.heartbeats[1].tolerate_deaths(died.put, silence=False)
+    job.dies(0)
     assert died.get(timeout=TIMEOUT) == 0
-    assert "rank 0, rank 2 (unknown" in star.heartbeats[1].states(frozenset({0, 2}))
+    wait_until(lambda: job.heartbeats[1].silent_ranks() == {2})
+    states = job.heartbeats[1].states(frozenset({0, 2}))
+    assert states.startswith("rank 0 (has died); rank 2 (silent")
 
 
 def test_an_abort_reaches_all_with_its_status():
@@ -188,7 +179,7 @@ def test_a_long_reason_is_shortened():
 
 def test_a_process_that_exits_normally_has_not_died():
     star = star_of(3)
-    for rank, peer in ((1, star.sockets[0][0]), (0, star.sockets[2][0])):
+    for rank, peer in ((1, star.peers(0)[0]), (0, star.peers(2)[0])):
         star.heartbeats[rank].close()
         wait_until(lambda peer=peer: peer.exiting)
         star.dies(rank)
@@ -200,16 +191,14 @@ def test_silence_is_noticed_forwarded_and_over(fast):
     pairs = [socket.socketpair() for _ in range(2)]
     aborts = queue.Queue()
     heartbeats = [
-        Heartbeat(
-            0, STAR, [JsonSocket(pairs[0][0], 1), JsonSocket(pairs[1][0], 2)], str, aborts.put
-        ),
-        Heartbeat(1, STAR, [JsonSocket(pairs[0][1], 0)], str, aborts.put),
+        beating(0, (pairs[0][0], 1), (pairs[1][0], 2), abort=aborts.put),
+        beating(1, (pairs[0][1], 0), abort=aborts.put),
     ]
     for heartbeat in heartbeats:
         wait_until(lambda heartbeat=heartbeat: heartbeat.silent_ranks() == {2})
-        assert heartbeat.states(frozenset({2})).startswith("2 (silent")
+        assert heartbeat.states(frozenset({2})).startswith("rank 2 (silent")
         assert "(alive" in heartbeat.states(frozenset({0, 2}))
-    Heartbeat(2, STAR, [JsonSocket(pairs[1][1], 0)], str, aborts.put)
+    beating(2, (pairs[1][1], 0), abort=aborts.put)
     for heartbeat in heartbeats:
         wait_until(lambda heartbeat=heartbeat: heartbeat.silent_ranks() == frozenset())
     assert aborts.empty()
@@ -219,25 +208,19 @@ def test_a_long_silence_aborts_all(fast, monkeypatch):
     monkeypatch.setattr(heartbeat_module, "LOST_SECONDS", 1.0)
     pairs = [socket.socketpair() for _ in range(2)]
     aborts = [queue.Queue(), queue.Queue()]
-    Heartbeat(
-        0,
-        STAR,
-        [JsonSocket(pairs[0][0], 1), JsonSocket(pairs[1][0], 2)],
-        str,
-        lambda *e: aborts[0].put(e),
-    )
-    Heartbeat(1, STAR, [JsonSocket(pairs[0][1], 0)], str, lambda *e: aborts[1].put(e))
+    beating(0, (pairs[0][0], 1), (pairs[1][0], 2), abort=lambda *e: aborts[0].put(e))
+    beating(1, (pairs[0][1], 0), abort=lambda *e: aborts[1].put(e))
     for received in aborts:
         reason, status = received.get(timeout=TIMEOUT)
-        assert reason.startswith("2 was silent for 1 s. Check whether")
+        assert reason.startswith("rank 2 was silent for 1 s. Check whether")
         assert status == EXIT_NODE_LOST
 
 
 def test_a_rank_without_a_connection_is_not_called_alive():
-    heartbeat = Heartbeat(0, STAR, [], "rank {}".format, lambda *abort: None, frozenset({1}))
-    assert (
-        heartbeat.states(frozenset({1})) == "rank 1 (unknown: no heartbeat connection leads to it)"
-    )
+    heartbeat = beating(0)
+    heartbeat.set_unconnected(frozenset({1}))
+    unknown = "rank 1 (unknown: no heartbeat connection leads to it)"
+    assert heartbeat.states(frozenset({1})) == unknown
     assert heartbeat.states(frozenset()) == "the other processes"
 
 
@@ -245,10 +228,33 @@ def test_a_rank_without_a_connection_is_not_called_alive():
 def test_malformed_messages_are_ignored(data):
     ours, theirs = socket.socketpair()
     aborts = queue.Queue()
-    Heartbeat(0, STAR, [JsonSocket(ours, 1)], str, lambda *abort: aborts.put(abort))
+    beating(0, (ours, 1), abort=lambda *abort: aborts.put(abort))
     theirs.sendall(data)
     theirs.sendall(b'\n["end", "a message", 3]\n')
     assert aborts.get(timeout=TIMEOUT) == ("a message", 3)
+
+
+KINDS = st.sampled_from(["beat", "bye", "end", "here"])
+PARTS = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 300) | st.text(max_size=3),
+    lambda parts: st.lists(parts, max_size=5),
+    max_leaves=20,
+)
+LINES = st.lists(PARTS, max_size=5).map(json.dumps).map(str.encode)
+MESSAGES = st.tuples(KINDS, st.lists(PARTS, max_size=5)).map(lambda x: json.dumps([x[0], *x[1]]))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.binary(max_size=50) | LINES | MESSAGES.map(str.encode), max_size=20))
+def test_no_bytes_of_a_peer_stop_a_heartbeat(pieces):
+    (ours, theirs), aborts = socket.socketpair(), queue.Queue()
+    heartbeat = beating(0, (ours, 1), abort=lambda *abort: aborts.put(abort))
+    with theirs:
+        theirs.sendall(b"\n".join([*pieces, b'["end", "a message", 3]', b""]))
+        while (abort := aborts.get(timeout=TIMEOUT)) != ("a message", 3):
+            assert isinstance(abort[0], str)
+            assert 0 <= abort[1] < 256
+        assert heartbeat.states(frozenset(range(4)))
 
 
 @given(st.lists(st.binary(max_size=200), max_size=5), st.lists(st.integers(), max_size=3))
@@ -288,48 +294,39 @@ def test_sending_does_not_block_if_the_peer_does_not_read():
 
 
 class Comm:
-    """A communicator of threads of one process, with the methods that the heartbeat uses.
+    """A communicator of threads of one process, with the methods that the heartbeat uses."""
 
-    A message arrives only when its sender calls MPI again, as with OFI's sockets.
-    """
-
-    def __init__(self, rank, barrier, given, sent):
-        self.rank, self.barrier, self.given, self.sent = rank, barrier, given, sent
-        self.posted = []
+    def __init__(self, rank, barrier, given):
+        self.rank, self.barrier, self.given = rank, barrier, given
 
     def Get_rank(self):
         return self.rank
 
     def Allgather(self, own, received):
-        self.given[self.rank] = own[0]
+        received[:] = np.concatenate(self.all(own.copy()))
+
+    def bcast(self, value):
+        return self.all(value)[0]
+
+    def all(self, value):
+        self.given[self.rank] = value
         self.barrier.wait(TIMEOUT)
-        received[:] = [self.given[rank] for rank in range(self.barrier.parties)]
-
-    def isend(self, value, dest):
-        self.posted.append((dest, value))
-        return self
-
-    def recv(self, source):
-        self.Iprobe()
-        return self.sent[self.rank].get(timeout=TIMEOUT)
+        values = [self.given[rank] for rank in range(self.barrier.parties)]
+        self.barrier.wait(TIMEOUT)
+        return values
 
     def Iprobe(self):
-        while self.posted:
-            rank, value = self.posted.pop()
-            self.sent[rank].put(value)
-
-    wait = Iprobe
+        self.polled = True
 
 
 def started(size):
     """Heartbeats by rank, and the aborts of each. All processes are on one host."""
     barrier, given, heartbeats = threading.Barrier(size), {}, {}
     aborts = {rank: queue.Queue() for rank in range(size)}
-    sent = {rank: queue.Queue() for rank in range(size)}
 
     def start(rank):
         heartbeats[rank] = start_heartbeat(
-            Comm(rank, barrier, given, sent),
+            Comm(rank, barrier, given),
             np.zeros(size, int),
             "rank {}".format,
             lambda *abort: aborts[rank].put(abort),
@@ -345,9 +342,9 @@ def started(size):
 
 @pytest.mark.parametrize(("size", "group"), [(4, 32), (8, 2)])
 def test_processes_connect_to_each_other(caplog, monkeypatch, size, group):
-    monkeypatch.setattr("jdaso.cluster.tree.GROUP", group)
+    monkeypatch.setattr(tree_module, "GROUP", group)
     heartbeats, aborts = started(size)
-    assert max(len(heartbeat._sockets) for heartbeat in heartbeats.values()) <= group + 1
+    assert max(len(heartbeat._links.peers) for heartbeat in heartbeats.values()) <= group + 1
     last = size - 1
     assert heartbeats[last].broadcast_abort("the reason", 5)
     for rank in range(last):
@@ -356,12 +353,93 @@ def test_processes_connect_to_each_other(caplog, monkeypatch, size, group):
     assert caplog.text == ""
 
 
+def parent_of(heartbeat):
+    parent = heartbeat._links.parent
+    return parent.rank if parent else None
+
+
+def test_those_below_a_dead_process_report_to_the_next_one_above_it(fast, monkeypatch, caplog):
+    monkeypatch.setattr(tree_module, "GROUP", 2)
+    heartbeats, aborts = started(9)  # 1 and 2 report to 0, 3 and 4 to 1, 5 and 6 to 2, 7 and 8 to 3
+    told, left = {rank: queue.Queue() for rank in heartbeats}, set(heartbeats)
+    for rank, heartbeat in heartbeats.items():
+        heartbeat.tolerate_deaths(told[rank].put, silence=False)
+    # Each with those that report to another process then. At last nobody above them is left.
+    deaths = [({1}, {3: 0, 4: 0}), ({7}, {}), ({3}, {8: 0})]
+    deaths += [({0, 2}, {4: None, 5: 4, 6: 4, 8: 4}), ({6}, {})]
+    for dead, parents in deaths:
+        for rank in dead:
+            dies(heartbeats[rank])
+        left -= dead
+        for rank in left:
+            assert {told[rank].get(timeout=TIMEOUT) for _ in dead} == dead
+        for rank, parent in parents.items():
+            wait_until(lambda rank=rank, parent=parent: parent_of(heartbeats[rank]) == parent)
+        for rank in left:
+            others = frozenset(left) - {rank}
+            wait_until(lambda h=heartbeats[rank], o=others: "silent" not in h.states(o))
+            assert ";" not in heartbeats[rank].states(others)
+            assert heartbeats[rank].states(frozenset(dead)).endswith("(has died)")
+    assert all(told[rank].empty() and aborts[rank].empty() for rank in left)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3, 2**32 - 1])
+def test_only_ranks_that_are_not_connected_may_connect(rank, caplog):
+    heartbeats, aborts = started(3)
+    contact = heartbeats[1]._links.contacts[0]
+    assert connect(*contact[1:], rank, 0.1) is None
+    assert len(heartbeats[0]._links.peers) == 2
+    assert all(messages.empty() for messages in aborts.values())
+
+
+def test_one_that_can_report_to_nobody_says_so_and_is_not_called_alive(fast, monkeypatch, caplog):
+    monkeypatch.setattr(tree_module, "GROUP", 1)
+    heartbeats, _ = started(4)  # a chain
+    monkeypatch.setattr(links_module, "connect", lambda *_: time.sleep(0.01))
+    monkeypatch.setattr(links_module, "CONNECT_SECONDS", 0.1)
+    for heartbeat in heartbeats.values():
+        heartbeat.tolerate_deaths(lambda rank: None, silence=False)
+    dies(heartbeats[1])
+    wait_until(lambda: heartbeats[0].silent_ranks() == {2})
+    assert heartbeats[0].states(frozenset({2, 3})) == (
+        "rank 2 (silent: stopped, or its host or link is down); "
+        "rank 3 (unknown: no heartbeat connection leads to it)"
+    )
+    assert heartbeats[2].states(frozenset({0})).startswith("rank 0 (unknown")
+    assert "(alive" in heartbeats[2].states(frozenset({3}))
+    wait_until(lambda: "rank 2 has no heartbeat: the process to which it" in caplog.text)
+
+
+def test_an_exit_is_told_to_all_and_those_below_report_to_another_one(fast, monkeypatch, caplog):
+    monkeypatch.setattr(tree_module, "GROUP", 2)
+    heartbeats, aborts = started(7)
+    for exited, parents in ((5, {}), (1, {3: 0, 4: 0}), (0, {2: None, 3: 2, 4: 2})):
+        heartbeats[exited].close()
+        left = [rank for rank, heartbeat in heartbeats.items() if not heartbeat._links.closing]
+        for rank, parent in parents.items():
+            wait_until(lambda rank=rank, parent=parent: parent_of(heartbeats[rank]) == parent)
+        for rank in left:
+            wait_until(lambda rank=rank, exited=exited: exited in heartbeats[rank].exited_ranks())
+            assert heartbeats[rank].states(frozenset({exited})) == f"rank {exited} (has exited)"
+            others = frozenset(left) - {rank}
+            wait_until(lambda h=heartbeats[rank], o=others: "alive" in h.states(o))
+            assert ";" not in heartbeats[rank].states(others)
+        if exited == 1:
+            dies(heartbeats[1])  # its connections are closed only then
+    assert all(messages.empty() for messages in aborts.values())
+    dies(heartbeats[3])
+    for rank in (2, 4, 6):
+        assert aborts[rank].get(timeout=TIMEOUT)[0].startswith("rank 3 has died.")
+    assert caplog.text == ""
+
+
 def test_a_rank_that_cannot_connect_is_named_and_not_called_alive(monkeypatch, caplog):
     def fail_for_rank_2(hosts, port, secret, rank, seconds):
         return None if rank == 2 else connect(hosts, port, secret, rank, seconds)
 
-    monkeypatch.setattr(heartbeat_module, "connect", fail_for_rank_2)
-    monkeypatch.setattr(heartbeat_module, "_CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(links_module, "connect", fail_for_rank_2)
+    monkeypatch.setattr(links_module, "CONNECT_SECONDS", 1.0)
     heartbeats, aborts = started(3)
     assert "no heartbeat from rank 2: rank 2 could not connect to rank 0 at port" in caplog.text
     assert (
@@ -374,82 +452,8 @@ def test_a_rank_that_cannot_connect_is_named_and_not_called_alive(monkeypatch, c
     assert aborts[0].get(timeout=TIMEOUT) == ("the reason", 5)
 
 
-def listening():
-    listener = socket.create_server(("127.0.0.1", 0))
-    return listener, listener.getsockname()[1]
-
-
-def test_unknown_peers_are_closed_and_delay_nobody():
-    listener, port = listening()
-    secret, other = new_secret(), new_secret()
-    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(8)]
-    requests = [
-        b"",
-        b"GET / HTTP/1.1\r\n\r\n" * 50,
-        bytes(20),
-        secret.request,
-        other.request + bytes(4),
-    ]
-    for stranger, request in zip(strangers, requests, strict=False):
-        stranger.sendall(request)
-    strangers[-1].close()
-    strangers[-2].sendall(
-        secret.request + (9).to_bytes(4, "big")
-    )  # the secret, with an unknown rank
-    connected = {}
-
-    def connect_to_root(rank):
-        connected[rank] = connect(["127.0.0.1"], port, secret, rank, TIMEOUT)
-
-    threads = [threading.Thread(target=connect_to_root, args=(rank,)) for rank in (1, 2)]
-    for thread in threads:
-        thread.start()
-    accepted = accept_peers(listener, secret, {1, 2}, TIMEOUT)
-    for thread in threads:
-        thread.join()
-    assert accepted.keys() == {1, 2}
-    for rank, connection in accepted.items():
-        assert connection.getpeername() == connected[rank].getsockname()
-        connection.close()
-        connected[rank].close()
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port))
-    for stranger in strangers:
-        stranger.close()
-
-
-def test_accepting_peers_times_out():
-    listener, _ = listening()
-    assert accept_peers(listener, new_secret(), {1}, 0.1) == {}
-
-
-def test_another_server_at_the_same_port_is_skipped(monkeypatch):
-    stranger = socket.create_server(("127.0.0.2", 0))
-    port = stranger.getsockname()[1]
-    listener = socket.create_server(("127.0.0.1", port))
-    secret = new_secret()
-    monkeypatch.setattr("jdaso.cluster.rendezvous._REPLY_SECONDS", 0.2)
-    found = {}
-    hosts = ["127.0.0.2", "127.0.0.1"]
-    thread = threading.Thread(
-        target=lambda: found.update(connection=connect(hosts, port, secret, 1, TIMEOUT))
-    )
-    thread.start()
-    accepted = accept_peers(listener, secret, {1}, TIMEOUT)
-    thread.join()
-    assert found["connection"].getpeername() == ("127.0.0.1", port)
-    for connection in (stranger, found["connection"], *accepted.values()):
-        connection.close()
-
-
-def test_connecting_times_out():
-    listener, port = listening()
-    listener.close()
-    assert connect(["127.0.0.1"], port, new_secret(), 1, 0.3) is None
-
-
 def test_with_a_silent_rank_0_the_states_of_others_are_unknown():
-    heartbeat = Heartbeat(1, STAR, [], "rank {}".format, lambda *abort: None)
+    heartbeat = beating(1)
     heartbeat._reports.silent = frozenset({0})
     assert heartbeat.states(frozenset({2})).startswith("rank 2 (unknown: no heartbeat connection")
     assert "rank 0 (silent" in heartbeat.states(frozenset({0, 2}))

@@ -1,5 +1,7 @@
 """Who has not posted an operation: questions go up a tree of processes, and answers come down."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,8 +17,10 @@ from jdaso.cluster.roll_call import (
     RollCall,
     decode,
     decode_calls,
+    decode_ranks,
     earliest,
     encode,
+    encode_ranks,
     merge,
 )
 
@@ -34,8 +38,7 @@ class Tree:
         self.parents = parents
         self.calls = [RollCall(rank, lambda: None) for rank in range(len(parents))]
         self.reports = [
-            Reports(rank, np.array(parents), str, frozenset(), self.calls[rank])
-            for rank in range(len(parents))
+            Reports(rank, np.array(parents), str, self.calls[rank]) for rank in range(len(parents))
         ]
         self.most = 0
 
@@ -50,8 +53,9 @@ class Tree:
             for rank in set(range(len(self.parents))) - set(silent):
                 reports = self.reports[rank]
                 seen = frozenset(silent) & frozenset(self.peers(rank))
-                for peer, message in reports.messages(self.peers(rank), seen).items():
-                    self.reports[peer].receive(rank, *message)
+                parent = self.parents[rank] if rank else None
+                for peer, message in reports.messages(parent, self.peers(rank), seen).items():
+                    self.reports[peer].receive(rank, message)
                     self.most, new = max(self.most, len(str(message))), True
 
 
@@ -109,11 +113,47 @@ def test_messages_stay_short_with_many_processes():
     assert tree.most < 1 << 15
 
 
+SMALL = st.integers(-2, 5)
+CALLS = st.lists(st.lists(SMALL | ANYTHING, min_size=2, max_size=2))
+ABSENT = st.tuples(SMALL, st.booleans(), SMALL, SMALL, st.text(max_size=3)).map(list)
+ANSWERS = st.tuples(SMALL, SMALL, SMALL, SMALL, st.lists(ABSENT | ANYTHING)).map(list)
+PAIRS = st.lists(st.lists(SMALL, min_size=2, max_size=2) | ANYTHING)
+REPORTS = st.tuples(*[PAIRS] * 3, CALLS, st.lists(ANSWERS | ANYTHING))
+
+
+@given(st.lists(st.tuples(st.sampled_from([0, 2, 3]), REPORTS.map(list) | ANYTHING), max_size=4))
+def test_no_report_of_a_peer_makes_a_process_fail_or_name_a_rank_that_is_none(received):
+    calls = RollCall(1, lambda: None)
+    reports = Reports(1, np.array([0, 0, 1, 1]), "{:d}".format, calls)
+    calls.ask(Call(0, 1))
+    valid = [[[2, 2]], [], [], [], []]
+    for peer, message in [*received, (2, valid)]:
+        reports.receive(peer, message)
+        sent = reports.messages(0, [0, 2, 3], frozenset())
+        json.dumps(sent)
+        people = [p for answer in calls.answers.values() for p in answer.names]
+        ranks = reports.silent | reports.dead | reports.exited | {p.rank for p in people}
+        assert all(type(rank) is int and 0 <= rank < 4 for rank in ranks)
+        assert reports.states(frozenset(range(4)))
+        assert all(p.name.isprintable() for p in people)
+    reports.receive(3, valid)
+    reports.repeat()
+    assert 2 in decode_ranks(reports.messages(None, [3], frozenset())[3][0], 4)
+
+
+@given(st.sets(st.integers(0, 30)))
+def test_ranks_arrive_as_they_were_sent(ranks):
+    pairs = encode_ranks(ranks)
+    assert decode_ranks(pairs, 31) == ranks
+    assert decode_ranks([*pairs, *pairs], 31) == ranks
+    assert decode_ranks(pairs, 10) == {r for a, b in pairs if b < 10 for r in range(a, b + 1)}
+
+
 @given(st.lists(ANYTHING, max_size=5))
 def test_what_is_malformed_is_left_out(message):
-    assert all(isinstance(answer, Answer) for answer in decode(message).values())
+    assert all(isinstance(answer, Answer) for answer in decode(message, 4).values())
     assert all(isinstance(call, Call) for call in decode_calls(message))
     valid = {Call(1, 2): merge([Answer(1), Answer(1, 1, (Absent(3, True, Call(0, 1), "a"),))])}
-    decoded = decode([*encode(valid), *message])
+    decoded = decode([*encode(valid), *message], 4)
     assert decoded.keys() >= valid.keys()
     assert earliest(decode_calls([[1, 2], [1, 1]])) == [Call(1, 1)]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdaso.cluster import tree
-from jdaso.cluster.tree import connected, parents
+from jdaso.cluster.tree import ancestors, connected, parents, without
 
 
 def groups(hosts):
@@ -24,6 +24,22 @@ def test_every_process_reaches_the_first_one_and_has_few_that_report_to_it(hosts
     assert np.bincount(found).max() <= 2 * group + 1  # and rank 0 itself
     leaves = [rank for rank in range(1, len(hosts)) if hosts[found[rank]] != hosts[rank]]
     assert len(leaves) == len(set(hosts)) - 1  # one connection to each other host
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=50), st.integers(1, 4), st.data())
+def test_without_some_ranks_each_reports_to_the_next_above_or_to_the_lowest(hosts, group, data):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree, "GROUP", group)
+        found = parents(groups(hosts))
+    ranks = range(len(hosts))
+    gone = data.draw(st.sets(st.sampled_from(ranks), max_size=len(hosts) - 1))
+    left = [rank for rank in ranks if rank not in gone]
+    repaired = without(found, gone)
+    for rank in left:
+        above = [other for other in ancestors(found, rank) if other not in gone]
+        assert repaired[rank] == (above or left)[0]
+        assert repaired[rank] < rank or rank == left[0]
+    assert connected(repaired, left[0], [], gone)[left].all()
 
 
 def test_thousands_of_nodes_are_a_few_levels():

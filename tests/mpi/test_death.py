@@ -57,6 +57,16 @@ def test_slow_process_is_called_alive_and_waited_for():
     assert "silent" not in ended.output
 
 
+def test_process_that_has_exited_is_neither_dead_nor_late():
+    ended = mpiexec(PROCESSES, "death.py", "exited", timeout=60)
+    assert ended.returncode == 1, ended.output
+    said = [line for line in ended.output.splitlines() if "waiting for all other" in line]
+    assert len(said) == 2, ended.output
+    assert all(": rank 1 (" in line and ") (has exited); rank " in line for line in said)
+    assert "died" not in ended.output
+    assert "silent" not in ended.output
+
+
 @pytest.mark.parametrize("case", ["ended", "exception in a child"])
 def test_ordinary_ends_are_no_deaths(case):
     ended = mpiexec(PROCESSES, "death.py", case, timeout=60, deaths_are_noticed=False)

@@ -2,7 +2,7 @@
 
 import time
 
-from jdaso.cluster.roll_call import Answer
+from jdaso.cluster.roll_call import Answer, name_ranks
 from jdaso.cluster.topology import Topology
 from jdaso.core.log import logger
 from jdaso.core.types import JdasoError
@@ -74,7 +74,7 @@ class Peers:
         """Why a request will never complete, if that is known."""
         absent, roll_call = self._answer(request).names, self._roll_call
         if exited := [process.rank for process in absent if process.closed]:
-            names = ", ".join(map(self._describe, exited))
+            names = name_ranks(exited, self._describe)
             return (
                 f"{names} exited without taking part. All nodes must take the same number of steps."
             )
@@ -104,7 +104,8 @@ class Peers:
         heartbeat, answer = self.topology.heartbeat, self._answer(request)
         if heartbeat is None:
             return _UNKNOWN
-        ranks = heartbeat.silent_ranks().union(process.rank for process in answer.names)
+        ranks = heartbeat.silent_ranks() | heartbeat.exited_ranks()
+        ranks |= {process.rank for process in answer.names}
         if not ranks:
             complete = answer.answered == len(self.topology.processes)
             return "the network: all processes have posted it" if complete else _UNKNOWN

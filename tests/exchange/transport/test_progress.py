@@ -143,6 +143,25 @@ def test_an_error_after_the_deadline_names_the_missing_rank(progress):
     assert time.monotonic() - begin >= TIMEOUT
 
 
+def test_an_error_after_the_deadline_names_those_that_have_exited(monkeypatch, aborts):
+    heartbeat = types.SimpleNamespace(
+        roll_call=RollCall(0, on_question=lambda: None),
+        silent_ranks=frozenset,
+        exited_ranks=lambda: frozenset({1}),
+        states=lambda ranks: f"{sorted(ranks)} (has exited)",
+    )
+    monkeypatch.setattr(Topology, "heartbeat", heartbeat)
+    progress = Progress(Topology(), TIMEOUT, lambda progress: None, aborts.put)
+
+    def waiting():
+        while True:
+            yield WaitState()
+
+    with pytest.raises(JdasoError, match=r"nothing came from \[1\] \(has exited\)"):
+        progress.wait(progress.submit(waiting(), "an exchange"))
+    progress.close()
+
+
 def test_time_in_which_the_process_was_stopped_does_not_count(progress, monkeypatch):
     monkeypatch.setattr(progress_module, "_SUSPENDED_SECONDS", TIMEOUT)
     looks = iter([False, True, True])

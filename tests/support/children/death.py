@@ -12,6 +12,7 @@ import numpy as np
 
 import jdaso
 from jdaso.cluster import heartbeat, tree
+from jdaso.cluster.barrier import barrier
 
 case = sys.argv[1]
 # So that the tests are short.
@@ -82,6 +83,9 @@ elif case == "exception in a child":
             os._exit(1)
 elif case == "stopped":
     broadcast_before_and_after(lambda: os.kill(os.getpid(), signal.SIGSTOP), timeout=6)
+elif case == "exited":
+    if rank != 1:
+        barrier(topology, "a test", timeout=4)
 elif case == "slow":
     broadcast_before_and_after(lambda: time.sleep(8), timeout=12)
 elif case == "ended":
