@@ -101,10 +101,11 @@ def test_processes_of_one_node_stop_together(tmp_path):
 
 
 def test_folder_of_a_run_is_not_taken_by_another(straight):
-    ended = train(straight)
+    """The first process finds out, whatever the number of nodes."""
+    ended = train(straight, nodes=1)
     assert ended.returncode != 0
     assert "already has a run; continue it with --resume" in ended.output
-    ended = train(straight, "--resume", "--momentum", "0.8")
+    ended = train(straight, "--resume", "--momentum", "0.8", nodes=1)
     assert ended.returncode != 0
     assert "momentum (0.9, now 0.8)" in ended.output
 

@@ -1,7 +1,11 @@
 """A centre over MPI: results of the simulation, and workers that are late, stopped or dead."""
 
 import pytest
-from launch import mpiexec, passes
+from launch import Batch, mpiexec, passes
+
+TOGETHER = Batch(
+    3, {case: ("center.py", case) for case in ("resumed", "replay", "late", "refused")}
+)
 
 
 def test_one_worker_over_mpi_is_the_simulation_with_one():
@@ -13,16 +17,16 @@ def test_a_worker_of_two_devices_is_the_simulation_of_one():
 
 
 def test_workers_go_on_from_a_centre_that_was_saved():
-    passes(mpiexec(3, "center.py", "resumed"))
+    TOGETHER.passes("resumed")
 
 
 def test_three_workers_are_a_replay_of_the_order_of_arrival_and_a_simulation_in_that_order():
-    passes(mpiexec(3, "center.py", "replay"))
+    TOGETHER.passes("replay")
 
 
 @pytest.mark.parametrize("case", ["late", "refused"])
 def test_workers_come_late_and_are_refused_without_harm_to_others(case):
-    passes(mpiexec(3, "center.py", case))
+    TOGETHER.passes(case)
 
 
 def test_a_worker_that_is_stopped_stops_nobody_and_goes_on():

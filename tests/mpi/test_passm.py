@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from launch import mpiexec, passes
+from launch import Batch, mpiexec, passes
 
 
 def test_three_processes_share_one_model():
@@ -19,9 +19,19 @@ def test_four_processes_lose_no_update_and_servers_average_over_their_slaves():
 ERRORS = {
     "ends early": ["rank 0", "waits at a barrier for rank 1", "which ended without it"],
     "late": ["rank 0", "waited 1 s at a barrier for rank 1"],
+}
+ERRORS_OF_ALL = {
     "other parameters": ["parameters differ", "rank 1", "float32(4,)"],
     "other blocks": ["differ", "block 0", "rank 1"],
 }
+ALL = Batch(2, {case: ("passm.py", case) for case in ERRORS_OF_ALL}, raises=True)
+
+
+@pytest.mark.parametrize("case", ERRORS_OF_ALL)
+def test_error_of_all_names_who_and_what(case):
+    errors = ALL.raised(case)
+    for text in ERRORS_OF_ALL[case]:
+        assert text in errors
 
 
 @pytest.mark.parametrize("case", ERRORS)

@@ -34,8 +34,9 @@ def test_joined_processes_reach_the_bits_of_one_process_with_several_devices(eve
     passes(mpiexec(4, "sharded.py", 2, *arguments, timeout=600))
 
 
-def test_a_mesh_of_two_axes():
-    passes(mpiexec(2, "sharded.py", 4, *FEW))
+def test_a_mesh_of_two_axes(every_algorithm):
+    """With the results of virtual clusters that the first run has kept."""
+    passes(mpiexec(2, "sharded.py", 4, *FEW, "--bits", every_algorithm[1]))
 
 
 @pytest.fixture(scope="module")

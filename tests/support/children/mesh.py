@@ -15,6 +15,7 @@ from common import (
     make_step,
     run_on_axis,
 )
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdaso
@@ -53,6 +54,8 @@ def phases(exchange):
 for build, steps in {phases: STEPS, **dict.fromkeys(ALGORITHMS.values(), 12)}.items():
     tx = build(jdaso.axis_exchange("node", NODES))
     params = jax.tree.map(lambda x: jnp.stack([x] * NODES), first)
+    # As the results of a step are placed, or the second step would be another program.
+    params = jax.device_put(params, NamedSharding(mesh, P("node")))
     state = jax.jit(one_node(tx.init))(params)
     step = functools.partial(jax.jit, donate_argnums=(0, 1))(one_node(make_step(tx)))
     for t in range(steps):

@@ -3,12 +3,13 @@
 sharded.py DEVICES ALGORITHM... [--joined] [--bits FOLDER]
 
 With ``--joined`` each device has a process of its own, and those of a node are one JAX program. A
-run without it saves the parameters of each training in the folder. Joined processes must reach the
-same bits.
+run on two devices without it saves the parameters of each training in the folder. Joined processes
+must reach the same bits. The folder also keeps the results of virtual clusters, for all runs.
 """
 
 import argparse
 import functools
+import pickle
 import re
 from pathlib import Path
 
@@ -49,7 +50,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("devices", type=int)
 parser.add_argument("algorithms", nargs="*", default=list(BUILD))
 parser.add_argument("--joined", action="store_true")
-parser.add_argument("--bits", type=Path)
+parser.add_argument("--bits", type=Path, required=True)
 arguments = parser.parse_args()
 joined = arguments.joined
 jdaso.cluster.use_virtual_devices(1 if joined else arguments.devices)
@@ -121,30 +122,34 @@ def gathers_and_callbacks(compiled):
     return re.findall(f"all-gather|all-to-all|{callback}", text)
 
 
+def on_virtual_cluster(name):
+    """The parameters that a virtual cluster reaches, computed once for all runs."""
+    kept = arguments.bits / f"{name}.pickle"
+    if not kept.exists():
+        params, state = run_on_axis(topology.num_nodes, STEPS, BUILD[name], first)
+        if "drained" in name:
+            tx = BUILD[name](jdaso.axis_exchange("node", topology.num_nodes))
+            params, _ = jax.vmap(functools.partial(drain, tx), axis_name="node")(params, state)
+        kept.write_bytes(pickle.dumps(jax.tree.map(np.asarray, params)))
+    return pickle.loads(kept.read_bytes())
+
+
 def compare(name, params):
     """Compares with a virtual cluster, whose leaves are not sharded, or with saved bits."""
-    file = arguments.bits and arguments.bits / f"{name} {topology.node}.npz"
-    if joined and file and "int8" not in name:  # other nodes keep the rounding errors of int8
+    file = arguments.bits / f"{name} {topology.node}.npz"
+    if joined and "int8" not in name:  # other nodes keep the rounding errors of int8
         expected = dict(np.load(file))
         for key, own in shards(params).items():
             np.testing.assert_array_equal(own, shards(params, expected)[key], f"{name} {key}")
         return
-
-    def run():
-        expected, state = run_on_axis(topology.num_nodes, STEPS, BUILD[name], first)
-        if "drained" in name:
-            tx = BUILD[name](jdaso.axis_exchange("node", topology.num_nodes))
-            expected, _ = jax.vmap(functools.partial(drain, tx), axis_name="node")(expected, state)
-        return expected
-
-    expected = computed_once(topology, run)
+    expected = computed_once(topology, functools.partial(on_virtual_cluster, name))
     expected = jax.tree.map(lambda x: x[topology.node], expected)
     # With int8, the numbers of a shard that is not contiguous form other blocks.
     other = {"tensor", "wide"} if "int8" in name else set()
     for leaves, rtol in ((params.keys() - other, 1e-6), (other, 1e-2)):
         own = {leaf: params[leaf] for leaf in leaves}
         assert_close(shards(own), shards(own, expected), rtol)
-    if file and not joined:
+    if arguments.devices == 2 and not joined:
         np.savez(file, **params)
 
 
@@ -152,12 +157,11 @@ for number, name in enumerate(arguments.algorithms):
     build = BUILD[name]
     exchange = jdaso.mpi_exchange(topology, shardings=by_path if number % 2 else given)
     tx = build(exchange)
-    step = jax.jit(make_step(tx), donate_argnums=(0, 1))
     params = place(first)
     state = tx.init(params)
     args = (params, state, place(gradients(params, topology.node, 0)), loss(topology.node, 0))
-    compiled = step.lower(*args).compile()
-    assert not gathers_and_callbacks(compiled), (name, gathers_and_callbacks(compiled))
+    step = jax.jit(make_step(tx), donate_argnums=(0, 1)).lower(*args).compile()
+    assert not gathers_and_callbacks(step), (name, gathers_and_callbacks(step))
     common.BAD = (1, 9) if "bad" in name else None
     params, state = train(tx, step, params, state, range(STEPS))
     if "drained" in name:
