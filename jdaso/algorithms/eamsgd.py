@@ -9,7 +9,7 @@ import optax
 
 from jdaso.algorithms.easgd import elastic_averaging
 from jdaso.core.exchange import Exchange
-from jdaso.core.optimizer_step import apply_step, updates_of
+from jdaso.core.optimizer_step import apply_step
 from jdaso.core.state import find_state
 from jdaso.core.transformation import Averaging
 from jdaso.core.tree import is_float
@@ -122,7 +122,7 @@ def nesterov(name: str, inner: Averaging, learning_rate: Any, momentum: Any) -> 
     def update(grads, state, params=None, **extra_args):
         result, new = step(grads, state, params, updates_needed=True, **extra_args)
         own = _map_floats(lambda u, w, v: u + (w - v), result.updates, _lead(new), _lead(state))
-        return updates_of(engine, result._replace(updates=own), params), new
+        return own, new
 
     def finish(params, state):
         x = eamsgd_eval_params(state, params)

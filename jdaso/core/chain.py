@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jdaso.core.optimizer_step import Moments, apply_step, updates_of
+from jdaso.core.optimizer_step import Moments, apply_step
 from jdaso.core.transformation import Averaging
 from jdaso.core.tree import is_float, is_masked
 from jdaso.core.types import ParamsWithMoments, PyTree
@@ -112,7 +112,7 @@ def chain(
 
     def update(grads, state, params=None, **extra_args):
         result, state = step(grads, state, params, True, extra_args)
-        return updates_of(engine, result, params), state
+        return result.updates, state
 
     def finish(params, state):
         old, inner = state

@@ -14,7 +14,7 @@ At all other steps the parameters pass unchanged.
 from __future__ import annotations
 
 import functools
-import numbers
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,17 +22,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdaso.core.engine_config import EngineConfig, StepContext, stop_unless_finite
-from jdaso.core.error_feedback import init_feedback
 from jdaso.core.exchange import Exchange
 from jdaso.core.fragment_merge import merge_fragment
-from jdaso.core.fragment_step import FragmentResult, skip_fragment, step_fragment
-from jdaso.core.fragments import Fragments, cut, float_positions, num_parameters, part
+from jdaso.core.fragment_step import FragmentResult, skip_fragment, step_fragment, step_updates
+from jdaso.core.fragments import Fragments, float_positions, num_parameters
+from jdaso.core.initial_state import check_fragments, init_state, stable
 from jdaso.core.optimizer_step import link
-from jdaso.core.state import AveragingState, FragmentState
+from jdaso.core.state import AveragingState
 from jdaso.core.sync_target import AFTER_UPDATE, SyncTarget
 from jdaso.core.transformation import Averaging, Engine
-from jdaso.core.tree import all_finite, check_arrays, conditional, float_leaves, where_tree
-from jdaso.core.types import Merge, ParamsWithMoments, Plan, PyTree, Schedule, keep_leaves
+from jdaso.core.tree import all_finite, conditional, float_leaves, where_tree
+from jdaso.core.types import Merge, PyTree, Schedule
 from jdaso.core.validation import check_choice, check_schedule
 
 
@@ -80,7 +80,7 @@ def averaging(
     check_choice("nonfinite", nonfinite, ("skip", "raise", "off"))
     check_schedule(name, schedule)
     if not callable(fragments):
-        _check_fragments(fragments, schedule)
+        check_fragments(fragments, schedule)
     if merge.relative and "int8" in (wire, blocking_wire):
         raise ValueError(
             f"{name}: the wire int8 sends differences from the last mean, and does not go with a "
@@ -97,59 +97,7 @@ def averaging(
         moves_moments=merge.own_weight is not None,
     )
     return link(
-        engine, functools.partial(_init, config), jax.jit(functools.partial(_finish, config))
-    )
-
-
-def _check_fragments(count: Any, schedule: Schedule) -> None:
-    whole = isinstance(count, numbers.Integral) and not isinstance(count, bool)
-    if not whole or not 1 <= count <= schedule.longest:
-        raise ValueError(
-            f"fragments must be a whole number in [1, {schedule.longest}], got {count!r}: "
-            "each fragment needs a step of its own within the longest period."
-        )
-
-
-def _init(config: EngineConfig, params: PyTree) -> AveragingState:
-    check_arrays(f"{config.name}: init", params)
-    if jax.tree.leaves(params) and not float_leaves(params):
-        raise ValueError(
-            f"{config.name}: params must have at least one floating-point leaf to average."
-        )
-    if jax.tree.leaves(params):  # optax.tree_map_params calls init on a tree without leaves
-        config.exchange.restart()
-    parts = cut(params, config.fragments)
-    _check_fragments(len(parts), config.schedule)
-    zero = jnp.zeros((), jnp.int32)
-    schedule_state = config.schedule.init()
-    state = AveragingState(
-        step=zero,
-        exchanges=zero,
-        skipped=zero,
-        left_out=zero,
-        merged=jnp.zeros((), bool),
-        plan=_stable(config.schedule.plan(schedule_state, zero)[0]),
-        losses=jnp.zeros((2,), jnp.float32),
-        schedule=schedule_state,
-        fragments=tuple(_init_fragment(config, part(params, positions)) for positions in parts),
-    )
-    # Each field needs a buffer of its own, or the state could not be donated.
-    return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
-
-
-def _init_fragment(config: EngineConfig, tree: PyTree) -> FragmentState:
-    params = tree.params if isinstance(tree, ParamsWithMoments) else tree
-    int8 = "int8" in (config.wire, config.blocking_wire)
-    zero = jnp.zeros((), jnp.int32)
-    return FragmentState(
-        posted=jnp.zeros((), bool),
-        age=zero,
-        delay=zero,
-        number=zero,
-        sound=jnp.ones((), bool),
-        exchange=config.exchange.init(tree),
-        merge=config.merge.init(params),
-        feedback=init_feedback(tree, config.sync_target.uses_anchor) if int8 else (),
+        engine, functools.partial(init_state, config), jax.jit(functools.partial(_finish, config))
     )
 
 
@@ -168,7 +116,8 @@ def _move(
     finite: jax.Array,
     value: Any = None,
     replicated: PyTree = (),
-) -> tuple[PyTree, AveragingState, jax.Array]:
+    origin: PyTree = None,
+) -> tuple[PyTree, AveragingState]:
     """Merges and posts what is due, in one conditional that leaves the tree in place.
 
     Args:
@@ -176,15 +125,16 @@ def _move(
         finite: bool scalar, whether the gradients of this step were finite.
         value: the loss, or None.
         replicated: arrays that must be the same on all nodes.
+        origin: the parameters, if the tree has updates in their place.
 
     Returns:
-        The tree, the new state, and whether the tree has changed.
+        The tree, in which updates lead from ``origin`` to what was merged, and the new state.
     """
     target = config.sync_target
     leaves, treedef = jax.tree.flatten(tree)
     started = state.step >= target.schedule_lag
     plan, scheduled = config.schedule.plan(state.schedule, state.step - target.schedule_lag)
-    plan = _stable(plan)
+    plan = stable(plan)
     plan = plan._replace(flush=plan.flush & started, epoch_end=plan.epoch_end & started)
     # If the schedule lags, this step's loss belongs to the schedule's next step.
     loss = _loss(value)
@@ -201,16 +151,19 @@ def _move(
         contexts.append(
             StepContext(state.step, plan, state.schedule, replicated, losses, due, post)
         )
-    positions_of = float_positions(tree, config.fragments)
-    counts = [sum(i < num_parameters(tree) for i in positions) for positions in positions_of]
-    configs = [_bound(config, tree, positions) for positions in positions_of]
+    like = tree if origin is None else origin
+    positions_of = float_positions(like, config.fragments)
+    steps = [
+        _step(config, context, like, positions, origin is not None)
+        for context, positions in zip(contexts, positions_of, strict=True)
+    ]
 
     def exchange(parts, fragments, number):
         left_out, observed = jnp.zeros((), jnp.int32), jnp.zeros((2,), jnp.float32)
         for i, context in enumerate(contexts):
             parts[i], fragments[i], result = lax.cond(
                 context.due | context.post,
-                functools.partial(step_fragment, configs[i], context, counts[i]),
+                steps[i],
                 skip_fragment,
                 parts[i],
                 fragments[i],
@@ -231,7 +184,6 @@ def _move(
 
     posts = jnp.stack([context.post for context in contexts]).any()
     merged = jnp.stack([context.due for context in contexts]).any() | (posts & (plan.delay == 0))
-    changed = merged | (posts & (config.merge.on_post is not keep_leaves))
     # Sum and number of the epoch's losses over all nodes have the same bits on every node.
     observes = plan.epoch_end & ~plan.blocking & (result.losses[1] > 0)
     observed = config.schedule.observe(
@@ -248,7 +200,7 @@ def _move(
         schedule=where_tree(observes, observed, scheduled),
         fragments=tuple(fragments),
     )
-    return jax.tree.unflatten(treedef, leaves), state, changed
+    return jax.tree.unflatten(treedef, leaves), state
 
 
 def _finish(
@@ -258,11 +210,10 @@ def _finish(
     new_fragments, left_out = [], state.left_out
     positions_of = float_positions(params, config.fragments)
     for positions, fragment in zip(positions_of, state.fragments, strict=True):
-        num_params = sum(i < num_parameters(params) for i in positions)
-        own = _bound(config, params, positions)
+        own, count = _bound(config, params, positions)
         merged, fragment, lost = lax.cond(
             fragment.posted,
-            lambda x, f, n=num_params, c=own: merge_fragment(c, state.step, n, x, f)[:3],
+            lambda x, f, n=count, c=own: merge_fragment(c, state.step, n, x, f)[:3],
             lambda x, f: (x, f, jnp.zeros((), bool)),
             [xs[i] for i in positions],
             fragment,
@@ -275,12 +226,24 @@ def _finish(
     return jax.tree.unflatten(treedef, xs), state
 
 
-def _bound(config: EngineConfig, tree: PyTree, positions: list[int]) -> EngineConfig:
-    """The configuration with the exchange of some leaves of a tree."""
+def _step(
+    config: EngineConfig, context: StepContext, tree: PyTree, positions: list[int], updates: bool
+) -> Callable:
+    """What merges and posts a fragment of a tree, or updates of it."""
+    bound, count = _bound(config, tree, positions)
+    if not updates:
+        return functools.partial(step_fragment, bound, context, count)
+    leaves = jax.tree.leaves(tree)
+    return functools.partial(step_updates, bound, context, [leaves[i] for i in positions[:count]])
+
+
+def _bound(config: EngineConfig, tree: PyTree, positions: list[int]) -> tuple[EngineConfig, int]:
+    """The configuration with the exchange of some leaves, and how many of them are parameters."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     names = [jax.tree_util.keystr(leaves[i][0]) for i in positions]
     exchange = config.exchange.bound(names, [leaves[i][1] for i in positions])
-    return config._replace(exchange=exchange)
+    count = sum(i < num_parameters(tree) for i in positions)
+    return config._replace(exchange=exchange), count
 
 
 def _loss(value: Any) -> jax.Array:
@@ -289,9 +252,3 @@ def _loss(value: Any) -> jax.Array:
         return jnp.zeros((2,), jnp.float32)
     value = jnp.asarray(value, jnp.float32)
     return jnp.where(jnp.isfinite(value), jnp.stack([value, jnp.ones_like(value)]), 0.0)
-
-
-def _stable(plan: Plan) -> Plan:
-    """Casts the fields of a plan to their dtypes."""
-    ints = [jnp.asarray(x, jnp.int32) for x in plan[:4]]
-    return Plan(*ints, *(jnp.asarray(x, bool) for x in plan[4:]))

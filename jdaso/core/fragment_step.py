@@ -12,6 +12,7 @@ from jdaso.core.engine_config import EngineConfig, StepContext
 from jdaso.core.fragment_merge import merge_fragment
 from jdaso.core.fragment_post import post_fragment
 from jdaso.core.state import FragmentState
+from jdaso.core.tree import difference
 from jdaso.core.types import Leaves, PyTree
 
 
@@ -66,6 +67,27 @@ def step_fragment(
         lost = lost.astype(jnp.int32) + lost_now
     left_out = lost.astype(jnp.int32) + unsound
     return leaves, fragment, FragmentResult(number, left_out, losses)
+
+
+def step_updates(
+    config: EngineConfig,
+    context: StepContext,
+    params: Leaves,
+    leaves: Leaves,
+    fragment: FragmentState,
+    number: jax.Array,
+) -> tuple[Leaves, FragmentState, FragmentResult]:
+    """:func:`step_fragment` for updates of ``params``, which may precede moments.
+
+    What is exchanged is computed here, in the branch of a conditional, so that it costs nothing at
+    the other steps.
+    """
+    target, count = config.sync_target, len(params)
+    updates, moments = leaves[:count], leaves[count:]
+    tree = [*target.to_tree(params, updates), *moments]
+    tree, fragment, result = step_fragment(config, context, count, tree, fragment, number)
+    updates = difference(params, updates, target.to_params(tree[:count], updates))
+    return [*updates, *tree[count:]], fragment, result
 
 
 def skip_fragment(

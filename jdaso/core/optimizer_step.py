@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from jdaso.core.state import AveragingState
 from jdaso.core.sync_target import BEFORE_UPDATE
 from jdaso.core.transformation import Averaging, Engine
-from jdaso.core.tree import add_updates, conditional, difference, where_tree
+from jdaso.core.tree import add_updates, conditional, where_tree
 from jdaso.core.types import ParamsWithMoments, PyTree
 
 
@@ -29,15 +28,13 @@ class Step(NamedTuple):
         params: after the step.
         optimizer: state of the local optimizer.
         averaging: state of the averaging.
-        updates: of the local optimizer, or None if they were not asked for.
-        changed: bool, whether the averaging has changed the parameters.
+        updates: that make the step, or None if they were not asked for.
     """
 
     params: PyTree
     optimizer: PyTree
     averaging: AveragingState
     updates: PyTree
-    changed: jax.Array
 
 
 def apply_step(
@@ -71,31 +68,34 @@ def apply_step(
         return (add_updates(tree, updates) if params is not None else None), new, updates
 
     if target.of_gradients:
-        grads, averaging, changed = engine.move(grads, averaging, finite, value, params)
+        grads, averaging = engine.move(grads, averaging, finite, value, params)
         params, new, updates = local(params, params, old, grads)
-        return Step(params, new, averaging, updates, jnp.zeros_like(changed))
+        return Step(params, new, averaging, updates)
     if params is None:
         raise ValueError(f"{engine.name} moves parameters: call update(updates, state, params).")
     if target is BEFORE_UPDATE and not updates_needed:
         # The update is added to the merged parameters, so that it needs no memory of its own.
-        tree, averaging, changed = engine.move(params, averaging, finite, value)
+        tree, averaging = engine.move(params, averaging, finite, value)
         params, new = _if(finite, local, tree, params, old, grads)
-        return Step(params, new, averaging, None, changed)
+        return Step(params, new, averaging, None)
+    origin = None
     if updates_needed:
         _, new, updates = local(params, params, old, grads)
-        updates = _where_finite(finite, updates, params)
+        tree, origin = _where_finite(finite, updates, params), params
         new = where_tree(finite, new, old)
-        tree = target.to_tree(params, updates)
     else:
         tree, new = _if(finite, local, params, params, old, grads)
-        updates = None
     if moments is None:
-        tree, averaging, changed = engine.move(tree, averaging, finite, value)
+        tree, averaging = engine.move(tree, averaging, finite, value, origin=origin)
     else:
-        tree = ParamsWithMoments(tree, moments.read(new))
-        (tree, moved), averaging, changed = engine.move(tree, averaging, finite, value)
+        read = moments.read(new)
+        both = ParamsWithMoments(tree, read)
+        origin = origin if origin is None else ParamsWithMoments(origin, read)
+        (tree, moved), averaging = engine.move(both, averaging, finite, value, origin=origin)
         new = moments.replace(new, moved)
-    return Step(target.to_params(tree, updates), new, averaging, updates, changed)
+    if updates_needed:
+        return Step(add_updates(params, tree), new, averaging, tree)
+    return Step(tree, new, averaging, None)
 
 
 def _check_gradients(name: str, grads: PyTree, params: PyTree, value: Any) -> None:
@@ -161,17 +161,6 @@ def _where_finite(finite: jax.Array, updates: PyTree, params: PyTree) -> PyTree:
     return jax.tree.map(choose, params, updates, is_leaf=lambda x: x is None)
 
 
-def updates_of(engine: Engine, step: Step, params: PyTree) -> PyTree:
-    """The updates that make the step: the local optimizer's, unless the averaging changed more."""
-    if engine.sync_target.of_gradients:
-        return step.updates
-    return lax.cond(
-        step.changed,
-        lambda: difference(params, step.updates, step.params),
-        lambda: step.updates,
-    )
-
-
 def link(
     engine: Engine,
     init: Callable[[PyTree], AveragingState],
@@ -185,7 +174,7 @@ def link(
         step = apply_step(
             engine, nothing, updates, nested, params, updates_needed=True, **extra_args
         )
-        return updates_of(engine, step, params), step.averaging
+        return step.updates, step.averaging
 
     def checked_init(params):
         if not engine.sync_target.of_gradients:

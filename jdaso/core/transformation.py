@@ -21,7 +21,7 @@ class Engine(NamedTuple):
     Attributes:
         name: of the algorithm, for error messages.
         guard: ``(grads, state) -> bool``, whether the gradients are finite.
-        move: ``(tree, state, finite, value, replicated) -> (tree, state, changed)``, merges and
+        move: ``(tree, state, finite, value, replicated, origin) -> (tree, state)``, merges and
             posts what is due.
         moves_moments: whether :func:`jdaso.chain` may average the optimizer's moments as well.
     """
@@ -29,7 +29,7 @@ class Engine(NamedTuple):
     name: str
     sync_target: SyncTarget
     guard: Callable[[PyTree, AveragingState], jax.Array]
-    move: Callable[..., tuple[PyTree, AveragingState, jax.Array]]
+    move: Callable[..., tuple[PyTree, AveragingState]]
     moves_moments: bool
 
 

@@ -34,7 +34,7 @@ from jdaso.exchange.transport.ulfm import prepare_to_shrink
 def mpi_exchange(
     topology: Topology,
     wire: str | None = None,
-    chunk_bytes: int = 1 << 20,
+    chunk_bytes: int = 1 << 22,
     timeout: float = 600.0,
     native: bool | None = None,
     senders: str = "one",

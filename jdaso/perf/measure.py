@@ -107,7 +107,7 @@ def prepare(
     # one merges.
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state):
-        return engine.move(params, state, jnp.bool_(True))[:2]
+        return engine.move(params, state, jnp.bool_(True))
 
     params: list[jax.Array] = [jnp.zeros(elements, jnp.float32)]
     params, state = step(params, averaging.init(params))

@@ -35,7 +35,7 @@ _SEGMENT_BYTES = 1 << 30
 _LEAST_MESSAGE_BYTES = 1 << 16
 # Chunks in progress at a time: enough to keep a fast network busy between two polls, unless they
 # take more memory than this.
-_MOST_CHUNKS, _LEAST_CHUNKS, _CHUNKS_BYTES = 8, 2, 1 << 26
+_MOST_CHUNKS, _LEAST_CHUNKS, _CHUNKS_BYTES = 4, 2, 1 << 25
 # Numbers that are added or converted at a time, few enough that they stay in a cache.
 _ADDED_AT_ONCE, _CONVERTED_AT_ONCE = 1 << 17, 1 << 20
 

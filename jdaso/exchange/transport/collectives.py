@@ -31,7 +31,7 @@ class AllReduceOptions(NamedTuple):
     """How the bytes of an exchange travel; see :func:`jdaso.mpi_exchange`."""
 
     senders: str = "one"
-    chunk_bytes: int = 1 << 20
+    chunk_bytes: int = 1 << 22
 
 
 class _Segment(NamedTuple):

@@ -42,9 +42,9 @@ class Peers:
 
     def check(self, request: Request, now: float) -> None:
         """Fails a request that cannot complete or whose deadline has passed. Warns of delays."""
-        if request.done.is_set():
+        if request.done.is_set() or now - request.started_at < _ASK_SECONDS:
             return
-        if self._roll_call and request.call and now - request.started_at > _ASK_SECONDS:
+        if self._roll_call and request.call:
             self._roll_call.ask(request.call)
             if request.blocks:
                 self._roll_call.wait(request.call, request.name)

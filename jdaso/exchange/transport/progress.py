@@ -34,8 +34,9 @@ _UNAWAITED_SECONDS = 60.0
 # request.
 _SHORTEST_SECONDS, _LONGEST_SECONDS, _LONGEST_SERVING_SECONDS = 5e-4, 10e-3, 2e-3
 _POLLS_PER_PROGRESS = 4
-# While the program waits for a result, latency counts, but other processes may need the core.
-_AWAITED_SECONDS = 5e-5, 2e-4
+# While the program waits for a result, latency counts, but other processes may need the core. A
+# pause adds at most a sixteenth to the time of the wait, and few polls are made in a long one.
+_AWAITED_SECONDS, _POLLS_PER_AWAITED = (5e-5, 2e-3), 16
 
 
 class Polling:
@@ -56,15 +57,16 @@ class Polling:
 
     def pause(self, states: Sequence[WaitState], awaited: bool) -> float:
         """Seconds until the next poll of operations in these states."""
-        quiet = (self.polled_at - self._progressed_at) / _POLLS_PER_PROGRESS
+        quiet = self.polled_at - self._progressed_at
+        pause = max(quiet / _POLLS_PER_PROGRESS, _SHORTEST_SECONDS)
         if any(state.progressed for state in states):
-            self._pause, self._progressed_at = max(quiet, _SHORTEST_SECONDS), self.polled_at
+            self._pause, self._progressed_at = pause, self.polled_at
         else:
-            self._pause = max(quiet, self._pause)
+            self._pause = max(pause, self._pause)
         serving = not all(state.requests for state in states)
         self._pause = min(self._pause, _LONGEST_SERVING_SECONDS if serving else _LONGEST_SECONDS)
         shortest, longest = _AWAITED_SECONDS
-        return max(shortest, min(quiet, longest)) if awaited else self._pause
+        return max(shortest, min(quiet / _POLLS_PER_AWAITED, longest)) if awaited else self._pause
 
 
 class Progress:

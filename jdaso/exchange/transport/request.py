@@ -102,7 +102,8 @@ class Request:
         try:
             # Most polls end after this single MPI call.
             if requests and not requests[0].Testany(requests)[1]:
-                return self.state._replace(progressed=False)
+                state = self.state
+                return state._replace(progressed=False) if state.progressed else state
         except Exception as error:  # of MPI, which the operation may handle
             return self._operation.throw(error)
         return next(self._operation)

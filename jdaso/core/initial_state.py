@@ -1,0 +1,74 @@
+"""The state of the engine before the first step."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdaso.core.engine_config import EngineConfig
+from jdaso.core.error_feedback import init_feedback
+from jdaso.core.fragments import cut, part
+from jdaso.core.state import AveragingState, FragmentState
+from jdaso.core.tree import check_arrays, float_leaves
+from jdaso.core.types import ParamsWithMoments, Plan, PyTree, Schedule
+
+
+def init_state(config: EngineConfig, params: PyTree) -> AveragingState:
+    check_arrays(f"{config.name}: init", params)
+    if jax.tree.leaves(params) and not float_leaves(params):
+        raise ValueError(
+            f"{config.name}: params must have at least one floating-point leaf to average."
+        )
+    if jax.tree.leaves(params):  # optax.tree_map_params calls init on a tree without leaves
+        config.exchange.restart()
+    parts = cut(params, config.fragments)
+    check_fragments(len(parts), config.schedule)
+    zero = jnp.zeros((), jnp.int32)
+    schedule_state = config.schedule.init()
+    state = AveragingState(
+        step=zero,
+        exchanges=zero,
+        skipped=zero,
+        left_out=zero,
+        merged=jnp.zeros((), bool),
+        plan=stable(config.schedule.plan(schedule_state, zero)[0]),
+        losses=jnp.zeros((2,), jnp.float32),
+        schedule=schedule_state,
+        fragments=tuple(_init_fragment(config, part(params, positions)) for positions in parts),
+    )
+    # Each field needs a buffer of its own, or the state could not be donated.
+    return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
+
+
+def _init_fragment(config: EngineConfig, tree: PyTree) -> FragmentState:
+    params = tree.params if isinstance(tree, ParamsWithMoments) else tree
+    int8 = "int8" in (config.wire, config.blocking_wire)
+    zero = jnp.zeros((), jnp.int32)
+    return FragmentState(
+        posted=jnp.zeros((), bool),
+        age=zero,
+        delay=zero,
+        number=zero,
+        sound=jnp.ones((), bool),
+        exchange=config.exchange.init(tree),
+        merge=config.merge.init(params),
+        feedback=init_feedback(tree, config.sync_target.uses_anchor) if int8 else (),
+    )
+
+
+def check_fragments(count: Any, schedule: Schedule) -> None:
+    whole = isinstance(count, numbers.Integral) and not isinstance(count, bool)
+    if not whole or not 1 <= count <= schedule.longest:
+        raise ValueError(
+            f"fragments must be a whole number in [1, {schedule.longest}], got {count!r}: "
+            "each fragment needs a step of its own within the longest period."
+        )
+
+
+def stable(plan: Plan) -> Plan:
+    """Casts the fields of a plan to their dtypes."""
+    ints = [jnp.asarray(x, jnp.int32) for x in plan[:4]]
+    return Plan(*ints, *(jnp.asarray(x, bool) for x in plan[4:]))
