@@ -13,7 +13,7 @@ from jdaso.core.fragment_merge import merge_fragment
 from jdaso.core.fragment_post import post_fragment
 from jdaso.core.state import FragmentState
 from jdaso.core.tree import difference
-from jdaso.core.types import Leaves, PyTree
+from jdaso.core.types import Leaves, PyTree, keep_leaves
 
 
 class FragmentResult(NamedTuple):
@@ -86,7 +86,12 @@ def step_updates(
     updates, moments = leaves[:count], leaves[count:]
     tree = [*target.to_tree(params, updates), *moments]
     tree, fragment, result = step_fragment(config, context, count, tree, fragment, number)
-    updates = difference(params, updates, target.to_params(tree[:count], updates))
+    at_once = (context.plan.delay == 0) | (config.merge.on_post is not keep_leaves)
+    updates = lax.cond(
+        context.due | (context.post & at_once),
+        lambda: difference(params, updates, target.to_params(tree[:count], updates)),
+        lambda: updates,  # they keep their bits
+    )
     return [*updates, *tree[count:]], fragment, result
 
 
