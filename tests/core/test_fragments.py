@@ -116,7 +116,7 @@ PARAMS = {"a": jnp.linspace(-1, 1, 8), "b": jnp.linspace(2, 3, 6), "c": jnp.lins
 
 def simulate(averaging, params=PARAMS, steps=STEPS, losses=1.0):
     """Parameters and engine state of all nodes after every step. Leaves are (T, P, ...)."""
-    tx = optax.chain(optax.sgd(LR, momentum=0.5), averaging)
+    tx = jdaso.chain(optax.sgd(LR, momentum=0.5), averaging)
     rng = np.random.default_rng(0)
     drawn = {name: rng.normal(size=(steps, NODES, *x.shape)) for name, x in PARAMS.items()}
     grads = {name: jnp.asarray(drawn[name], jnp.float32) for name in params}
@@ -124,8 +124,7 @@ def simulate(averaging, params=PARAMS, steps=STEPS, losses=1.0):
     def node(grads):
         def step(carry, grad):
             x, state = carry
-            updates, state = tx.update(grad, state, x, value=losses)
-            x = optax.apply_updates(x, updates)
+            x, state = jdaso.apply_gradients(tx, grad, state, x, value=losses)
             return (x, state), (x, jdaso.core.averaging_state(state))
 
         return lax.scan(step, (params, tx.init(params)), grads)[1]
