@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 DELAYED = {"fragments": 1, "wire": None, "moments": "local"}
-OUTER = {"outer_rate": 0.7, "outer_momentum": 0.9, "outer_warmup": 0}
+OUTER = {"outer_rate": 0.7, "outer_momentum": 0.9, "outer_warmup": 10}
 #: The values of sync, with the keys that each algorithm uses and their defaults.
 SYNC = {
     "daso": {"period": 4, "delay": 2, **DELAYED},
@@ -111,7 +111,7 @@ class Config:
     fragments: int | None = key(None, "parts of the model (1); daso, dasgd, diloco", "[1, inf)")
     outer_rate: float | None = key(None, "outer learning rate of diloco (0.7)", "(0, inf)")
     outer_momentum: float | None = key(None, "outer Nesterov momentum (0.9)", "[0, 1)")
-    outer_warmup: int | None = key(None, "rounds of plain averaging before it (0)", "[0, inf)")
+    outer_warmup: int | None = key(None, "rounds of plain averaging before it (10)", "[0, inf)")
     wire: str | None = key(None, "dtype on the wire", ("float32", "bfloat16", "float16", "int8"))
     moments: str | None = key(None, "momenta at a merge (local)", ("local", "average", "reset"))
 

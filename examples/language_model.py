@@ -29,10 +29,10 @@ from steps import Task
 
 #: The algorithms and their defaults, where they differ from those of images.
 SYNC_OF_TEXT = {
-    "diloco": {"period": 30, "delay": 0, "own_weight": 0.0, **OUTER, "outer_warmup": 10, **DELAYED},
+    "diloco": {"period": 30, "delay": 0, "own_weight": 0.0, **OUTER, **DELAYED},
     "streaming_diloco": {
         **{"period": 30, "delay": 5, "own_weight": 0.5, **OUTER, **DELAYED},
-        **{"outer_rate": 0.4, "outer_warmup": 10, "fragments": 2},
+        **{"outer_rate": 0.4, "fragments": 2},
     },
     "daso": {**SYNC["daso"], "period": 2, "delay": 1},
     "dasgd": {**SYNC["dasgd"], "period": 2, "delay": 1},

@@ -33,9 +33,9 @@ ALGORITHMS = {
     "local_sgd delta": lambda x, sgd, lr: optax.chain(sgd(lr), jdaso.local_sgd(x, 4, 2, "delta")),
     "easgd": lambda x, sgd, lr: optax.chain(sgd(lr), jdaso.easgd(x, 4)),
     "eamsgd": lambda x, sgd, lr: jdaso.eamsgd(x, 4, lr, 0.9),
-    "diloco": lambda x, sgd, lr: optax.chain(sgd(lr), jdaso.diloco(x, 4)),
+    "diloco": lambda x, sgd, lr: optax.chain(sgd(lr), jdaso.diloco(x, 4, warmup=0)),
     "streaming diloco": lambda x, sgd, lr: optax.chain(
-        sgd(lr), jdaso.diloco(x, 4, delay=3, mix=0.5, fragments=2)
+        sgd(lr), jdaso.diloco(x, 4, delay=3, mix=0.5, fragments=2, warmup=1)
     ),
     "allreduce_gradients": lambda x, sgd, lr: optax.chain(jdaso.allreduce_gradients(x), sgd(lr)),
     "moments local": lambda x, sgd, lr: jdaso.chain(sgd(lr), jdaso.dasgd(x, 4, 2), "local"),

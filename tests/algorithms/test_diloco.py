@@ -1,5 +1,7 @@
 """DiLoCo against its recursion with an explicit outer Nesterov SGD."""
 
+import functools
+
 import golden_family
 import jax
 import jax.numpy as jnp
@@ -33,11 +35,12 @@ def assert_follows(result, expected):
 
 @st.composite
 def rules(draw, least_period=1):
-    """Valid periods, delays and mixes."""
+    """Valid periods, delays and mixes of the papers' algorithm, which has no warm-up."""
     period = draw(st.integers(least_period, 6))
     delay = draw(st.integers(0, period))
     mixes = [0.25, 0.6] if delay == period else [0.0, 0.25, 0.6]
-    return {"period": period, "delay": delay, "mix": draw(st.sampled_from(mixes))}
+    mix = draw(st.sampled_from(mixes))
+    return {"period": period, "delay": delay, "mix": mix, "warmup": 0}
 
 
 @few(max_examples=5)
@@ -71,12 +74,35 @@ def test_fragments_take_turns_and_each_has_its_own_anchor(rule, fragments, nodes
 @given(rules(least_period=2), st.integers(1, 9), SEEDS)
 def test_the_outer_optimizer_begins_after_the_warmup(rule, warmup, seed):
     x, grads = random_run(seed, 60, 3, alike=True)
-    averaging = jdaso.diloco(jdaso.axis_exchange("node", 3), **rule, fragments=2, warmup=warmup)
+    rule |= {"warmup": warmup, "fragments": 2}
+    averaging = jdaso.diloco(jdaso.axis_exchange("node", 3), **rule)
     result = simulate(averaging, x, grads, look=anchors, leaves=2)
     updates = golden_family.sgd(grads, LR)
-    rule |= {"warmup": warmup, **NESTEROV}
-    expected = golden_family.in_fragments(golden_family.diloco, x, updates, fragments=2, **rule)
+    expected = golden_family.in_fragments(golden_family.diloco, x, updates, **rule, **NESTEROV)
     assert_follows(result, expected)
+
+
+def test_the_default_is_a_warmup_of_ten_rounds():
+    x, grads = random_run(2, 14, 2, alike=True)
+    averaging = jdaso.diloco(jdaso.axis_exchange("node", 2), period=1)
+    result = simulate(averaging, x, grads, look=anchors)
+    updates = golden_family.sgd(grads, LR)
+    assert_follows(result, golden_family.diloco(x, updates, 1, **NESTEROV, warmup=10))
+
+
+def test_a_warmup_needs_no_memory():
+    """It selects between numbers that the outer optimizer computes anyway."""
+    params = [jnp.ones((64, 64))] * 4
+
+    def temporary(warmup):
+        averaging = jdaso.diloco(jdaso.single_exchange(), 4, delay=2, mix=0.5, warmup=warmup)
+        tx = jdaso.chain(optax.sgd(LR), averaging)
+        step = jax.jit(functools.partial(jdaso.apply_gradients, tx), donate_argnums=(1, 2))
+        compiled = step.lower(params, tx.init(params), params).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    leaf = params[0].nbytes
+    assert temporary(10) < temporary(0) + leaf / 4
 
 
 def test_a_function_chooses_the_fragments():
@@ -84,9 +110,9 @@ def test_a_function_chooses_the_fragments():
     x, grads = random_run(0, 20, 2, size=60, alike=True)
     exchange = jdaso.axis_exchange("node", 2)
     columns = np.arange(60).reshape(6, 10)[[0, 2, 4, 1, 3, 5]].ravel()
-    strided = jdaso.diloco(exchange, 4, delay=2, fragments=lambda path: path[0].idx % 2)
+    strided = jdaso.diloco(exchange, 4, delay=2, fragments=lambda path: path[0].idx % 2, warmup=1)
     found = simulate(strided, x, grads, look=anchors, leaves=6)
-    parts = jdaso.diloco(exchange, 4, delay=2, fragments=2)
+    parts = jdaso.diloco(exchange, 4, delay=2, fragments=2, warmup=1)
     expected = simulate(parts, x[:, columns], grads[:, :, columns], look=anchors, leaves=6)
     for mine, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(mine[..., columns], theirs)
@@ -101,7 +127,7 @@ def test_a_state_without_an_anchor_is_refused():
 def test_a_node_that_is_not_finite_follows_the_anchor_of_the_others():
     x, grads = random_run(0, 40, 3, alike=True)
     grads[14, 1, 0] = np.nan  # posted after step 15, merged after step 17
-    averaging = jdaso.diloco(jdaso.axis_exchange("node", 3), period=4, delay=2, mix=0.25)
+    averaging = jdaso.diloco(jdaso.axis_exchange("node", 3), 4, delay=2, mix=0.25, warmup=0)
     result = simulate(averaging, x, grads, look=anchors)
     updates = golden_family.sgd(grads, LR)
     expected = golden_family.diloco(x, updates, 4, **NESTEROV, delay=2, mix=0.25)
@@ -111,7 +137,7 @@ def test_a_node_that_is_not_finite_follows_the_anchor_of_the_others():
 
 def test_the_outer_optimizer_may_be_any():
     x, grads = random_run(1, 8, 2, size=8, alike=True)
-    averaging = jdaso.diloco(jdaso.axis_exchange("node", 2), period=8, outer=optax.adam(0.5))
+    averaging = jdaso.diloco(jdaso.axis_exchange("node", 2), 8, optax.adam(0.5), warmup=0)
     params, _ = simulate(averaging, x, grads)
     # Adam's first step is its learning rate, in the direction of the outer gradient's sign.
     mean = (x + golden_family.sgd(grads, LR).sum(axis=0)).mean(axis=0)

@@ -141,7 +141,7 @@ ALGORITHMS = {
     "daso": lambda schedule, **options: jdaso.daso(EXCHANGE, schedule, **EXACT, **options),
     "dasgd": lambda schedule, **options: jdaso.dasgd(EXCHANGE, schedule=schedule, **options),
     "diloco": lambda schedule, **options: jdaso.diloco(
-        EXCHANGE, schedule=schedule, mix=0.5, **options
+        EXCHANGE, schedule=schedule, mix=0.5, warmup=1, **options
     ),
 }
 

@@ -55,7 +55,9 @@ ALGORITHMS = {
     "local_sgd": lambda x: optax.chain(SGD, jdaso.local_sgd(x, 4)),
     "easgd": lambda x: optax.chain(SGD, jdaso.easgd(x, 4)),
     "eamsgd": lambda x: jdaso.eamsgd(x, 4, learning_rate=0.1, momentum=0.9),
-    "diloco": lambda x: optax.chain(SGD, jdaso.diloco(x, 5, delay=3, mix=0.5, fragments=2)),
+    "diloco": lambda x: optax.chain(
+        SGD, jdaso.diloco(x, 5, delay=3, mix=0.5, fragments=2, warmup=1)
+    ),
     "allreduce_gradients": lambda x: optax.chain(jdaso.allreduce_gradients(x, "float32"), SGD),
     "moments average": lambda x: jdaso.chain(SGD, jdaso.dasgd(x, 4, 3), moments="average"),
 }

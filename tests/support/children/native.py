@@ -61,7 +61,7 @@ def make_averaging(exchange):
     clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.7, momentum=0.9))
     counted = optax.sgd(optax.linear_schedule(1.0, 0.1, 8), momentum=0.9, nesterov=True)
     outer = {"diloco": counted, "diloco clipped": clipped}[arguments.algorithm]
-    options = {"schedule": schedule, "wire": wire, "mix": 0.25}
+    options = {"schedule": schedule, "wire": wire, "mix": 0.25, "warmup": 2}
     return jdaso.diloco(exchange, outer=outer, fragments=fragments, **options)
 
 
