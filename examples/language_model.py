@@ -70,6 +70,14 @@ class Language(Config):
     temperature: float = key(0.7, "randomness of this continuation", "(0, inf)")
 
 
+def create_model(config: Language, vocabulary: int) -> transformer.Transformer:
+    """Creates the model of a configuration with its initial parameters."""
+    shape = (vocabulary, config.layers, config.width, config.heads, config.hidden)
+    rngs = nnx.Rngs(jax.random.key(config.seed, impl="rbg"))  # compiles fast, see models.py
+    dtype = jnp.dtype(config.compute_dtype)
+    return transformer.Transformer(transformer.Shape(*shape), rngs, dtype, config.remat)
+
+
 def task(config: Language) -> Task:
     """Creates text, model and loss of a configuration."""
     tokenizer = text.tokenizer(config.tokenizer)
@@ -78,14 +86,7 @@ def task(config: Language) -> Task:
     prompt = tokenizer.encode(config.prompt.encode())
     if not len(prompt):
         raise SystemExit("--prompt must have at least one token, got an empty text.")
-    model = transformer.Transformer(
-        transformer.Shape(
-            tokenizer.vocabulary, config.layers, config.width, config.heads, config.hidden
-        ),
-        nnx.Rngs(jax.random.key(config.seed, impl="rbg")),  # compiles fast, see models.py
-        jnp.dtype(config.compute_dtype),
-        config.remat,
-    )
+    model = create_model(config, tokenizer.vocabulary)
     graphdef = nnx.graphdef(model)
 
     def losses(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -105,7 +106,8 @@ def task(config: Language) -> Task:
 
     def sample(params: Any) -> str:
         how = (config.context, config.sample_tokens, config.temperature, config.seed)
-        return tokenizer.decode(generate.generate(logits_of, params, prompt, *how))
+        tokens = generate.generate(logits_of, params, prompt, *how)
+        return tokenizer.decode(tokens).decode(errors="replace")
 
     return Task(
         sequences,

@@ -3,7 +3,7 @@
 DiLoCo (arXiv:2311.08105): 12 layers, 16 heads, width 896. Streaming DiLoCo (arXiv:2501.18512):
 fragments of 3 layers in a strided order, a delay of 5 steps, mixing 0.5, outer learning rate 0.4.
 The hidden width gives SwiGLU the parameters of a layer with 3584. With bytes as tokens, the model
-has 116 M parameters. The paper uses a vocabulary of 32 000, --tokenizer.
+has 116 M parameters. With the paper's vocabulary of 32 000, --tokenizer, it has 144 M.
 """
 
 layers = 12

@@ -3,7 +3,7 @@
 Streaming DiLoCo and the scaling laws (arXiv:2501.18512, arXiv:2503.09799): 6 layers, 8 heads, width
 512, sequences of 1024 tokens, period 30, AdamW with a clipped norm and a cosine to 5 %. The hidden
 width gives SwiGLU the parameters of their layer with 2048. With bytes as tokens, the model has 19 M
-parameters. The papers use a vocabulary of 32 000, --tokenizer.
+parameters. With the papers' vocabulary of 32 000, --tokenizer, it has 35 M.
 """
 
 layers = 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator
@@ -23,12 +24,12 @@ class Tokenizer(NamedTuple):
     Attributes:
         vocabulary: Number of different tokens.
         encode: ``bytes -> array of unsigned integers``.
-        decode: ``array -> text``.
+        decode: ``array -> bytes``.
     """
 
     vocabulary: int
     encode: Callable[[bytes], np.ndarray]
-    decode: Callable[[np.ndarray], str]
+    decode: Callable[[np.ndarray], bytes]
 
 
 class Text(NamedTuple):
@@ -50,14 +51,17 @@ def byte_tokenizer() -> Tokenizer:
     def encode(text: bytes) -> np.ndarray:
         return np.frombuffer(text, np.uint8)
 
-    def decode(tokens: np.ndarray) -> str:
-        return np.asarray(tokens, np.uint8).tobytes().decode(errors="replace")
+    def decode(tokens: np.ndarray) -> bytes:
+        return np.asarray(tokens, np.uint8).tobytes()
 
     return Tokenizer(256, encode, decode)
 
 
 def tokenizer(name: str) -> Tokenizer:
     """The tokenizer of a configuration.
+
+    Special tokens, truncation and padding of a file are not used: tokens stand for text only, and
+    for all of it.
 
     Args:
         name: ``"bytes"``, or a JSON file of the package tokenizers.
@@ -76,11 +80,18 @@ def tokenizer(name: str) -> Tokenizer:
         loaded = tokenizers.Tokenizer.from_file(name)
     except Exception as error:  # the package raises nothing more specific
         raise ValueError(f"tokenizer: {name} cannot be read: {error}") from error
+    loaded.no_truncation()
+    loaded.no_padding()
 
     def encode(text: bytes) -> np.ndarray:
-        return np.array(loaded.encode(text.decode(errors="replace")).ids, np.uint32)
+        encoded = loaded.encode(text.decode(errors="replace"), add_special_tokens=False)
+        return np.array(encoded.ids, np.uint32)
 
-    return Tokenizer(loaded.get_vocab_size(), encode, lambda tokens: loaded.decode(list(tokens)))
+    def decode(tokens: np.ndarray) -> bytes:
+        return loaded.decode(np.asarray(tokens).tolist(), skip_special_tokens=False).encode()
+
+    # The numbers of the tokens may have gaps.
+    return Tokenizer(1 + max(loaded.get_vocab().values(), default=-1), encode, decode)
 
 
 def load(source: str, tokenizer: Tokenizer) -> Text:
@@ -93,7 +104,8 @@ def load(source: str, tokenizer: Tokenizer) -> Text:
         tokenizer: Makes the tokens.
 
     Raises:
-        ValueError: If there is no text.
+        ValueError: If there is no text, or if the tokens do not stand for all of the text held out.
+            Bits per byte would then be those of another text.
     """
     files = sorted(_library() if source == "python" else _files(Path(source)))
     texts = [text for text in map(_read, files) if text]
@@ -102,9 +114,27 @@ def load(source: str, tokenizer: Tokenizer) -> Text:
     order = np.random.default_rng(0).permutation(len(texts))
     joined = b"\n".join(texts[i] for i in order)
     end = len(joined) - len(joined) // HELD_OUT
+    while end < len(joined) and joined[end] & 0xC0 == 0x80:  # within a character of UTF-8
+        end += 1
     held_out = joined[end:]
     train, test = tokenizer.encode(joined[:end]), tokenizer.encode(held_out)
+    _check_decoded(held_out, tokenizer.decode(test))
     return Text(train, test, len(held_out) / max(1, len(test)), zlib.crc32(joined) >> 1)
+
+
+def _check_decoded(text: bytes, decoded: bytes) -> None:
+    """Raises ValueError if decoding does not give the text back."""
+    if decoded == text:
+        return
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, decoded, strict=False))
+    place = sum(1 for _ in same)
+    around = slice(max(0, place - 10), place + 20)
+    raise ValueError(
+        f"tokenizer: its tokens of the text held out, {len(text)} bytes, decode to another text of "
+        f"{len(decoded)} bytes, so bits per byte would be wrong. At byte {place} "
+        f"{text[around]!r} became {decoded[around]!r}. Give a tokenizer that loses nothing, such "
+        "as a BPE of bytes (ByteLevel), and text in UTF-8; or use --tokenizer bytes."
+    )
 
 
 def dataset(text: Text, context: int, epoch_tokens: int, test_tokens: int) -> Dataset:

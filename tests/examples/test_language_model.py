@@ -1,6 +1,8 @@
 """The example of a language model: its model, its text, and whole runs on two processes."""
 
+import functools
 import re
+from pathlib import Path
 
 import config
 import jax
@@ -64,6 +66,25 @@ def test_remat_changes_no_gradient():
     jax.tree.map(same, gradient(False), gradient(True))
 
 
+@pytest.mark.parametrize(
+    ("name", "vocabulary", "millions"),
+    [
+        ("text_35m_diloco", 32_000, 35),
+        ("text_35m_diloco", 256, 19),
+        ("text_150m_streaming", 32_000, 144),
+        ("text_150m_streaming", 256, 116),
+    ],
+)
+def test_configurations_have_the_sizes_that_they_name(name, vocabulary, millions):
+    path = Path(language_model.__file__).with_name("configs") / f"{name}.py"
+    parsed = config.parse(["--config", str(path)], defaults=language_model.DEFAULTS)
+    create = functools.partial(language_model.create_model, parsed, vocabulary)
+    params = nnx.state(nnx.eval_shape(create), nnx.Param)  # allocates nothing
+    assert round(sum(x.size for x in jax.tree.leaves(params)) / 1e6) == millions
+    assert parsed.remat == (parsed.layers == 12)
+    assert f"{millions} M" in path.read_text()
+
+
 def test_layers_are_dealt_to_fragments_in_turn():
     params = nnx.state(model(), nnx.Param)
     fragment = transformer.strided_fragments(2)
@@ -104,6 +125,65 @@ def test_text_is_split_in_a_training_part_and_one_held_out(folder):
     assert loaded.bytes_per_token == 1
 
 
+@pytest.fixture
+def tokenizer_file(tmp_path_factory):
+    """Writes a tokenizer of bytes as a file, with all that may change the number of tokens."""
+    tokenizers = pytest.importorskip("tokenizers")
+
+    def write(**parts):
+        letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        merges = [("d", "e"), ("de", "f")]
+        known = dict(zip(letters, range(10, 266), strict=True)) | {"de": 300, "def": 301}
+        made = tokenizers.Tokenizer(tokenizers.models.BPE(known, merges))
+        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = tokenizers.decoders.ByteLevel()
+        made.add_special_tokens(["<s>"])
+        made.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", made.token_to_id("<s>"))]
+        )
+        made.enable_truncation(8)
+        made.enable_padding(length=8, pad_token="<s>")
+        for name, part in parts.items():
+            setattr(made, name, part)
+        path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+        made.save(str(path))
+        return str(path)
+
+    return write
+
+
+def test_a_tokenizer_encodes_the_whole_text_and_nothing_else(tokenizer_file, folder):
+    tokenizer = text.tokenizer(tokenizer_file())
+    tokens = tokenizer.encode("def é: <s>".encode())
+    assert tokens[0] == 301
+    assert len(tokens) == 1 + len(" é: ".encode()) + 1  # "<s>" is written in the text
+    assert max(tokens) < tokenizer.vocabulary
+    assert tokenizer.decode(tokens) == "def é: <s>".encode()
+    for name in "abc":  # the text held out would begin within a character
+        (folder / name).write_text("€" * 1010)
+    loaded = text.load(str(folder), tokenizer)
+    both = tokenizer.decode(np.concatenate([loaded.train, loaded.test])).decode()
+    assert both == "\n".join(["€" * 1010] * 3)
+    assert loaded.bytes_per_token == 1
+
+
+def test_a_tokenizer_that_loses_text_is_refused(tokenizer_file, folder):
+    import tokenizers
+
+    (folder / "a").write_text("A" * 2000)
+    (folder / "b").write_text("B" * 2000)
+    (folder / "c").write_text("C" * 2000)
+    small = text.tokenizer(tokenizer_file(normalizer=tokenizers.normalizers.Lowercase()))
+    with pytest.raises(
+        ValueError, match=r"300 bytes.* bits per byte would be wrong.*became b'[abc]"
+    ):
+        text.load(str(folder), small)
+    (folder / "a").write_bytes(b"\xff" * 9000)
+    text.load(str(folder), text.byte_tokenizer())
+    with pytest.raises(ValueError, match=r"text in UTF-8"):
+        text.load(str(folder / "a"), text.tokenizer(tokenizer_file()))
+
+
 def test_nodes_never_train_on_the_same_text_and_never_on_the_test():
     loaded = text.Text(np.arange(5000), np.arange(5000, 5300), 1.0, 0)
     data = text.dataset(loaded, context=16, epoch_tokens=640, test_tokens=160)
@@ -140,9 +220,9 @@ def test_wrong_keys_are_named(folder, changes, message):
         language_model.task(config.parse(options, defaults=language_model.DEFAULTS))
 
 
-def train(out, *options, **env):
+def train(out, *options, processes=2, **env):
     command = " ".join([*RUN, *options]).split()
-    return mpiexec(2, "language.py", "--out", out, *command, timeout=300, **env)
+    return mpiexec(processes, "language.py", "--out", out, *command, timeout=300, **env)
 
 
 def passed(out, *options, **env):
@@ -168,6 +248,17 @@ def test_sharded_and_replicated_parameters_give_the_same_losses(sharded, tmp_pat
             assert mine[key] == pytest.approx(theirs[key], rel=1e-4)
         assert mine["bytes_sent"] == theirs["bytes_sent"]
         assert mine["tokens_per_second"] > 0
+    assert lines(tmp_path)[-1]["sample"].startswith("def ")
+
+
+def test_joined_processes_share_the_parameters_of_their_node(sharded, tmp_path):
+    """Two nodes of two processes, each with one device, instead of one process with two."""
+    joined = "--devices 0 --processes-per-node 2 --join-processes"
+    passed(tmp_path, "--shard", "--accumulate 2", joined, processes=4)
+    for mine, theirs in zip(lines(tmp_path), lines(sharded), strict=True):
+        # The sequences are other ones, from the same parts of the text.
+        assert mine["test_loss"] == pytest.approx(theirs["test_loss"], rel=0.01)
+        assert mine["exchanges"] == theirs["exchanges"]
     assert lines(tmp_path)[-1]["sample"].startswith("def ")
 
 
