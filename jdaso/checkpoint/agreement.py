@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jdaso.cluster.barrier import barrier
+from jdaso.cluster.roll_call import MAX_NAMES
 from jdaso.cluster.topology import Topology
 from jdaso.core.types import JdasoError
 
@@ -30,5 +31,7 @@ def on_all(topology: Topology, purpose: str, function: Callable[[], Any]) -> Any
         problem = f"{topology.describe(topology.rank)}: {error}"
     barrier(topology, purpose)
     if problems := [text for text in gathered(topology, problem) if text]:
-        raise JdasoError("; ".join(problems))
+        more = len(problems) - MAX_NAMES
+        texts = problems[:MAX_NAMES] + [f"and {more} more processes"] * (more > 0)
+        raise JdasoError("; ".join(texts))
     return value

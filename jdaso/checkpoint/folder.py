@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jdaso.cluster.barrier import barrier
+from jdaso.cluster.roll_call import name_ranks
 from jdaso.cluster.topology import Topology
 
 _CHECKPOINT = re.compile(r"([0-9]{6,18})_step_([0-9]{1,18})")
@@ -87,7 +88,7 @@ def check_shared(folder: Path, topology: Topology) -> None:
     if blind:
         raise ValueError(
             f"directory must be on a file system that all nodes share, got {folder}: "
-            f"{', '.join(map(topology.describe, blind))} cannot see a file that rank 0 wrote."
+            f"{name_ranks(blind, topology.describe)} cannot see a file that rank 0 wrote."
         )
 
 

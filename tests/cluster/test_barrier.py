@@ -1,11 +1,15 @@
 """The barrier logs whom it waits for, and it times out."""
 
 import dataclasses
+import types
 
+import numpy as np
 import pytest
 
 import jdaso
 from jdaso.cluster.barrier import barrier
+from jdaso.cluster.reports import Reports
+from jdaso.cluster.roll_call import RollCall
 
 
 class Comm:
@@ -33,6 +37,19 @@ def test_a_short_wait_logs_nothing(caplog):
     barrier(two_processes(Comm(3)), "a test")
     barrier(jdaso.discover_topology(), "a test")
     assert caplog.text == ""
+
+
+def test_a_few_of_many_processes_are_named():
+    topology = two_processes(Comm(10**9))
+    processes = tuple(topology.processes[0]._replace(rank=rank) for rank in range(5000))
+    reports = Reports(0, np.zeros(5000, int), "rank {}".format, RollCall(0, lambda: None))
+    heartbeat = types.SimpleNamespace(states=reports.states)
+    many = dataclasses.replace(topology, processes=processes, heartbeat=heartbeat)
+    with pytest.raises(
+        jdaso.JdasoError, match=r"test: rank 1, .* rank 8 and 4991 more \("
+    ) as error:
+        barrier(many, "a test", timeout=0.1)
+    assert len(str(error.value)) < 1000
 
 
 def test_a_long_wait_is_logged_and_times_out(caplog):

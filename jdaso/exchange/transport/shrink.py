@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
+from jdaso.cluster.roll_call import name_ranks
 from jdaso.cluster.topology import Topology
 from jdaso.core.log import logger
 from jdaso.core.mpi_types import Comm
@@ -145,7 +146,7 @@ def repair(
         topology = _connect_remaining(before, before.comm, [*communicators, before.comm], connect)
     remaining = {process.rank for process in topology.processes}
     lost = [rank for rank, process in enumerate(before.processes) if process.rank not in remaining]
-    dead = ", ".join(map(before.describe, lost)) or "nobody"
+    dead = name_ranks(lost, before.describe) or "nobody"
     logger.warning("%s has died; %s goes on, nodes left: %d.", dead, own, topology.num_nodes)
 
 

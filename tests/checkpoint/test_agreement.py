@@ -1,0 +1,37 @@
+"""What fails on one process is an error of all. A few of many are quoted."""
+
+import types
+
+import pytest
+
+from jdaso import JdasoError
+from jdaso.checkpoint.agreement import on_all
+
+
+class Comm:
+    """Fifty processes, of which the others find what this one finds."""
+
+    def Ibarrier(self):
+        return self
+
+    def Test(self):
+        return True
+
+    def allgather(self, value):
+        return [value] * 50
+
+
+def fail():
+    raise OSError("the disk is full")
+
+
+def test_an_error_of_many_processes_is_short():
+    topology = types.SimpleNamespace(
+        rank=0, comm=Comm(), processes=range(50), describe="rank {}".format
+    )
+    assert on_all(topology, "a test", lambda: "result") == "result"
+    with pytest.raises(JdasoError) as error:
+        on_all(topology, "a test", fail)
+    assert str(error.value).startswith("rank 0: the disk is full; ")
+    assert str(error.value).endswith("; and 42 more processes")
+    assert str(error.value).count("the disk is full") == 8
