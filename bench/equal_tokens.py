@@ -1,21 +1,26 @@
 """Language models with equal tokens: the loss that each method reaches, and the bytes it sends.
 
-    python bench/equal_tokens.py [--nodes 2 4] [--seeds 3] [--steps 6000]
+    python bench/equal_tokens.py [--nodes 2 4] [--seeds 3] [--steps 6000] [--results FILE]
     python bench/equal_tokens.py --steps 300 --layers 2 --width 64 --only "data|DiLoCo"
+    python bench/equal_tokens.py ... --results FILE --table     prints what the file has
 
 A byte-level transformer trains on the source of Python's standard library, on a virtual cluster in
 one process. Each node has its own part of the text, and takes a batch of the same size at every
 step, so all methods see as many tokens. The table has the validation loss in nats of the mean of
-the nodes and of DiLoCo's anchor, each the mean over the seeds with their range; the loss relative
-to data parallel training with the same seed; and the megabytes that a node sends. jdaso.perf
-predicts the time of the training on a link, from the seconds of a node's step without exchanges.
+the nodes, the mean over the seeds, its least and its largest; that of DiLoCo's anchor; the loss
+relative to data parallel training with the same seed, of the anchor where there is one; and the
+megabytes that a node sends. jdaso.perf predicts the time of the training on a link, from the
+seconds of a node's step without exchanges. Each result is appended to the file of --results at
+once, and what the file has is not trained again, so that the script can be stopped at any time.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +41,9 @@ from jdaso import perf
 
 CHUNK = 30  # steps in one call of the compiled program
 TEST_BATCH = 32  # sequences
+#: Options that change what a training finds.
+SIZES = ("steps", "outer_rate", "layers", "width", "heads", "context", "batch_size")
+SIZES += ("learning_rate", "test_tokens")
 
 
 class Method(NamedTuple):
@@ -50,39 +58,71 @@ class Method(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Validation losses of the mean of the nodes and of the anchor, which most methods lack."""
+    """What a training found.
+
+    Attributes:
+        mean: Validation loss of the mean of the nodes.
+        anchor: Validation loss of the anchor, or None for a method without one.
+        seconds: Time of the training on this machine, compilation included.
+    """
 
     mean: float
-    anchor: float
+    anchor: float | None
+    seconds: float
+
+    @property
+    def evaluated(self) -> float:
+        """The loss that is compared."""
+        return self.mean if self.anchor is None else self.anchor
+
+
+class Results:
+    """Outcomes by the description of their training, kept in a file of a line each."""
+
+    def __init__(self, path: Path | None):
+        self._path, self.found = path, {}
+        if path is not None and path.exists():
+            lines = map(json.loads, path.read_text().splitlines())
+            self.found = {json.dumps(key): Outcome(*outcome) for key, outcome in lines}
+
+    def get(self, key: dict[str, Any]) -> Outcome | None:
+        return self.found.get(json.dumps(key))
+
+    def add(self, key: dict[str, Any], outcome: Outcome) -> None:
+        self.found[json.dumps(key)] = outcome
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps([key, outcome]) + "\n")
+
+
+def data_parallel() -> Method:
+    """The method with which the others are compared."""
+    return Method("data parallel", lambda x: jdaso.allreduce_gradients(x, wire="float32"), 1, 0)
 
 
 def methods(options: argparse.Namespace, exchange_seconds: float) -> list[Method]:
     """The rows of the table."""
-    period, layers, rate = options.period, options.layers, options.outer_rate
-    fragments = max(1, layers // 3)
+    period, fragments, warmups = options.period, options.fragments, options.warmup
     cut = transformer.strided_fragments(fragments)
-    outer = optax.sgd(rate, momentum=0.9, nesterov=True)
+    outer = optax.sgd(options.outer_rate, momentum=0.9, nesterov=True)
     hidden = perf.hiding_schedule(options.step_seconds, exchange_seconds)
 
     def diloco(warmup: int) -> Method:
-        name = f"DiLoCo, warm-up of {warmup} rounds" if warmup else "DiLoCo"
-        return Method(
-            name, lambda x: jdaso.diloco(x, period, outer, warmup=warmup), period, delay=0
-        )
+        name = f"DiLoCo, warm-up {warmup}"
+        return Method(name, lambda x: jdaso.diloco(x, period, outer, warmup=warmup), period, 0)
 
     def streaming(delay: int, wire: str) -> Method:
-        late = {"delay": delay, "mix": 0.5, "fragments": cut, "wire": wire}
-        late["warmup"] = options.streaming_warmup
+        late = {"delay": delay, "mix": 0.5, "fragments": cut, "wire": wire, "warmup": warmups[-1]}
         return Method(
-            "Streaming DiLoCo",
+            f"Streaming DiLoCo, warm-up {warmups[-1]}",
             lambda x: jdaso.diloco(x, period, outer, **late),
             *(period, delay, wire, fragments),
         )
 
     return [
-        Method("data parallel", lambda x: jdaso.allreduce_gradients(x, wire="float32"), 1, 0),
+        data_parallel(),
         Method("local SGD", lambda x: jdaso.local_sgd(x, period), period, 0),
-        *(diloco(warmup) for warmup in options.warmup),
+        *(diloco(warmup) for warmup in warmups),
         *(streaming(delay, wire) for wire in options.wires for delay in options.delays),
         Method("DASO", lambda x: jdaso.daso(x, jdaso.constant(*hidden)), *hidden),
         Method("DaSGD", lambda x: jdaso.dasgd(x, *hidden), *hidden),
@@ -129,7 +169,7 @@ class Problem:
 
     def train(self, method: Method, nodes: int, seed: int) -> Outcome:
         """Trains all nodes to the end."""
-        options = self.options
+        options, begin = self.options, time.perf_counter()
         steps = options.steps // CHUNK * CHUNK
         rate = optax.warmup_cosine_decay_schedule(
             0, options.learning_rate, steps // 10, steps, 0.05 * options.learning_rate
@@ -168,7 +208,8 @@ class Problem:
         mean, anchor = (
             self.test_loss(jax.tree.map(lambda x: x.mean(axis=0), each)) for each in ends
         )
-        return Outcome(mean, anchor if "DiLoCo" in method.name else float("nan"))
+        seconds = round(time.perf_counter() - begin, 1)
+        return Outcome(mean, anchor if "DiLoCo" in method.name else None, seconds)
 
 
 def megabytes(method: Method, problem: Problem, nodes: int) -> float:
@@ -191,10 +232,34 @@ def exchange_seconds(problem: Problem, nodes: int, wire: str) -> float:
     return perf.allreduce_time(perf.wire_bytes(problem.parameters, wire), nodes, network=network)
 
 
-def spread(values: list[float]) -> str:
-    if np.isnan(values).any():
-        return "-"
-    return f"{np.mean(values):.4f} ({min(values):.4f}..{max(values):.4f})"
+def description(
+    method: Method, nodes: int, seed: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """All that the outcome of a training depends on."""
+    of_method = {k: v for k, v in method._asdict().items() if k != "averaging"}
+    return {**of_method, "nodes": nodes, "seed": seed, **{k: getattr(options, k) for k in SIZES}}
+
+
+def row(method: Method, problem: Problem, nodes: int, results: Results) -> str | None:
+    """A row of the table, or None if no seed has a result."""
+
+    def by_seed(method: Method) -> dict[int, Outcome]:
+        options = problem.options
+        keys = {seed: description(method, nodes, seed, options) for seed in range(options.seeds)}
+        return {seed: found for seed, key in keys.items() if (found := results.get(key))}
+
+    outcomes, baseline = by_seed(method), by_seed(data_parallel())
+    if not outcomes:
+        return None
+    losses = [outcome.mean for outcome in outcomes.values()]
+    anchors = [outcome.anchor for outcome in outcomes.values() if outcome.anchor is not None]
+    gaps = [x.evaluated / baseline[s].evaluated - 1 for s, x in outcomes.items() if s in baseline]
+    cells = [nodes, method.name, method.period, method.delay, method.wire, len(losses)]
+    cells += [f"{x:.4f}" for x in (np.mean(losses), min(losses), max(losses))]
+    cells += [f"{np.mean(anchors):.4f}" if anchors else "-"]
+    cells += [f"{np.mean(gaps):+.1%}" if gaps else "-"]
+    cells += [f"{megabytes(method, problem, nodes):.0f}", f"{seconds(method, problem, nodes):.0f}"]
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def main() -> None:
@@ -206,8 +271,10 @@ def main() -> None:
     parser.add_argument("--delays", type=int, nargs="+", default=[1, 5], help="of Streaming")
     parser.add_argument("--wires", nargs="+", default=["float32", "int8"], help="of Streaming")
     parser.add_argument("--outer-rate", type=float, default=0.6)
-    parser.add_argument("--warmup", type=int, nargs="+", default=[0, 10], help="rounds")
-    parser.add_argument("--streaming-warmup", type=int, default=0, help="rounds")
+    parser.add_argument(
+        "--warmup", type=int, nargs="+", default=[0, 10], help="rounds; of Streaming, the last"
+    )
+    parser.add_argument("--fragments", type=int, default=2, help="of Streaming")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--heads", type=int, default=4)
@@ -218,30 +285,36 @@ def main() -> None:
     parser.add_argument("--step-seconds", type=float, default=0.1, help="of a node, alone")
     parser.add_argument("--mbit", type=float, default=200, help="of the link, Mbit/s")
     parser.add_argument("--only", default="", help="regular expression for the methods")
+    parser.add_argument("--results", type=Path, help="file that keeps the results")
+    parser.add_argument("--table", action="store_true", help="train nothing")
     options = parser.parse_args()
-    problem = Problem(options)
+    problem, results = Problem(options), Results(options.results)
+    of_nodes = {
+        nodes: [
+            method
+            for method in methods(options, exchange_seconds(problem, nodes, "float32"))
+            if re.search(options.only, method.name)
+        ]
+        for nodes in options.nodes
+    }
+    trainings = [(n, s, m) for n in of_nodes for s in range(options.seeds) for m in of_nodes[n]]
+    for nodes, seed, method in [] if options.table else trainings:
+        key = description(method, nodes, seed, options)
+        if results.get(key) is None:
+            results.add(key, problem.train(method, nodes, seed))
+            print(results.get(key), key, file=sys.stderr, flush=True)
     print(machine())
     print(
         f"{problem.parameters} parameters, {options.steps} steps of {options.batch_size} x "
-        f"{options.context} bytes a node, {options.seeds} seeds\n"
+        f"{options.context} bytes a node\n"
     )
-    names = ("nodes", "method", "period, delay", "wire", "loss", "anchor's loss")
-    print("|", " | ".join((*names, "over data parallel", "MB sent", "predicted, s")), "|")
-    print("|" + "---|" * 9, flush=True)
-    for nodes in options.nodes:
-        baseline: list[float] = []
-        for method in methods(options, exchange_seconds(problem, nodes, "float32")):
-            if not re.search(options.only, method.name):
-                continue
-            found = [problem.train(method, nodes, seed) for seed in range(options.seeds)]
-            losses = [outcome.mean for outcome in found]
-            baseline = baseline or losses
-            gap = np.mean(np.array(losses) / baseline) - 1
-            cells = [nodes, method.name, f"{method.period}, {method.delay}", method.wire]
-            cells += [spread(losses), spread([outcome.anchor for outcome in found]), f"{gap:+.1%}"]
-            cells += [f"{megabytes(method, problem, nodes):.0f}"]
-            cells += [f"{seconds(method, problem, nodes):.0f}"]
-            print(f"| {' | '.join(map(str, cells))} |", flush=True)
+    names = ("nodes", "method", "period", "delay", "wire", "seeds", "loss", "least", "largest")
+    names += ("anchor's loss", "over data parallel", "MB sent", "predicted, s")
+    print("|", " | ".join(names), "|")
+    print("|" + "---|" * len(names))
+    for nodes, chosen in of_nodes.items():
+        rows = (row(method, problem, nodes, results) for method in chosen)
+        print(*(text for text in rows if text is not None), sep="\n")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import equal_tokens
 import pytest
 from launch import BESIDE_PYTHON, passes, run
 
@@ -48,6 +49,17 @@ def test_script_prints_its_table(script):
     job = ended(script, processes, arguments)
     passes(job)
     assert rows(job.output) == expected, job.output
+
+
+def test_results_of_equal_tokens_are_kept(tmp_path):
+    path, keys = tmp_path / "results", [{"name": "DiLoCo", "seed": seed} for seed in range(3)]
+    first = equal_tokens.Results(path)
+    assert first.get(keys[0]) is None
+    first.add(keys[0], equal_tokens.Outcome(1.5, None, 60.0))
+    equal_tokens.Results(path).add(keys[1], equal_tokens.Outcome(1.5, 1.25, 70.0))
+    again = equal_tokens.Results(path)
+    assert [again.get(key) for key in keys] == [(1.5, None, 60.0), (1.5, 1.25, 70.0), None]
+    assert [again.get(key).evaluated for key in keys[:2]] == [1.5, 1.25]
 
 
 @pytest.mark.slow
