@@ -1,5 +1,7 @@
 """The same transformation gives the same numbers on a virtual cluster, a mesh, and over MPI."""
 
+import os
+
 import pytest
 from launch import Batch, mpiexec, passes
 
@@ -103,7 +105,7 @@ def test_four_processes(case):
 
 def test_mixed_dtypes_cross_in_one_tree():
     optimized = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
-    flags = "--xla_allow_excess_precision=false"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_allow_excess_precision=false"
     passes(mpiexec(2, "parity.py", *MIXED, XLA_FLAGS=flags, **optimized))
 
 
