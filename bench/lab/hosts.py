@@ -140,6 +140,10 @@ class Cluster:
         """Runs a command on one node."""
         return finish([(self._job(node, command, False), os.environ)], timeout, capture)[0]
 
+    def cut(self, node: int) -> None:
+        """Cuts the link of a node."""
+        _setup(["ip", "link", "set", f"port{node}", "down"], self.switch)
+
     @property
     def addresses(self) -> list[str]:
         return [f"{NETWORK}.{node + 1}" for node in range(len(self.nodes))]
