@@ -128,6 +128,9 @@ def test_tables_of_measured_exist():
     assert wanted
     for title, number in wanted:
         assert bench_tables.rows(title, int(number or 1))
+        command, _ = bench_tables.table(title, int(number or 1))
+        # Not a command of jdaso, which the text may mention besides.
+        assert re.match(r"(python|mpiexec|mpirun) .*(bench|examples)/|make demo", command), title
     assert bench_tables.machine()
 
 
