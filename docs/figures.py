@@ -184,7 +184,7 @@ def architecture():
     for name, imported in entries.items():
         # An arrow to what it imports, unless another of its imports leads there.
         direct = {o for o in imported if not any(o in entries[p] for p in imported)}
-        for other in direct:
+        for other in sorted(direct):  # the same file each time
             (x, y), (x2, y2) = place[name], place[other]
             share = (x2 - x) * 0.12
             arrow(axes, (x + share, y - 0.01), (x2 - share, y2 + 0.44))
