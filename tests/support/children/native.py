@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from common import SGD, gradients, loss, make_step, saved_leaves
+from common import SGD, gradients, loss, saved_leaves
 from jax.sharding import PartitionSpec as P
 
 import jdaso
@@ -88,8 +88,11 @@ def run(native):
     exchange = jdaso.mpi_exchange(topology, native=native)
     averaging = make_averaging(exchange)
     # Integers are not trained. Their gradients are added to them as they are.
-    tx = optax.chain(optax.masked(SGD, lambda tree: jax.tree.map(is_float, tree)), averaging)
-    step = make_step(tx)
+    tx = jdaso.chain(optax.masked(SGD, lambda tree: jax.tree.map(is_float, tree)), averaging)
+
+    def step(params, state, grads, value):
+        return jdaso.apply_gradients(tx, grads, state, params, value=value)
+
     if arguments.devices > 1:
         step = jax.shard_map(step, mesh=topology.mesh, in_specs=P(), out_specs=P(), check_vma=False)
     step = jax.jit(step, donate_argnums=(0, 1))
@@ -105,9 +108,9 @@ def run(native):
     blocked = stand_in.stand_in_blocking_bytes() if arguments.stand_in else 0
     for t in range(30):
         grads = gradients(params, topology.node, t)
-        if t == 20 and topology.node == 1:  # its momentum stays infinite, so it makes no more steps
+        if skips := t == 20 and topology.node == 1:
             grads = jax.tree.map(lambda g: g * jnp.inf if is_float(g) else g, grads)
-        if t < 20 or topology.node == 0:
+        if not skips:
             integers = [x + g for x, g in zip(integers, integers_of(grads), strict=True)]
         params, state = jax.block_until_ready(step(params, state, grads, loss(topology.node, t)))
         history.append(bits((params, jdaso.core.averaging_state(state))))
