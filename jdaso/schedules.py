@@ -189,7 +189,7 @@ def cycling(
         warmup: Optimizer steps of the warm-up phase, at the start.
         cooldown: Optimizer steps of the cool-down phase, at the end.
         total: Optimizer steps of the whole run. Every further step is one of the cool-down, and
-            blocks.
+            blocks. The first one is logged as a warning.
         epoch: Optimizer steps of an epoch. None: no epochs, and therefore no plateaus.
         delay: S, optimizer steps between posting and merging in the cycling phase. None selects
             ``max(1, B // 4)``, the authors' choice.
@@ -255,7 +255,7 @@ def cycling(
 
     # Halving at the ends of epochs takes both to 1.
     fills = delay == period or (epoch is not None and delay > 0)
-    return Schedule(init, plan, observe, longest=period, delay_fills_period=fills)
+    return Schedule(init, plan, observe, longest=period, delay_fills_period=fills, total=total)
 
 
 def _cycling_plan(period: Number, delay: Number, clock: Number) -> Plan:

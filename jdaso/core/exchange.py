@@ -194,8 +194,9 @@ class Exchange(NamedTuple):
         post_again: ``(posted, sent)``, the inverse of ``posted``, called by all nodes together. It
             posts the given exchanges again and forgets those that were still in flight. ``sent``
             has the list of :class:`SentLeaf` of each.
-        restart: ``() -> None``, called when an optimizer state is made. Its exchanges may have the
-            numbers of those of an earlier state, which are then forgotten.
+        restart: ``(total) -> None``, called when an optimizer state is made, with the number of
+            steps in the schedule, or None. Its exchanges may have the numbers of those of an
+            earlier state, which are then forgotten.
         sent_leaves: ``(state) -> list`` of :class:`SentLeaf`, given a :class:`HostState`. None if
             the state is not of this exchange.
         anyone: ``(flag) -> bool``, whether any node has passed True in this or an earlier call.
@@ -233,7 +234,7 @@ class Exchange(NamedTuple):
     post_again: Callable[[dict[int, PostedExchange], dict[int, list[SentLeaf]]], None] = (
         _refuse_posted
     )
-    restart: Callable[[], None] = lambda: None
+    restart: Callable[[int | None], None] = lambda total: None
     sent_leaves: Callable[[HostState], list[SentLeaf] | None] = lambda state: None
     anyone: Callable[[bool], bool] = lambda flag: flag
     compares: bool = False

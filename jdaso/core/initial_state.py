@@ -23,7 +23,7 @@ def init_state(config: EngineConfig, params: PyTree) -> AveragingState:
             f"{config.name}: params must have at least one floating-point leaf to average."
         )
     if jax.tree.leaves(params):  # optax.tree_map_params calls init on a tree without leaves
-        config.exchange.restart()
+        config.exchange.restart(config.schedule.total)
     parts = cut(params, config.fragments)
     check_fragments(len(parts), config.schedule)
     zero = jnp.zeros((), jnp.int32)

@@ -58,6 +58,7 @@ class Schedule(NamedTuple):
         longest: the longest period in steps.
         delay_fills_period: whether the delay may be as long as the period.
         may_block: whether the delay may be 0. If not, a program contains the merge only once.
+        total: steps of the whole run, after which every step blocks, or None.
     """
 
     init: Callable[[], PyTree]
@@ -66,6 +67,7 @@ class Schedule(NamedTuple):
     longest: int
     delay_fills_period: bool
     may_block: bool = True
+    total: int | None = None
 
 
 class Arrival(NamedTuple):

@@ -19,7 +19,7 @@ TOKENS += " --test-tokens 64 --warmup 0 --only data|local|^DiLoCo"
 SCRIPTS = {
     "tax.py": (2, f"{SMALL} --only daso", 1),
     "sharded.py": (1, f"{SMALL} --devices 2", 4),
-    "accelerator.py": (2, SLEEPS, 1),
+    "accelerator.py": (2, SLEEPS, 2),
     "bandwidth.py": (1, "--utilization 0.8 0.95", 30),
     "equal_tokens.py": (1, TOKENS, 3),
     "gpu.py": (1, "--sections shared", 2),  # one row is about the section

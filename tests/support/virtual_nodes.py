@@ -33,7 +33,17 @@ def given_gradients(params, inputs):
     return inputs
 
 
-def train(tx, x, inputs, losses=None, *, gradient=given_gradients, look=engine_state, leaves=1):
+def train(
+    tx,
+    x,
+    inputs,
+    losses=None,
+    *,
+    gradient=given_gradients,
+    look=engine_state,
+    leaves=1,
+    in_place=False,
+):
     """Runs P nodes under vmap, scanned over T steps.
 
     Args:
@@ -44,6 +54,7 @@ def train(tx, x, inputs, losses=None, *, gradient=given_gradients, look=engine_s
         gradient: ``(params, inputs) -> gradients``, element by element.
         look: ``(state, params) -> what to return`` of every step.
         leaves: number of leaves, equally long, that the n parameters make up.
+        in_place: whether to take steps with ``jdaso.apply_gradients``, and not with ``tx.update``.
 
     Returns:
         The parameters after every step, (T, P, n), and what ``look`` saw then, (T, P, ...).
@@ -54,8 +65,11 @@ def train(tx, x, inputs, losses=None, *, gradient=given_gradients, look=engine_s
             params, state = carry
             inputs, loss = given
             grads = jax.tree.map(gradient, params, jnp.split(inputs, leaves))
-            updates, state = tx.update(grads, state, params, value=loss)
-            params = optax.apply_updates(params, updates)
+            if in_place:
+                params, state = jdaso.apply_gradients(tx, grads, state, params, value=loss)
+            else:
+                updates, state = tx.update(grads, state, params, value=loss)
+                params = optax.apply_updates(params, updates)
             return (params, state), (jnp.concatenate(params), look(state, params))
 
         params = jnp.split(x, leaves)
@@ -70,7 +84,8 @@ def train(tx, x, inputs, losses=None, *, gradient=given_gradients, look=engine_s
 
 def simulate(averaging, x, grads, losses=None, momentum=None, **options):
     """The same with SGD before ``averaging``; grads is (T, P, n)."""
-    tx = optax.chain(optax.sgd(LR, momentum), averaging)
+    chain = jdaso.chain if options.get("in_place") else optax.chain
+    tx = chain(optax.sgd(LR, momentum), averaging)
     return train(tx, x, grads, losses, **options)
 
 

@@ -67,6 +67,18 @@ class _Posted(NamedTuple):
     header: np.ndarray
 
 
+def _ends_at(name: str, total: int | None, step: int) -> bool:
+    """Whether a schedule of ``total`` steps has ended at a step. If so, logs a warning."""
+    if total is None or step < total:
+        return False
+    logger.warning(
+        "%s has taken the %d steps of its schedule. Every further step blocks: pass the steps of "
+        "the whole run as total= to jdaso.cycling.",
+        *(name, total),
+    )
+    return True
+
+
 class MpiTransport:
     """Posts exchanges from staging buffers, and returns their sums; see :class:`Transport`."""
 
@@ -79,6 +91,7 @@ class MpiTransport:
         self._pool = BufferPool()
         self._left_out = 0
         self._restarted = False
+        self._total: int | None = None
         self.statistics = Statistics()
 
     def forget(self) -> None:
@@ -90,9 +103,9 @@ class MpiTransport:
         topology = self._membership.topology
         return abort_on_error(topology, topology.abort)
 
-    def restart(self) -> None:
-        """Allows the numbers of exchanges to start again, once."""
-        self._restarted = True
+    def restart(self, total: int | None = None) -> None:
+        """Allows the numbers of exchanges to start again, once, for a run of ``total`` steps."""
+        self._restarted, self._total = True, total
 
     def reserve(self, number: int, layout: Layout) -> StagingBuffers:
         table = self._table
@@ -123,6 +136,8 @@ class MpiTransport:
                 return
             if header[0] == 0:
                 self._warn_left_out(number, staging)
+            if number != UNCOUNTED and _ends_at(self._name, self._total, step):
+                self._total = None
             queue = self._membership.exchanges.queue(number)
             attempts, before = itertools.count(), self._last_of_queue.get(queue)
 

@@ -1,0 +1,64 @@
+"""What a process logs of its exchanges."""
+
+import os
+import re
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+import jdaso
+
+# One exchange of a single process.
+PROGRAM = """
+import numpy as np
+import jdaso
+from jdaso.core.exchange import HEADER_SIZE
+from jdaso.exchange.host.layout import LeafSpec, unsharded
+from jdaso.exchange.transport.collectives import AllReduceOptions
+from jdaso.exchange.transport.membership import Membership
+from jdaso.exchange.transport.mpi_transport import MpiTransport
+from jdaso.exchange.transport.progress import Progress
+
+topology = jdaso.discover_topology()
+membership = Membership(topology, AllReduceOptions(), timeout=60.0)
+progress = Progress(topology, 60.0, membership.announce_exit, topology.abort)
+transport = MpiTransport(membership, progress)
+transport.reserve(4, unsharded([LeafSpec((3,), np.dtype("float32"))])).fill([np.arange(3.0)])
+transport.post(4, 9, np.ones(HEADER_SIZE, np.float32))
+staging, _ = transport.collect(4, readers=1)
+assert staging.sums[0].tolist() == [0, 1, 2]
+"""
+LINES = r"""jdaso: rank 0 \(.+\) posted exchange 4 after step 9, 12 bytes
+jdaso: rank 0 .+ completed exchange 4 posted after step 9; transfer \S+ s, training blocked \S+ s
+"""
+
+
+def logged_by(program, debug=""):
+    environment = os.environ | {"JDASO_DEBUG": debug, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", program]
+    options = {"capture_output": True, "text": True, "check": True, "timeout": 120}
+    return subprocess.run(command, env=environment, **options).stderr
+
+
+@pytest.mark.parametrize(("debug", "expected"), [("1", LINES), ("", "")])
+def test_with_jdaso_debug_each_exchange_is_logged_when_posted_and_when_completed(debug, expected):
+    logged = logged_by(PROGRAM, debug)
+    assert re.fullmatch(expected, logged), logged
+
+
+@pytest.mark.parametrize(("total", "times"), [(10, 0), (9, 1)])
+def test_the_first_step_beyond_those_of_the_schedule_is_said_to_block(total, times):
+    program = PROGRAM.replace("transport.reserve", f"transport.restart({total})\ntransport.reserve")
+    text = f"has taken the {total} steps of its schedule. Every further step blocks"
+    assert logged_by(program).count(text) == times
+
+
+def test_an_exchange_is_told_the_steps_of_the_schedule():
+    told = []
+    exchange = jdaso.single_exchange()._replace(restart=told.append)
+    schedule = jdaso.cycling(period=2, warmup=1, cooldown=1, total=7)
+    for each in (schedule, jdaso.constant(2)):
+        jdaso.daso(exchange, each).init(jnp.ones(3))
+    assert told == [7, None]
