@@ -179,7 +179,10 @@ class Heartbeat:
         self._links.remove(peer)
         self._silent_peers -= {peer.rank}
         self._reports.forget(peer.rank)
-        if peer.exiting or self._links.closing:
+        # A process that has not sent its first message did not accept the connection. This one
+        # searches again.
+        refused = peer.rank < self._links.rank and not peer.heard
+        if peer.exiting or refused or self._links.closing:
             return
         if self._on_death and peer.rank not in self._needed:
             self._reports.dead |= {peer.rank}

@@ -27,6 +27,8 @@ class JsonSocket:
         self.connection = connection
         self.rank = rank
         self.last_received = time.monotonic()
+        #: Something has arrived.
+        self.heard = False
         #: The peer has announced that it exits normally.
         self.exiting = False
         #: The peer has closed the connection, or the kernel has given it up.
@@ -50,7 +52,7 @@ class JsonSocket:
         if not data:
             self.closed = True
             return []
-        self.last_received = time.monotonic()
+        self.last_received, self.heard = time.monotonic(), True
         *lines, self._incomplete = (self._incomplete + data).split(b"\n")
         if len(self._incomplete) > MAX_MESSAGE_BYTES:
             self._incomplete = b""

@@ -51,6 +51,7 @@ class Links:
         acceptor: Accepts processes that report to this one.
 
     Attributes:
+        rank: Of this process.
         peers: The connections. That to the process that this one reports to has a lower rank.
         settled: Set when the parent in the tree is connected, or does not answer.
         closing: Whether this process exits.
@@ -65,7 +66,7 @@ class Links:
         contacts: Sequence[Contact] = (),
         acceptor: Acceptor | None = None,
     ):
-        self._rank, self._size, self._name = rank, size, name
+        self.rank, self._size, self._name = rank, size, name
         self.contacts, self._acceptor = contacts, acceptor
         self._found: queue.SimpleQueue[JsonSocket | None] = queue.SimpleQueue()
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -88,7 +89,7 @@ class Links:
     @property
     def parent(self) -> JsonSocket | None:
         """The process that this one reports to."""
-        return next((p for p in self.peers if p.rank < self._rank and not p.exiting), None)
+        return next((p for p in self.peers if p.rank < self.rank and not p.exiting), None)
 
     @property
     def in_use(self) -> bool:
@@ -108,7 +109,7 @@ class Links:
         known, senders = {*gone, *(peer.rank for peer in self.peers)}, []
 
         def allows(rank: int) -> bool:
-            return self._rank < rank < self._size and rank not in known and not self.closing
+            return self.rank < rank < self._size and rank not in known and not self.closing
 
         for key, _ in self._selector.select(seconds):
             match key.data:
@@ -161,12 +162,14 @@ class Links:
 
         def search() -> None:
             found = None
-            for rank, hosts, port, secret in contacts:
-                if hosts and (connection := connect(hosts, port, secret, self._rank, each)):
-                    found = JsonSocket(connection, rank)
-                    break
-            self._found.put(found)
-            self.wake()
+            try:
+                for rank, hosts, port, secret in contacts:
+                    if hosts and (connection := connect(hosts, port, secret, self.rank, each)):
+                        found = JsonSocket(connection, rank)
+                        break
+            finally:
+                self._found.put(found)
+                self.wake()
 
         thread = threading.Thread(target=search, name="jdaso-links", daemon=True)
         with contextlib.suppress(RuntimeError):  # the interpreter is exiting

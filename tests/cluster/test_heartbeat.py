@@ -146,6 +146,22 @@ def test_a_process_that_announced_its_exit_is_not_silent(fast, monkeypatch):
     assert aborts.empty()
 
 
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_process_that_closes_a_connection_before_its_first_message_is_not_dead(answers):
+    """It has not accepted the connection, perhaps because this process was paused for long."""
+    (ours, theirs), aborts = socket.socketpair(), queue.Queue()
+    second = beating(1, (ours, 0), abort=lambda *abort: aborts.put(abort))
+    if answers:
+        JsonSocket(theirs, 1).send("here")
+    theirs.close()
+    wait_until(lambda: not second._links.peers)
+    if answers:
+        assert aborts.get(timeout=TIMEOUT)[1] == EXIT_NODE_LOST
+    else:
+        time.sleep(0.2)
+        assert aborts.empty()
+
+
 def test_a_long_silence_is_not_tolerated_where_only_deaths_are(fast, monkeypatch):
     monkeypatch.setattr(heartbeat_module, "LOST_SECONDS", 0.6)
     (ours, _theirs), aborts = socket.socketpair(), queue.Queue()
