@@ -124,6 +124,20 @@ def test_rank_0_tolerates_a_death_but_its_own_aborts_the_others():
     assert star.abort(1)[0].startswith("rank 0 has died.")
 
 
+def test_the_death_of_a_needed_rank_aborts_all_although_others_are_tolerated():
+    star, died = star_of(4), queue.Queue()
+    for heartbeat in star.heartbeats:
+        heartbeat.tolerate_deaths(died.put, silence=True, needed=frozenset({0}))
+    star.dies(2)
+    for _ in (0, 1, 3):
+        assert died.get(timeout=TIMEOUT) == 2
+    assert all(aborts.empty() for aborts in star.aborts.values())
+    star.dies(0)
+    for rank in (1, 3):
+        assert star.abort(rank)[0].startswith("rank 0 has died.")
+    assert died.empty()
+
+
 def test_a_long_silence_is_tolerated(fast, monkeypatch):
     monkeypatch.setattr(heartbeat_module, "LOST_SECONDS", 0.6)
     (ours, _theirs), aborts, died = socket.socketpair(), queue.Queue(), queue.Queue()

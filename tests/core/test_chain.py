@@ -95,6 +95,24 @@ def test_local_is_an_optax_chain(in_place):
         assert_close(tuple(state), expected)
 
 
+@pytest.mark.parametrize(
+    ("averaging", "moments"),
+    [
+        (dasgd(fragments=2), "average"),
+        (jdaso.diloco(EXCHANGE, PERIOD, delay=DELAY, fragments=2, warmup=1), "average"),
+        (jdaso.easgd(EXCHANGE, PERIOD), "local"),
+    ],
+    ids=["dasgd", "diloco", "easgd"],
+)
+def test_both_forms_of_a_step_do_the_same(averaging, moments):
+    tx = jdaso.chain(sgd(), averaging, moments=moments)
+    in_place, with_updates = train(tx), train(tx, in_place=False)
+    for (x, state), (y, expected) in zip(in_place, with_updates, strict=True):
+        assert_close(x, y)
+        assert_close(state, expected)
+    assert len(merges(in_place)) >= 2
+
+
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize(
     ("averaging", "own"),
