@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jdaso.cluster.barrier import barrier
-from jdaso.cluster.roll_call import MAX_NAMES
+from jdaso.cluster.ranks import MAX_NAMES
 from jdaso.cluster.topology import Topology
 from jdaso.core.types import JdasoError
 

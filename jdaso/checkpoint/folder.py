@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jdaso.cluster.barrier import barrier
-from jdaso.cluster.roll_call import name_ranks
+from jdaso.cluster.ranks import name_ranks
 from jdaso.cluster.topology import Topology
 
 _CHECKPOINT = re.compile(r"([0-9]{6,18})_step_([0-9]{1,18})")

@@ -10,18 +10,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jdaso.cluster.ranks import decode_ranks, encode_ranks, name_ranks
 from jdaso.cluster.roll_call import (
     Answer,
     Call,
     RollCall,
     decode,
     decode_calls,
-    decode_ranks,
     earliest,
     encode,
-    encode_ranks,
     merge,
-    name_ranks,
 )
 from jdaso.cluster.tree import connected, without
 

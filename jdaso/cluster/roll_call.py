@@ -9,11 +9,12 @@ the answers are merged on their way, so that messages stay short however many pr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-# Questions in a message, and processes that an answer or a text names.
-MAX_QUESTIONS, MAX_NAMES = 8, 8
+from jdaso.cluster.ranks import MAX_NAMES, is_number
+
+MAX_QUESTIONS = 8  # in a message
 _MAX_TEXT = 100
 _MOST_CALLS = 1 << 53
 _NOTHING = -1
@@ -189,45 +190,5 @@ def decode_calls(message: list[Any]) -> list[Call]:
     return found
 
 
-def encode_ranks(ranks: Collection[int]) -> list[list[int]]:
-    """Ranks as pairs of the first and the last one of consecutive ones, for a message.
-
-    >>> encode_ranks({1, 2, 3, 7})
-    [[1, 3], [7, 7]]
-    """
-    pairs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if pairs and pairs[-1][1] == rank - 1:
-            pairs[-1][1] = rank
-        else:
-            pairs.append([rank, rank])
-    return pairs
-
-
-def decode_ranks(message: list[Any], size: int) -> frozenset[int]:
-    """The inverse of :func:`encode_ranks`. What is not a pair of ranks in order is left out."""
-    ranks = [-1]
-    for pair in message:
-        match pair:
-            case [first, last] if is_number(first, size) and is_number(last, size):
-                ranks += range(max(first, ranks[-1] + 1), last + 1)
-    return frozenset(ranks[1:])
-
-
-def is_number(value: Any, limit: int) -> bool:
-    """Whether a part of a message is an integer in [0, limit)."""
-    return type(value) is int and 0 <= value < limit
-
-
 def _is_call(series: Any, number: Any) -> bool:
     return is_number(series, _MOST_CALLS) and is_number(number, _MOST_CALLS)
-
-
-def name_ranks(ranks: Collection[int], describe: Callable[[int], str]) -> str:
-    """Names a few of some ranks, and says how many others there are.
-
-    >>> name_ranks({3, 1}, "rank {}".format), name_ranks(range(20), str)
-    ('rank 1, rank 3', '0, 1, 2, 3, 4, 5, 6, 7 and 12 more')
-    """
-    named = ", ".join(map(describe, sorted(ranks)[:MAX_NAMES]))
-    return named + f" and {len(ranks) - MAX_NAMES} more" * (len(ranks) > MAX_NAMES)

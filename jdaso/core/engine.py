@@ -21,19 +21,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdaso.core.engine_config import EngineConfig, StepContext, stop_unless_finite
+from jdaso.core.engine_config import EngineConfig, StepContext, planned, stop_unless_finite
 from jdaso.core.exchange import Exchange
 from jdaso.core.fragment_merge import merge_fragment
 from jdaso.core.fragment_step import FragmentResult, skip_fragment, step_fragment, step_updates
 from jdaso.core.fragments import Fragments, float_positions, num_parameters
-from jdaso.core.initial_state import check_fragments, init_state, stable
+from jdaso.core.initial_state import init_state
 from jdaso.core.optimizer_step import link
 from jdaso.core.state import AveragingState
 from jdaso.core.sync_target import AFTER_UPDATE, SyncTarget
 from jdaso.core.transformation import Averaging, Engine
 from jdaso.core.tree import all_finite, conditional, float_leaves, where_tree
 from jdaso.core.types import Merge, PyTree, Schedule
-from jdaso.core.validation import check_choice, check_schedule
+from jdaso.core.validation import check_choice, check_fragments, check_schedule
 
 
 def averaging(
@@ -133,8 +133,7 @@ def _move(
     target = config.sync_target
     leaves, treedef = jax.tree.flatten(tree)
     started = state.step >= target.schedule_lag
-    plan, scheduled = config.schedule.plan(state.schedule, state.step - target.schedule_lag)
-    plan = stable(plan)
+    plan, scheduled = planned(config, state.schedule, state.step - target.schedule_lag)
     plan = plan._replace(flush=plan.flush & started, epoch_end=plan.epoch_end & started)
     # If the schedule lags, this step's loss belongs to the schedule's next step.
     loss = _loss(value)

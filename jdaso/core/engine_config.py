@@ -6,6 +6,7 @@ import functools
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jdaso.core.exchange import Exchange
@@ -46,6 +47,13 @@ class StepContext(NamedTuple):
     losses: jax.Array
     due: jax.Array
     post: jax.Array
+
+
+def planned(config: EngineConfig, state: PyTree, step: jax.Array) -> tuple[Plan, PyTree]:
+    """The plan of a step, whose fields have their dtypes, and the schedule's new state."""
+    plan, state = config.schedule.plan(state, step)
+    ints = [jnp.asarray(x, jnp.int32) for x in plan[:4]]
+    return Plan(*ints, *(jnp.asarray(x, bool) for x in plan[4:])), state
 
 
 def stop_unless_finite(

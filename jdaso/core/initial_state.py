@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import numbers
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from jdaso.core.engine_config import EngineConfig
+from jdaso.core.engine_config import EngineConfig, planned
 from jdaso.core.error_feedback import init_feedback
 from jdaso.core.fragments import cut, part
 from jdaso.core.state import AveragingState, FragmentState
 from jdaso.core.tree import check_arrays, float_leaves
-from jdaso.core.types import ParamsWithMoments, Plan, PyTree, Schedule
+from jdaso.core.types import ParamsWithMoments, PyTree
+from jdaso.core.validation import check_fragments
 
 
 def init_state(config: EngineConfig, params: PyTree) -> AveragingState:
@@ -34,7 +32,7 @@ def init_state(config: EngineConfig, params: PyTree) -> AveragingState:
         skipped=zero,
         left_out=zero,
         merged=jnp.zeros((), bool),
-        plan=stable(config.schedule.plan(schedule_state, zero)[0]),
+        plan=planned(config, schedule_state, zero)[0],
         losses=jnp.zeros((2,), jnp.float32),
         schedule=schedule_state,
         fragments=tuple(_init_fragment(config, part(params, positions)) for positions in parts),
@@ -57,18 +55,3 @@ def _init_fragment(config: EngineConfig, tree: PyTree) -> FragmentState:
         merge=config.merge.init(params),
         feedback=init_feedback(tree, config.sync_target.uses_anchor) if int8 else (),
     )
-
-
-def check_fragments(count: Any, schedule: Schedule) -> None:
-    whole = isinstance(count, numbers.Integral) and not isinstance(count, bool)
-    if not whole or not 1 <= count <= schedule.longest:
-        raise ValueError(
-            f"fragments must be a whole number in [1, {schedule.longest}], got {count!r}: "
-            "each fragment needs a step of its own within the longest period."
-        )
-
-
-def stable(plan: Plan) -> Plan:
-    """Casts the fields of a plan to their dtypes."""
-    ints = [jnp.asarray(x, jnp.int32) for x in plan[:4]]
-    return Plan(*ints, *(jnp.asarray(x, bool) for x in plan[4:]))

@@ -78,21 +78,20 @@ def apply_step(
         tree, averaging = engine.move(params, averaging, finite, value)
         params, new = _if(finite, local, tree, params, old, grads)
         return Step(params, new, averaging, None)
-    origin = None
+    origin = params if updates_needed else None
     if updates_needed:
         _, new, updates = local(params, params, old, grads)
-        tree, origin = _where_finite(finite, updates, params), params
-        new = where_tree(finite, new, old)
+        tree, new = _where_finite(finite, updates, params), where_tree(finite, new, old)
     else:
         tree, new = _if(finite, local, params, params, old, grads)
-    if moments is None:
-        tree, averaging = engine.move(tree, averaging, finite, value, origin=origin)
-    else:
+    if moments is not None:
         read = moments.read(new)
-        both = ParamsWithMoments(tree, read)
-        origin = origin if origin is None else ParamsWithMoments(origin, read)
-        (tree, moved), averaging = engine.move(both, averaging, finite, value, origin=origin)
-        new = moments.replace(new, moved)
+        tree = ParamsWithMoments(tree, read)
+        origin = None if origin is None else ParamsWithMoments(origin, read)
+    tree, averaging = engine.move(tree, averaging, finite, value, origin=origin)
+    if moments is not None:
+        new = moments.replace(new, tree.moments)
+        tree = tree.params
     if updates_needed:
         return Step(add_updates(params, tree), new, averaging, tree)
     return Step(tree, new, averaging, None)

@@ -94,3 +94,13 @@ def check_schedule(name: str, schedule: Any) -> None:
             f"{name}: schedule must be a jdaso.Schedule, such as jdaso.constant(4, 2), "
             f"got {schedule!r}."
         )
+
+
+def check_fragments(count: Any, schedule: Schedule) -> None:
+    """Raises ValueError for a number of fragments that a schedule cannot exchange in turn."""
+    whole = isinstance(count, numbers.Integral) and not isinstance(count, bool)
+    if not whole or not 1 <= count <= schedule.longest:
+        raise ValueError(
+            f"fragments must be a whole number in [1, {schedule.longest}], got {count!r}: "
+            "each fragment needs a step of its own within the longest period."
+        )

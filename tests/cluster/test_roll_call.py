@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jdaso.cluster.ranks import MAX_NAMES, decode_ranks
 from jdaso.cluster.reports import Reports
 from jdaso.cluster.roll_call import (
-    MAX_NAMES,
     MAX_QUESTIONS,
     Absent,
     Answer,
@@ -17,10 +17,8 @@ from jdaso.cluster.roll_call import (
     RollCall,
     decode,
     decode_calls,
-    decode_ranks,
     earliest,
     encode,
-    encode_ranks,
     merge,
 )
 
@@ -139,14 +137,6 @@ def test_no_report_of_a_peer_makes_a_process_fail_or_name_a_rank_that_is_none(re
     reports.receive(3, valid)
     reports.repeat()
     assert 2 in decode_ranks(reports.messages(None, [3], frozenset())[3][0], 4)
-
-
-@given(st.sets(st.integers(0, 30)))
-def test_ranks_arrive_as_they_were_sent(ranks):
-    pairs = encode_ranks(ranks)
-    assert decode_ranks(pairs, 31) == ranks
-    assert decode_ranks([*pairs, *pairs], 31) == ranks
-    assert decode_ranks(pairs, 10) == {r for a, b in pairs if b < 10 for r in range(a, b + 1)}
 
 
 @given(st.lists(ANYTHING, max_size=5))

@@ -1,6 +1,7 @@
 """Posts and collects the exchanges of one process, and measures them."""
 
 import itertools
+import math
 import time
 from collections import deque
 from contextlib import AbstractContextManager
@@ -21,6 +22,11 @@ from jdaso.exchange.transport.membership import Membership
 from jdaso.exchange.transport.operation import Operation
 from jdaso.exchange.transport.progress import Progress
 from jdaso.exchange.transport.request import Request
+
+_PAST_THE_END = (
+    "%s has taken the %d steps of its schedule. Every further step blocks: pass the steps of the "
+    "whole run as total= to jdaso.cycling."
+)
 
 
 class Statistics:
@@ -67,18 +73,6 @@ class _Posted(NamedTuple):
     header: np.ndarray
 
 
-def _ends_at(name: str, total: int | None, step: int) -> bool:
-    """Whether a schedule of ``total`` steps has ended at a step. If so, logs a warning."""
-    if total is None or step < total:
-        return False
-    logger.warning(
-        "%s has taken the %d steps of its schedule. Every further step blocks: pass the steps of "
-        "the whole run as total= to jdaso.cycling.",
-        *(name, total),
-    )
-    return True
-
-
 class MpiTransport:
     """Posts exchanges from staging buffers, and returns their sums; see :class:`Transport`."""
 
@@ -91,7 +85,7 @@ class MpiTransport:
         self._pool = BufferPool()
         self._left_out = 0
         self._restarted = False
-        self._total: int | None = None
+        self._total = math.inf  # steps of the schedule
         self.statistics = Statistics()
 
     def forget(self) -> None:
@@ -105,7 +99,7 @@ class MpiTransport:
 
     def restart(self, total: int | None = None) -> None:
         """Allows the numbers of exchanges to start again, once, for a run of ``total`` steps."""
-        self._restarted, self._total = True, total
+        self._restarted, self._total = True, math.inf if total is None else total
 
     def reserve(self, number: int, layout: Layout) -> StagingBuffers:
         table = self._table
@@ -136,8 +130,9 @@ class MpiTransport:
                 return
             if header[0] == 0:
                 self._warn_left_out(number, staging)
-            if number != UNCOUNTED and _ends_at(self._name, self._total, step):
-                self._total = None
+            if number != UNCOUNTED and step >= self._total:
+                logger.warning(_PAST_THE_END, self._name, self._total)
+                self._total = math.inf
             queue = self._membership.exchanges.queue(number)
             attempts, before = itertools.count(), self._last_of_queue.get(queue)
 

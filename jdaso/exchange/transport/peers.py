@@ -2,7 +2,8 @@
 
 import time
 
-from jdaso.cluster.roll_call import Answer, name_ranks
+from jdaso.cluster.ranks import name_ranks
+from jdaso.cluster.roll_call import Answer
 from jdaso.cluster.topology import Topology
 from jdaso.core.log import logger
 from jdaso.core.types import JdasoError

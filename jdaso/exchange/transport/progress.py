@@ -34,8 +34,8 @@ _UNAWAITED_SECONDS = 60.0
 # request.
 _SHORTEST_SECONDS, _LONGEST_SECONDS, _LONGEST_SERVING_SECONDS = 5e-4, 10e-3, 2e-3
 _POLLS_PER_PROGRESS = 4
-# While the program waits for a result, latency counts, but other processes may need the core. A
-# pause adds at most a sixteenth to the time of the wait, and few polls are made in a long one.
+# While the program waits for a result, latency counts, but other processes may need the core. The
+# pause is a sixteenth of the time since the last progress, so that a long wait needs few polls.
 _AWAITED_SECONDS, _POLLS_PER_AWAITED = (5e-5, 2e-3), 16
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from jdaso.cluster.roll_call import name_ranks
+from jdaso.cluster.ranks import name_ranks
 from jdaso.cluster.topology import Topology
 from jdaso.core.log import logger
 from jdaso.core.mpi_types import Comm
