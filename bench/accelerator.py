@@ -7,8 +7,8 @@ A step begins with a sleep. The core is then free, as it is while an accelerator
 gradients are arrays in memory, as those of a backward pass are. What remains is what jdaso costs.
 The parameters are 4.04 M float32 numbers in 60 leaves, the optimizer is SGD with momentum. A pair
 is a run of two periods without exchanges and one with DASO, whose first exchange is in flight when
-the run begins. The table has the median of the pairs' ratios on the slowest process, its range, and
-the mean time for which an exchange blocks training, "blocked".
+the run begins. The table has the median of the pairs' ratios on the slowest process and its range.
+"Blocked" is the mean time for which an exchange blocks training.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from jdaso.schedules import constant
 
 
 class SentState(NamedTuple):
-    """The x that was sent, which the merge of the reply needs: a tree like the parameters.
+    """The x that was sent, a tree like the parameters. The merge of the reply needs it.
 
-    Its dtype is float32, or float64 for float64 leaves.
+    Its leaves are float32, or float64 where those of the parameters are.
     """
 
     sent: PyTree

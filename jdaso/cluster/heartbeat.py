@@ -180,8 +180,8 @@ class Heartbeat:
         self._links.remove(peer)
         self._silent_peers -= {peer.rank}
         self._reports.forget(peer.rank)
-        # A process that has not sent its first message did not accept the connection. This one
-        # searches again.
+        # A process that has not sent its first message has not accepted the connection. It need not
+        # be dead, and this process searches again.
         refused = peer.rank < self._links.rank and not peer.heard
         if peer.exiting or refused or self._links.closing:
             return

@@ -228,7 +228,7 @@ def _finish(
 def _step(
     config: EngineConfig, context: StepContext, tree: PyTree, positions: list[int], updates: bool
 ) -> Callable:
-    """What merges and posts a fragment of a tree, or updates of it."""
+    """A function that merges and posts a fragment of a tree, or of updates of it."""
     bound, count = _bound(config, tree, positions)
     if not updates:
         return functools.partial(step_fragment, bound, context, count)

@@ -77,10 +77,10 @@ def step_updates(
     fragment: FragmentState,
     number: jax.Array,
 ) -> tuple[Leaves, FragmentState, FragmentResult]:
-    """:func:`step_fragment` for updates of ``params``, which may precede moments.
+    """:func:`step_fragment` for updates of ``params`` in place of parameters.
 
-    What is exchanged is computed here, in the branch of a conditional, so that it costs nothing at
-    the other steps.
+    The first leaves are the updates, the others are moments. The parameters after the update are
+    computed here, in the branch of a conditional, so they cost nothing at the other steps.
     """
     target, count = config.sync_target, len(params)
     updates, moments = leaves[:count], leaves[count:]
