@@ -16,16 +16,19 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 
 .PHONY: demo demo-lm test-fast test test-all lint docs bench clean
 
-# mpi4jax is built from source: mpicc must be on PATH first, hence an earlier pip call for the
-# MPI runtime. Its build takes any nvcc on PATH for a sign of CUDA beside it; CUDA_PATH set to an
+# mpi4jax and jdaso's extension are compiled. Both builds use the packages of the environment, so
+# that nothing is installed twice, and mpi4jax builds beside the other installations. Its build
+# needs mpicc on PATH. It takes any nvcc on PATH for a sign of CUDA beside it; CUDA_PATH set to an
 # existing folder overrules that guess, so an empty one leaves the CUDA extension out.
+PIP := $(BIN)/pip --quiet --disable-pip-version-check
 $(VENV)/.installed: pyproject.toml setup.py $(wildcard jdaso/exchange/host/*.cc jdaso/exchange/host/*.h) Makefile
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check $(MPI) mpi4py
-	mkdir -p $(VENV)/no-cuda
-	CUDA_PATH=$${CUDA_PATH:-$(CURDIR)/$(VENV)/no-cuda} \
-		$(BIN)/pip install -q --disable-pip-version-check --no-cache-dir mpi4jax
-	$(BIN)/pip install -q --disable-pip-version-check -e '.[mpi,mpi4jax,examples,dev]'
+	$(PIP) install --no-compile $(MPI) mpi4py jax 'setuptools>=77' wheel cython nanobind
+	rm -rf $(VENV)/wheels && mkdir -p $(VENV)/no-cuda
+	CUDA_PATH=$${CUDA_PATH:-$(CURDIR)/$(VENV)/no-cuda} $(PIP) wheel --no-cache-dir --no-deps \
+		--no-build-isolation --wheel-dir $(VENV)/wheels mpi4jax & \
+	$(PIP) install --no-compile --no-build-isolation -e '.[mpi,examples,dev]' && wait $$!
+	$(PIP) install --no-compile $(VENV)/wheels/mpi4jax-*.whl
 	touch $@
 
 demo: $(VENV)/.installed
