@@ -115,13 +115,13 @@ class Links:
             match key.data:
                 case JsonSocket():
                     senders.append(key.data)
-                case Acceptor() as acceptor:
-                    for rank, connection in acceptor.accept(allows).items():
-                        self._add(JsonSocket(connection, rank))
                 case None:
                     self._wake_reader.recv(1024)
                     while not self._found.empty():
                         self._end_search(self._found.get())
+        if self._acceptor is not None:
+            for rank, connection in self._acceptor.accept(allows).items():
+                self._add(JsonSocket(connection, rank))
         return senders
 
     def remove(self, peer: JsonSocket) -> None:

@@ -18,6 +18,8 @@ _SECRET_BYTES = 16
 _REQUEST = struct.Struct(f">{_SECRET_BYTES}sI")  # secret, rank
 _FIRST_BYTE = b"\n"  # of every message
 _CONNECT_SECONDS, _REPLY_SECONDS, _PAUSE_SECONDS = 1.0, 5.0, 0.1
+# Connections of an Acceptor that are not complete.
+_MOST_PENDING = 256
 
 
 class Secret(NamedTuple):
@@ -119,10 +121,11 @@ class Acceptor:
             connection.close()
 
     def _close_old(self) -> None:
-        """Closes connections that have not become complete."""
+        """Closes connections that have not become complete in time, and the oldest of too many."""
         until = time.monotonic() - _REPLY_SECONDS
-        for key in list(self._selector.get_map().values()):
-            if key.data is not None and key.data.since < until:
+        pending = [key for key in self._selector.get_map().values() if key.data is not None]
+        for newer, key in enumerate(sorted(pending, key=lambda key: -key.data.since)):
+            if newer >= _MOST_PENDING or key.data.since < until:
                 self._selector.unregister(key.fileobj)
                 key.fileobj.close()  # type: ignore[union-attr]
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from jdaso.cluster import heartbeat as heartbeat_module
 from jdaso.cluster import links as links_module
+from jdaso.cluster import rendezvous
 from jdaso.cluster import tree as tree_module
 from jdaso.cluster.heartbeat import EXIT_NODE_LOST, Heartbeat, start_heartbeat
 from jdaso.cluster.json_socket import MAX_MESSAGE_BYTES, JsonSocket
@@ -421,6 +422,14 @@ def test_only_ranks_that_are_not_connected_may_connect(rank, caplog):
     assert connect(*contact[1:], rank, 0.1) is None
     assert len(heartbeats[0]._links.peers) == 2
     assert all(messages.empty() for messages in aborts.values())
+
+
+def test_one_that_connects_and_sends_nothing_is_closed_soon(fast, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_REPLY_SECONDS", 0.2)
+    heartbeats, _ = started(2)
+    port = heartbeats[1]._links.contacts[0].port
+    with socket.create_connection(("127.0.0.1", port), TIMEOUT) as stranger:
+        assert stranger.recv(1) == b""
 
 
 def test_one_that_can_report_to_nobody_says_so_and_is_not_called_alive(fast, monkeypatch, caplog):

@@ -109,6 +109,25 @@ def test_a_peer_that_gives_up_before_its_first_message_is_no_peer(monkeypatch):
     acceptor.close()
 
 
+def test_the_oldest_of_too_many_that_send_nothing_are_closed(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_MOST_PENDING", 3)
+    listener, port = listening()
+    secret = new_secret()
+    acceptor, connected = Acceptor(listener, secret), {}
+    strangers = [socket.create_connection(("127.0.0.1", port), TIMEOUT) for _ in range(9)]
+    thread = connecting(port, secret, 1, connected)
+    accepted = accept(acceptor, {1})
+    thread.join()
+    for stranger in strangers[:6]:
+        assert stranger.recv(1) == b""  # closed
+    strangers[-1].setblocking(False)
+    with pytest.raises(BlockingIOError):
+        strangers[-1].recv(1)
+    for connection in (*strangers, *accepted.values(), *connected.values()):
+        connection.close()
+    acceptor.close()
+
+
 def test_another_server_at_the_same_port_is_skipped(monkeypatch):
     stranger = socket.create_server(("127.0.0.2", 0))
     port = stranger.getsockname()[1]
