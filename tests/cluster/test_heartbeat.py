@@ -376,7 +376,9 @@ def test_processes_connect_to_each_other(caplog, monkeypatch, size, group):
     monkeypatch.setattr(tree_module, "GROUP", group)
     heartbeats, aborts = started(size)
     assert max(len(heartbeat._links.peers) for heartbeat in heartbeats.values()) <= group + 1
-    last = size - 1
+    last, links = size - 1, [heartbeat._links for heartbeat in heartbeats.values()]
+    wait_until(lambda: sum(len(each.peers) for each in links) == 2 * last)  # both ends have it
+    wait_until(lambda: "unknown" not in heartbeats[last].states(frozenset(range(last))))
     assert heartbeats[last].broadcast_abort("the reason", 5)
     for rank in range(last):
         assert aborts[rank].get(timeout=TIMEOUT) == ("the reason", 5)
