@@ -16,7 +16,7 @@ import numpy as np
 
 from jdaso.cluster.json_socket import MAX_MESSAGE_BYTES, JsonSocket
 from jdaso.cluster.links import CONNECT_SECONDS, Links, make_links
-from jdaso.cluster.ranks import is_number, name_ranks
+from jdaso.cluster.ranks import decode_ranks, is_number, name_ranks
 from jdaso.cluster.reports import Reports
 from jdaso.cluster.roll_call import RollCall
 from jdaso.cluster.tree import parents
@@ -113,7 +113,7 @@ class Heartbeat:
 
     def close(self) -> None:
         """Announces that this process exits normally."""
-        self._links.say_bye()
+        self._links.say_bye(self._exited | self.exited_ranks())
 
     def _run(self) -> None:
         next_beat, links = time.monotonic(), self._links
@@ -138,13 +138,16 @@ class Heartbeat:
 
     def _check_silence(self, now: float) -> None:
         """Updates the silent peers, and aborts if one is lost."""
-        missing = self._reports.adopted().difference(peer.rank for peer in self._links.peers)
+        missing = self._reports.not_among([peer.rank for peer in self._links.peers])
         self._expected = {rank: self._expected.get(rank, now) for rank in missing}
+        self._reports.missing = frozenset(
+            rank for rank, since in self._expected.items() if now - since > SILENT_SECONDS
+        )
         self._silent_peers = frozenset(
             peer.rank
             for peer in self._links.peers
             if not peer.exiting and now - peer.last_received > SILENT_SECONDS
-        ).union(rank for rank, since in self._expected.items() if now - since > SILENT_SECONDS)
+        )
         for peer in self._links.peers:
             lost = peer.rank in self._silent_peers and now - peer.last_received > LOST_SECONDS
             if lost and (not self._tolerates_silence or peer.rank in self._needed):
@@ -169,9 +172,9 @@ class Heartbeat:
             match message:
                 case ["beat", *report] if not peer.exiting:
                     self._reports.receive(peer.rank, report)
-                case ["bye"]:
+                case ["bye", *exited]:
                     peer.exiting = True
-                    self._exited |= {peer.rank}
+                    self._exited |= {peer.rank} | decode_ranks(exited, self._links.size)
                     self._reports.forget(peer.rank)
                 case ["end", str(reason), status] if is_number(status, 256):
                     self._abort_all(reason, status, source=peer)

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jdaso.cluster.addresses import addresses, listen
-from jdaso.cluster.json_socket import JsonSocket
+from jdaso.cluster.json_socket import MAX_MESSAGE_BYTES, JsonSocket
+from jdaso.cluster.ranks import encode_ranks
 from jdaso.cluster.rendezvous import Acceptor, Secret, connect, new_secret
 from jdaso.cluster.tree import GROUP, ancestors
 from jdaso.core.log import logger
@@ -52,6 +53,7 @@ class Links:
 
     Attributes:
         rank: Of this process.
+        size: Number of processes.
         peers: The connections. That to the process that this one reports to has a lower rank.
         settled: Set when the parent in the tree is connected, or does not answer.
         closing: Whether this process exits.
@@ -66,7 +68,7 @@ class Links:
         contacts: Sequence[Contact] = (),
         acceptor: Acceptor | None = None,
     ):
-        self.rank, self._size, self._name = rank, size, name
+        self.rank, self.size, self._name = rank, size, name
         self.contacts, self._acceptor = contacts, acceptor
         self._found: queue.SimpleQueue[JsonSocket | None] = queue.SimpleQueue()
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -109,7 +111,7 @@ class Links:
         known, senders = {*gone, *(peer.rank for peer in self.peers)}, []
 
         def allows(rank: int) -> bool:
-            return self.rank < rank < self._size and rank not in known and not self.closing
+            return self.rank < rank < self.size and rank not in known and not self.closing
 
         for key, _ in self._selector.select(seconds):
             match key.data:
@@ -137,13 +139,14 @@ class Links:
             self._orphan_since = min(self._orphan_since, time.monotonic())
             self._start_search(contacts, _TRY_SECONDS)
 
-    def say_bye(self) -> None:
-        """Tells all peers that this process exits; called by any thread."""
+    def say_bye(self, exited: Collection[int]) -> None:
+        """Tells all peers that this process exits, and which have before; called by any thread."""
+        ranks = encode_ranks(exited)[: MAX_MESSAGE_BYTES // 64]
         self.closing = True
         if self._acceptor is not None:
             self._acceptor.refuse()
         for peer in list(self.peers):
-            peer.send("bye")
+            peer.send("bye", *ranks)
 
     def close(self) -> None:
         """Closes all sockets, in a forked child."""

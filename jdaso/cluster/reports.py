@@ -30,6 +30,7 @@ class Report(NamedTuple):
     silent: frozenset[int] = frozenset()
     dead: frozenset[int] = frozenset()
     exited: frozenset[int] = frozenset()
+    guests: frozenset[int] = frozenset()  # that report to another process than expected
     questions: tuple[Call, ...] = ()
     answers: Mapping[Call, Answer] = MappingProxyType({})
 
@@ -46,6 +47,7 @@ class Reports:
         dead: Ranks whose death all processes tolerate.
         exited: Ranks that have announced that they exit normally.
         unconnected: Ranks that could not connect to their parents at the start.
+        missing: Ranks that should report to this one for some time, and do not.
     """
 
     def __init__(
@@ -58,6 +60,9 @@ class Reports:
         self._rank, self._tree, self._describe, self._roll_call = rank, tree, describe, roll_call
         self._parent: int | None = None
         self.unconnected: frozenset[int] = frozenset()
+        self.missing: frozenset[int] = frozenset()
+        self._own_guests: frozenset[int] = frozenset()
+        self._guests: frozenset[int] = frozenset()  # of all processes
         self._heard: dict[int, Report] = {}
         self._sent: dict[int, list[Any]] = {}
         self.silent: frozenset[int] = frozenset()
@@ -72,15 +77,19 @@ class Reports:
     def connected(self) -> np.ndarray:
         """For each rank, whether its heartbeats arrive here, bool[P]."""
         top = {self._rank} if self._parent is None else set()
-        tree, cut = without(self._tree, self.gone), self.unconnected | top
+        cut = self.unconnected | top | (self.missing - self._guests)
+        tree = without(self._tree, self.gone)
         return connected(tree, self._rank, cut, (self.silent | self.gone) - {self._rank})
 
-    def adopted(self) -> frozenset[int]:
-        """The ranks that should report to this one, because their parents have died or exited."""
+    def not_among(self, peers: Collection[int]) -> frozenset[int]:
+        """The ranks that should report to this one after deaths and exits, but are not peers."""
         if not (gone := self.gone):
             return frozenset()
         moved = (without(self._tree, gone) == self._rank) & (self._tree != self._rank)
-        return frozenset(np.flatnonzero(moved).tolist()) - gone - {self._rank}
+        adopted = frozenset(np.flatnonzero(moved).tolist()) - gone - {self._rank}
+        below = {rank for rank in peers if rank > self._rank and self._tree[rank] != self._rank}
+        self._own_guests = frozenset(below - adopted)
+        return adopted.difference(peers)
 
     def states(self, ranks: frozenset[int]) -> str:
         """Names ranks and their hosts, and says whether each is alive, silent or gone."""
@@ -104,11 +113,12 @@ class Reports:
         """Keeps the report of a peer. What is malformed is left out."""
         size = len(self._tree)
         match message:
-            case [[*silent], [*dead], [*exited], [*questions], [*answers]]:
+            case [[*silent], [*dead], [*exited], [*guests], [*questions], [*answers]]:
                 self._heard[rank] = report = Report(
                     decode_ranks(silent, size),
                     decode_ranks(dead, size),
                     decode_ranks(exited, size),
+                    decode_ranks(guests, size),
                     tuple(decode_calls(questions)),
                     decode(answers, size),
                 )
@@ -131,9 +141,13 @@ class Reports:
         below = {rank: self._heard.get(rank, Report()) for rank in peers if rank != parent}
         # What a silent parent has said before is not passed on.
         above = None if parent is None or parent in silent_peers else self._heard.get(parent)
-        silent = silent_peers.union(*(report.silent for report in below.values()))
+        # If the parent of a missing process has exited, it may have exited as well.
+        lost = frozenset(rank for rank in self.missing if self._tree[rank] not in self.exited)
+        silent = silent_peers.union(lost, *(report.silent for report in below.values()))
         # A process may report to another one than that which expects it.
-        silent -= below.keys() - silent_peers
+        guests = self._own_guests.intersection(below)
+        guests = guests.union(*(report.guests for report in below.values())) - silent_peers
+        silent -= guests | (below.keys() - silent_peers)
         asked = self._roll_call.questions()
         asked += [call for report in below.values() for call in report.questions]
         questions = tuple(earliest(asked))
@@ -144,11 +158,11 @@ class Reports:
             )
             for call in (above.questions if above else questions)
         }
-        up = Report(silent - {parent}, self.dead, self.exited, questions, answers)
+        up = Report(silent - {parent}, self.dead, self.exited, guests, questions, answers)
         down = up._replace(silent=silent)
         if above:
             down = above._replace(dead=self.dead, exited=self.exited)
-        self.silent = down.silent | silent_peers
+        self.silent, self._guests = down.silent | silent_peers, down.guests
         self._roll_call.answers = down.answers
         upwards, downwards = up.message(), down.message()
         messages = {rank: upwards if rank == parent else downwards for rank in peers}

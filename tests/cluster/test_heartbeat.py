@@ -452,6 +452,43 @@ def test_one_that_can_report_to_nobody_says_so_and_is_not_called_alive(fast, mon
     wait_until(lambda: "rank 2 has no heartbeat: the process to which it" in caplog.text)
 
 
+def test_a_parent_that_exits_says_who_below_it_has_exited(monkeypatch):
+    monkeypatch.setattr(tree_module, "GROUP", 1)
+    heartbeats, _ = started(4)  # a chain
+    heartbeats[3].close()
+    wait_until(lambda: 3 in heartbeats[2]._exited)
+    for rank in (2, 1):  # before their next reports
+        heartbeats[rank].close()
+        wait_until(lambda rank=rank: {rank, 3} <= heartbeats[rank - 1]._exited)
+    wait_until(lambda: heartbeats[0].exited_ranks() == {1, 2, 3})
+
+
+def test_one_whose_parent_has_exited_may_have_exited_and_is_not_called_silent(fast, monkeypatch):
+    monkeypatch.setattr(tree_module, "GROUP", 1)
+    heartbeats, _ = started(3)  # a chain
+    monkeypatch.setattr(links_module, "connect", lambda *_: time.sleep(0.01))
+    heartbeats[1].close()
+    unknown = "rank 2 (unknown: no heartbeat connection leads to it)"
+    wait_until(lambda: heartbeats[0].states(frozenset({2})) == unknown)
+    assert heartbeats[0].silent_ranks() == frozenset()
+
+
+def test_one_that_reports_to_another_process_than_expected_is_not_called_silent(fast, monkeypatch):
+    monkeypatch.setattr(tree_module, "GROUP", 2)
+    heartbeats, _ = started(9)  # 1 and 2 report to 0, 3 and 4 to 1, 7 and 8 to 3
+    contacts = heartbeats[7]._links.contacts
+    heartbeats[7]._links.contacts = [contact for contact in contacts if contact.rank == 2]
+    for heartbeat in heartbeats.values():
+        heartbeat.tolerate_deaths(lambda rank: None, silence=False)
+    dies(heartbeats[3])
+    wait_until(lambda: parent_of(heartbeats[7]) == 2)
+    time.sleep(1)  # so that rank 1, which expects it, has missed it for long
+    left = frozenset(heartbeats) - {3}
+    for rank in left:
+        assert heartbeats[rank].silent_ranks() == frozenset()
+        assert ";" not in heartbeats[rank].states(left - {rank})
+
+
 def test_an_exit_is_told_to_all_and_those_below_report_to_another_one(fast, monkeypatch, caplog):
     monkeypatch.setattr(tree_module, "GROUP", 2)
     heartbeats, aborts = started(7)

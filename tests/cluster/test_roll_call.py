@@ -116,7 +116,7 @@ CALLS = st.lists(st.lists(SMALL | ANYTHING, min_size=2, max_size=2))
 ABSENT = st.tuples(SMALL, st.booleans(), SMALL, SMALL, st.text(max_size=3)).map(list)
 ANSWERS = st.tuples(SMALL, SMALL, SMALL, SMALL, st.lists(ABSENT | ANYTHING)).map(list)
 PAIRS = st.lists(st.lists(SMALL, min_size=2, max_size=2) | ANYTHING)
-REPORTS = st.tuples(*[PAIRS] * 3, CALLS, st.lists(ANSWERS | ANYTHING))
+REPORTS = st.tuples(*[PAIRS] * 4, CALLS, st.lists(ANSWERS | ANYTHING))
 
 
 @given(st.lists(st.tuples(st.sampled_from([0, 2, 3]), REPORTS.map(list) | ANYTHING), max_size=4))
@@ -124,7 +124,7 @@ def test_no_report_of_a_peer_makes_a_process_fail_or_name_a_rank_that_is_none(re
     calls = RollCall(1, lambda: None)
     reports = Reports(1, np.array([0, 0, 1, 1]), "{:d}".format, calls)
     calls.ask(Call(0, 1))
-    valid = [[[2, 2]], [], [], [], []]
+    valid = [[[2, 2]], [], [], [], [], []]
     for peer, message in [*received, (2, valid)]:
         reports.receive(peer, message)
         sent = reports.messages(0, [0, 2, 3], frozenset())
