@@ -50,6 +50,10 @@ class Polling:
         """Restarts both clocks after an idle time."""
         self.polled_at = self._progressed_at = time.monotonic()
 
+    def hurry(self) -> None:
+        """Polls often again, because the program waits from now on; called by any thread."""
+        self._progressed_at = time.monotonic()
+
     def start(self) -> float:
         """Starts a poll, and returns the seconds since the previous one."""
         before, self.polled_at = self.polled_at, time.monotonic()
@@ -96,7 +100,7 @@ class Progress:
         self._failed: list[Request] = []
         self._changed = threading.Condition()
         self._closing = self._closed = False
-        self._waiters = 0
+        self._waiters, self._polling = 0, Polling()
         self._thread = threading.Thread(target=self._run, name="jdaso-progress", daemon=True)
         self._thread.start()
         self._forget = at_exit(self.close)
@@ -128,6 +132,8 @@ class Progress:
     def wait(self, request: Request, busy: Callable[[], bool] | None = None) -> Any:
         """The result of an operation; JdasoError with the missing ranks if it failed or is late."""
         with self._changed:
+            if not self._waiters:
+                self._polling.hurry()
             self._waiters += 1
             request.awaited = True
             self._changed.notify()
@@ -171,8 +177,8 @@ class Progress:
                     request.fail(error)
 
     def _loop(self) -> None:
-        polling = Polling()
-        while (requests := self._next_requests(polling)) or not self._closed:
+        polling = self._polling
+        while (requests := self._next_requests()) or not self._closed:
             if (paused := polling.start()) > _SUSPENDED_SECONDS:
                 for request in requests:
                     request.postpone(paused)
@@ -193,14 +199,14 @@ class Progress:
                 with self._changed:
                     self._changed.wait(polling.pause(states, awaited=self._waiters > 0))
 
-    def _next_requests(self, polling: Polling) -> list[Request]:
+    def _next_requests(self) -> list[Request]:
         """The requests. Without any, it waits for the next one, or until it is time to poll."""
         with self._changed:
             if not self._requests and not self._closed:
                 unawaited = not all(request.awaited for request in self._failed)
                 limit = _UNAWAITED_SECONDS if unawaited else None
                 self._changed.wait(_IDLE_SECONDS if self._peers.recovery else limit)
-                polling.reset()
+                self._polling.reset()
             return list(self._requests)
 
     def _remove_completed(self, requests: list[Request]) -> bool:

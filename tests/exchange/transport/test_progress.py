@@ -13,7 +13,7 @@ from jdaso.exchange.transport import peers as peers_module
 from jdaso.exchange.transport import progress as progress_module
 from jdaso.exchange.transport import request as request_module
 from jdaso.exchange.transport.operation import WaitState
-from jdaso.exchange.transport.progress import Progress
+from jdaso.exchange.transport.progress import Polling, Progress
 
 TIMEOUT, PATIENCE = 0.5, 20.0
 
@@ -224,6 +224,26 @@ def test_an_operation_continues_when_one_of_its_messages_is_complete(progress):
     assert len(resumed) > 1
     first.complete = True
     assert progress.wait(request) == "done"
+
+
+def test_a_short_wait_beside_a_stalled_operation_is_polled_often(monkeypatch, aborts):
+    pauses, pause = [], Polling.pause
+    monkeypatch.setattr(
+        Polling, "pause", lambda *a, **k: pauses.append(pause(*a, **k)) or pauses[-1]
+    )
+    progress = Progress(Topology(), PATIENCE, lambda progress: None, aborts.put)
+    stalled = Message()
+    exchange = progress.submit(waiting_until(stalled.Test), "an exchange")
+    time.sleep(0.1)
+    pauses.clear()
+    until = time.monotonic() + PATIENCE / 2
+    while not pauses or min(pauses) > 1e-3:
+        assert time.monotonic() < until
+        done = iter([False] * 5 + [True]).__next__
+        progress.wait(progress.submit(waiting_until(done), "a flag"))
+    stalled.complete = True
+    progress.wait(exchange)
+    progress.close()
 
 
 def test_an_error_of_a_message_fails_its_operation(progress):
