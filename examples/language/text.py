@@ -84,7 +84,7 @@ def tokenizer(name: str) -> Tokenizer:
     loaded.no_padding()
 
     def encode(text: bytes) -> np.ndarray:
-        encoded = loaded.encode(text.decode(errors="replace"), add_special_tokens=False)
+        encoded = loaded.encode(text.decode(), add_special_tokens=False)
         return np.array(encoded.ids, np.uint32)
 
     def decode(tokens: np.ndarray) -> bytes:
@@ -104,8 +104,9 @@ def load(source: str, tokenizer: Tokenizer) -> Text:
         tokenizer: Makes the tokens.
 
     Raises:
-        ValueError: If there is no text, or if the tokens do not stand for all of the text held out.
-            Bits per byte would then be those of another text.
+        ValueError: If there is no text, if the tokenizer needs UTF-8 and a file is not UTF-8, or if
+            the tokens do not stand for all of the text held out. Bits per byte would then be those
+            of another text.
     """
     files = sorted(_library() if source == "python" else _files(Path(source)))
     texts = [text for text in map(_read, files) if text]
@@ -117,9 +118,25 @@ def load(source: str, tokenizer: Tokenizer) -> Text:
     while end < len(joined) and joined[end] & 0xC0 == 0x80:  # within a character of UTF-8
         end += 1
     held_out = joined[end:]
-    train, test = tokenizer.encode(joined[:end]), tokenizer.encode(held_out)
+    try:
+        train, test = tokenizer.encode(joined[:end]), tokenizer.encode(held_out)
+    except UnicodeDecodeError as error:
+        raise ValueError(_not_utf8(files)) from error
     _check_decoded(held_out, tokenizer.decode(test))
     return Text(train, test, len(held_out) / max(1, len(test)), zlib.crc32(joined) >> 1)
+
+
+def _not_utf8(files: list[Path]) -> str:
+    """Names the first file that is not UTF-8."""
+    for path in files:
+        try:
+            _read(path).decode()
+        except UnicodeDecodeError as error:
+            return (
+                f"data: {path} is not UTF-8 at byte {error.start}, so the tokenizer cannot encode "
+                "it. Convert the file, remove it, or use --tokenizer bytes."
+            )
+    return "data: a file has changed while it was read."
 
 
 def _check_decoded(text: bytes, decoded: bytes) -> None:
@@ -133,7 +150,7 @@ def _check_decoded(text: bytes, decoded: bytes) -> None:
         f"tokenizer: its tokens of the text held out, {len(text)} bytes, decode to another text of "
         f"{len(decoded)} bytes, so bits per byte would be wrong. At byte {place} "
         f"{text[around]!r} became {decoded[around]!r}. Give a tokenizer that loses nothing, such "
-        "as a BPE of bytes (ByteLevel), and text in UTF-8; or use --tokenizer bytes."
+        "as a BPE of bytes (ByteLevel), or use --tokenizer bytes."
     )
 
 

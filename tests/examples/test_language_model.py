@@ -178,10 +178,13 @@ def test_a_tokenizer_that_loses_text_is_refused(tokenizer_file, folder):
         ValueError, match=r"300 bytes.* bits per byte would be wrong.*became b'[abc]"
     ):
         text.load(str(folder), small)
-    (folder / "a").write_bytes(b"\xff" * 9000)
+
+
+def test_a_file_that_a_tokenizer_cannot_encode_is_named(tokenizer_file, folder):
+    (folder / "b").write_bytes(b"b" * 9 + b"\xff")  # most of the text is for training
     text.load(str(folder), text.byte_tokenizer())
-    with pytest.raises(ValueError, match=r"text in UTF-8"):
-        text.load(str(folder / "a"), text.tokenizer(tokenizer_file()))
+    with pytest.raises(ValueError, match=r"/b is not UTF-8 at byte 9.*--tokenizer bytes"):
+        text.load(str(folder), text.tokenizer(tokenizer_file()))
 
 
 def test_nodes_never_train_on_the_same_text_and_never_on_the_test():
