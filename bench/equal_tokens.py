@@ -17,6 +17,7 @@ once, and what the file has is not trained again, so that the script can be stop
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import sys
@@ -77,13 +78,18 @@ class Outcome(NamedTuple):
 
 
 class Results:
-    """Outcomes by the description of their training, kept in a file of a line each."""
+    """Outcomes by the description of their training, kept in a file of a line each.
+
+    The last line is cut if the script was stopped while it wrote it. Such a line does not count.
+    """
 
     def __init__(self, path: Path | None):
         self._path, self.found = path, {}
-        if path is not None and path.exists():
-            lines = map(json.loads, path.read_text().splitlines())
-            self.found = {json.dumps(key): Outcome(*outcome) for key, outcome in lines}
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        for line in lines:
+            with contextlib.suppress(json.JSONDecodeError):
+                key, outcome = json.loads(line)
+                self.found[json.dumps(key)] = Outcome(*outcome)
 
     def get(self, key: dict[str, Any]) -> Outcome | None:
         return self.found.get(json.dumps(key))
@@ -92,7 +98,7 @@ class Results:
         self.found[json.dumps(key)] = outcome
         if self._path is not None:
             with self._path.open("a") as file:
-                file.write(json.dumps([key, outcome]) + "\n")
+                file.write("\n" + json.dumps([key, outcome]))
 
 
 def data_parallel() -> Method:
@@ -232,20 +238,19 @@ def exchange_seconds(problem: Problem, nodes: int, wire: str) -> float:
     return perf.allreduce_time(perf.wire_bytes(problem.parameters, wire), nodes, network=network)
 
 
-def description(
-    method: Method, nodes: int, seed: int, options: argparse.Namespace
-) -> dict[str, Any]:
+def description(method: Method, nodes: int, seed: int, problem: Problem) -> dict[str, Any]:
     """All that the outcome of a training depends on."""
     of_method = {k: v for k, v in method._asdict().items() if k != "averaging"}
-    return {**of_method, "nodes": nodes, "seed": seed, **{k: getattr(options, k) for k in SIZES}}
+    sizes = {k: getattr(problem.options, k) for k in SIZES}
+    return {**of_method, "nodes": nodes, "seed": seed, **sizes, "text": problem.text.fingerprint}
 
 
 def row(method: Method, problem: Problem, nodes: int, results: Results) -> str | None:
     """A row of the table, or None if no seed has a result."""
 
     def by_seed(method: Method) -> dict[int, Outcome]:
-        options = problem.options
-        keys = {seed: description(method, nodes, seed, options) for seed in range(options.seeds)}
+        seeds = range(problem.options.seeds)
+        keys = {seed: description(method, nodes, seed, problem) for seed in seeds}
         return {seed: found for seed, key in keys.items() if (found := results.get(key))}
 
     outcomes, baseline = by_seed(method), by_seed(data_parallel())
@@ -299,7 +304,7 @@ def main() -> None:
     }
     trainings = [(n, s, m) for n in of_nodes for s in range(options.seeds) for m in of_nodes[n]]
     for nodes, seed, method in [] if options.table else trainings:
-        key = description(method, nodes, seed, options)
+        key = description(method, nodes, seed, problem)
         if results.get(key) is None:
             results.add(key, problem.train(method, nodes, seed))
             print(results.get(key), key, file=sys.stderr, flush=True)

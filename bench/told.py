@@ -80,6 +80,8 @@ def measure(start: Callable[[list[str]], Callable], options, rank, number, other
         try:
             while not (folder / "hit").exists() and time.time() < until:
                 time.sleep(1e-2)
+            if not (folder / "hit").exists():
+                return "the job did not start | - | -"
             if cut is not None:
                 cut()
                 write(folder / "hit")

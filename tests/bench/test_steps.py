@@ -1,12 +1,15 @@
 """Scripts of bench/ run to their end. The sizes are tiny."""
 
+import argparse
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import equal_tokens
 import pytest
+import told
 from launch import BESIDE_PYTHON, passes, run
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -60,6 +63,26 @@ def test_results_of_equal_tokens_are_kept(tmp_path):
     again = equal_tokens.Results(path)
     assert [again.get(key) for key in keys] == [(1.5, None, 60.0), (1.5, 1.25, 70.0), None]
     assert [again.get(key).evaluated for key in keys[:2]] == [1.5, 1.25]
+    path.write_text(path.read_text()[:-5])  # stopped while it wrote the last line
+    equal_tokens.Results(path).add(keys[2], equal_tokens.Outcome(1.0, None, 80.0))
+    again = equal_tokens.Results(path)
+    assert [again.get(key) for key in keys] == [(1.5, None, 60.0), None, (1.0, None, 80.0)]
+
+
+def test_results_of_equal_tokens_belong_to_their_text():
+    options = argparse.Namespace(**dict.fromkeys(equal_tokens.SIZES, 1))
+    keys = []
+    for fingerprint in (1, 2):
+        text = types.SimpleNamespace(fingerprint=fingerprint)
+        problem = types.SimpleNamespace(options=options, text=text)
+        keys.append(equal_tokens.description(equal_tokens.data_parallel(), 2, 0, problem))
+    assert keys[0] != keys[1]
+
+
+def test_a_job_without_a_fault_is_a_row_of_the_table(monkeypatch):
+    monkeypatch.setattr(told, "LIMIT", 0.1)
+    row = told.measure(lambda command: lambda: None, argparse.Namespace(group=2), 1, 9, 15)
+    assert row == "the job did not start | - | -"
 
 
 @pytest.mark.slow
