@@ -25,6 +25,7 @@ SGD = optax.sgd(1e-2, momentum=0.9)
 OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
 LONGEST_WAIT = 0.5  # seconds until a transfer has ended
 WARM_UP = 12  # pairs; the first steps touch new memory
+ABOUT = "diloco without a warm-up"
 
 
 def cases(exchange):
@@ -42,7 +43,7 @@ def cases(exchange):
             f"dasgd{suffix}": jdaso.dasgd(exchange, 4, 1, **options),
             f"local_sgd{suffix}": jdaso.local_sgd(exchange, 4, **options),
             f"easgd{suffix}": jdaso.easgd(exchange, alpha=0.1, schedule=schedule, **options),
-            f"diloco{suffix}": jdaso.diloco(exchange, 4, OUTER, 1, **options),
+            f"diloco{suffix}": jdaso.diloco(exchange, 4, OUTER, 1, warmup=0, **options),
         }
     return found | {
         "daso, bfloat16": jdaso.daso(exchange, schedule, wire="bfloat16"),

@@ -102,7 +102,8 @@ def main():
         return 0
     print(machine())
     print(
-        f"2 processes, {arguments.megabytes:g} MB in {arguments.leaves} leaves, {arguments.case}\n"
+        f"2 processes, {arguments.megabytes:g} MB in {arguments.leaves} leaves, {arguments.case}; "
+        f"{pairs.ABOUT}\n"
     )
     names = ("mesh", "parameters", "under", "all-gathers", "callbacks", "temporary, bytes")
     print(pairs.header(*names, "nothing due", "quartiles", "posts", "merges"))

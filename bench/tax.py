@@ -165,7 +165,8 @@ def main():
         f"{topology.num_nodes} processes, {arguments.megabytes:g} MB in {arguments.leaves} leaves, "
         f"{arguments.devices} {topology.devices[0].platform} devices, "
         f"{'sharded' if arguments.sharded else 'replicated'}, {arguments.heap} heap, "
-        f"{'chain' if arguments.chain else 'apply_gradients'}; a copy takes {1e3 * copy:.2f} ms\n"
+        f"{'chain' if arguments.chain else 'apply_gradients'}; a copy takes {1e3 * copy:.2f} ms; "
+        f"{pairs.ABOUT}\n"
     )
     if arguments.compile:
         compile_table(measurement, names, arguments.repeat, say)

@@ -44,8 +44,8 @@ SETTINGS = """\
 All use SGD with momentum {momentum} and a learning rate that rises to {learning_rate} in the \
 first tenth of the steps and then falls as a cosine.
 EAMSGD uses Nesterov's momentum. DiLoCo has an outer optimizer, SGD 0.7 with Nesterov momentum \
-0.9. Streaming DiLoCo exchanges two fragments with mix 0.5. In the cycling schedule of DASO the \
-first and the last epochs block.
+0.9, after a warm-up of 10 rounds. Streaming DiLoCo exchanges two fragments with mix 0.5. In the \
+cycling schedule of DASO the first and the last epochs block.
 """
 
 
