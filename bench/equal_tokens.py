@@ -274,7 +274,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6000, help="200 rounds of 30 steps")
     parser.add_argument("--period", type=int, default=30, help="of DiLoCo and local SGD")
     parser.add_argument("--delays", type=int, nargs="+", default=[1, 5], help="of Streaming")
-    parser.add_argument("--wires", nargs="+", default=["float32", "int8"], help="of Streaming")
+    parser.add_argument(
+        "--wires", nargs="+", default=["float32", "int8", "float4"], help="of Streaming"
+    )
     parser.add_argument("--outer-rate", type=float, default=0.6)
     parser.add_argument(
         "--warmup", type=int, nargs="+", default=[0, 10], help="rounds; of Streaming, the last"

@@ -48,6 +48,7 @@ def cases(exchange):
     return found | {
         "daso, bfloat16": jdaso.daso(exchange, schedule, wire="bfloat16"),
         "daso, int8": jdaso.daso(exchange, schedule, wire="int8"),
+        "daso, float4": jdaso.daso(exchange, schedule, wire="float4"),
         "daso, 4 fragments": jdaso.daso(exchange, one_by_one, fragments=4),
     }
 

@@ -79,7 +79,7 @@ def main() -> None:
     say("|---|---|---|---|---|---|", flush=True)
     # With one device "all" and "one" are the same.
     for senders in ("one", "all") if topology.num_local_devices > 1 else ("one",):
-        for wire in ("float32", "bfloat16", "float16", "int8"):
+        for wire in ("float32", "bfloat16", "float16", "int8", "float4"):
             fewest = 2 * (nodes - 1) / nodes * perf.wire_bytes(count, wire)
             counted, link, seconds = measure(wire, senders)
             on_link = f"{link / fewest:.4f}" if in_lab else "-"

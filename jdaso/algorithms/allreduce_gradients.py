@@ -22,8 +22,9 @@ def allreduce_gradients(
 
     Args:
         exchange: The connection between nodes.
-        wire: Dtype on the network, as in :func:`jdaso.daso`. With ``int8``, rounding errors are
-            added to later gradients. None selects the wire of the exchange, or bfloat16.
+        wire: Dtype on the network, as in :func:`jdaso.daso`. With ``int8`` or ``float4``,
+            rounding errors are added to later gradients. None selects the wire of the exchange, or
+            bfloat16.
         nonfinite: ``skip`` leaves a node with non-finite gradients out of the mean. The node
             applies the mean of the others. ``raise`` raises an error. With ``off``, gradients are
             read only when they are posted. The mean is the same as with ``skip``.

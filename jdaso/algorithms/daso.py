@@ -35,15 +35,16 @@ def daso(
         exchange: The connection between nodes.
         schedule: :func:`jdaso.cycling`, as published, or :func:`jdaso.constant`.
         wire: Dtype on the network in the cycling phase: ``float64``, ``float32``, ``bfloat16``,
-            ``float16`` or ``int8``. A leaf never travels in a wider dtype than its own. Sums are
-            accumulated in float32, or in float64 for float64 wires. ``int8`` sends blocks of 64
-            integers with one scale, 65 bytes each. It sends the difference to the last mean, so
-            the first mean travels in float32. The rounding error stays in the state and is added
-            to the next exchange. None selects the wire of the exchange, or float32.
+            ``float16``, ``int8`` or ``float4``. A leaf never travels in a wider dtype than its own.
+            Sums are accumulated in float32, or in float64 for float64 wires. ``int8`` and
+            ``float4`` send blocks of 64 numbers of 8 or 4 bits with one scale, 65 or 33 bytes. They
+            send the difference to the last mean, so the first mean travels in float32. The rounding
+            error stays in the state and is added to the next exchange. None selects the wire of the
+            exchange, or float32.
         blocking_wire: Dtype on the network in warm-up and cool-down, where training waits. None
             selects the wire of the exchange, or bfloat16. bfloat16 loses updates below 1/256 of a
-            parameter. If ``wire`` is int8, error feedback also covers these phases. A bfloat16
-            blocking wire then loses only the rounding of the sums.
+            parameter. If ``wire`` is int8 or float4, error feedback also covers these phases. A
+            bfloat16 blocking wire then loses only the rounding of the sums.
         fragments: Number of parts of the parameters, or a function, see
             :func:`jdaso.core.averaging`. In the cycling phase the parts are exchanged one
             after the other within a period, which spreads the load on the network.

@@ -202,4 +202,10 @@ def _outer_merge(outer: optax.GradientTransformation, mix: float) -> Merge:
         mixed = defaults.mix_leaves(mix, leaves, jax.tree.leaves(anchor))
         return mixed, DilocoState(anchor, outer_state)
 
-    return Merge(init, merge, own_weight=lambda arrival: mix, shared=True)
+    return Merge(
+        init,
+        merge,
+        own_weight=lambda arrival: mix,
+        shared=True,
+        base=lambda state: jax.tree.leaves(state.anchor),
+    )

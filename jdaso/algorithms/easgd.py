@@ -158,4 +158,7 @@ def _elastic_merge(alpha: float) -> Merge:
     def init(params: PyTree) -> ElasticState:
         return ElasticState(widened(params))
 
-    return Merge(init, merge, on_post, shared=True)
+    def base(state: ElasticState) -> Leaves:
+        return split(state.center)[0]
+
+    return Merge(init, merge, on_post, shared=True, base=base)

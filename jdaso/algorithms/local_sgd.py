@@ -47,7 +47,7 @@ def local_sgd(
         period: Optimizer steps between two exchanges.
         delay: Optimizer steps between posting and merging, ``0 <= delay <= period``.
         merge: ``mean`` or ``delta``. The values that were posted are subtracted as they were
-            rounded on the wire, in the host's memory. ``delta`` excludes the wire int8.
+            rounded on the wire, in the host's memory. ``delta`` excludes int8 and float4.
         schedule: Replaces period and delay.
         wire, nonfinite: As in :func:`jdaso.daso`.
         fragments: As in :func:`jdaso.dasgd`.

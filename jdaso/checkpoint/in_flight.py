@@ -11,6 +11,7 @@ import numpy as np
 from jdaso.core.exchange import AGREEMENT_NAMES, HEADER_SIZE, PostedExchange
 from jdaso.core.state import AveragingState, FragmentState, find_states, map_states
 from jdaso.core.types import PyTree
+from jdaso.core.wire import WIRE_OF_BITS
 
 #: Position of an :class:`jdaso.Exchange` in the list that Checkpoints was given, and the number
 #: of what it has in flight.
@@ -22,14 +23,14 @@ def posted_to_arrays(posted: InFlight) -> dict[str, Any]:
     """Exchanges in flight as named arrays.
 
     >>> sorted(posted_to_arrays({(0, 7): PostedExchange(3, np.zeros(3, "f4"), [np.ones(2)])}))
-    ['0.7.header', '0.7.int8', '0.7.leaf.0', '0.7.relative', '0.7.step']
+    ['0.7.block_bits', '0.7.header', '0.7.leaf.0', '0.7.relative', '0.7.step']
     """
     arrays: dict[str, Any] = {}
     for (position, number), exchange in posted.items():
         name = f"{position}.{number}"
         arrays[f"{name}.step"] = np.int64(exchange.step)
         arrays[f"{name}.header"] = exchange.header
-        arrays[f"{name}.int8"] = np.bool_(exchange.int8)
+        arrays[f"{name}.block_bits"] = np.int64(exchange.block_bits)
         arrays[f"{name}.relative"] = np.bool_(exchange.relative)
         arrays |= {f"{name}.leaf.{i}": leaf for i, leaf in enumerate(exchange.leaves)}
     return arrays
@@ -42,18 +43,21 @@ def arrays_to_posted(arrays: dict[str, np.ndarray]) -> InFlight:
     for name in sorted({".".join(name.split(".")[:2]) for name in arrays}):
         position, number = map(int, name.split("."))
         count = sum(other.startswith(f"{name}.leaf.") for other in arrays)
-        fields = ["step", "header", "int8", "relative", *(f"leaf.{i}" for i in range(count))]
+        fields = ["step", "header", "block_bits", "relative", *(f"leaf.{i}" for i in range(count))]
         if missing := [field for field in fields if f"{name}.{field}" not in left]:
             raise ValueError(f"exchange {name} lacks the array {missing[0]!r}")
-        step, header, *flags_and_leaves = (left.pop(f"{name}.{field}") for field in fields)
-        flags, leaves = flags_and_leaves[:2], flags_and_leaves[2:]
-        scalars = all(x.shape == () for x in (step, *flags))
+        step, header, bits, relative, *leaves = (left.pop(f"{name}.{field}") for field in fields)
+        scalars = all(x.shape == () for x in (step, bits, relative))
         if not scalars or header.shape != (HEADER_SIZE,):
             raise ValueError(
                 f"exchange {name} must have scalars and a header of shape ({HEADER_SIZE},), got "
                 f"the shape {header.shape}"
             )
-        posted[position, number] = PostedExchange(int(step), header, leaves, *map(bool, flags))
+        if int(bits) not in WIRE_OF_BITS:
+            raise ValueError(f"exchange {name} must have block_bits of 0, 4 or 8, got {bits}")
+        posted[position, number] = PostedExchange(
+            int(step), header, leaves, int(bits), bool(relative)
+        )
     if left:
         raise ValueError(f"{min(left)} belongs to no exchange")
     return posted
@@ -66,11 +70,11 @@ def describe_posted(posted: InFlight) -> dict[str, str]:
     {'0.7': 'step 3, [0, 0, 0, 0, 0], 1 leaf (20e9ac1a)'}
     """
     texts = {}
-    for (position, number), (step, header, leaves, int8, relative) in posted.items():
+    for (position, number), (step, header, leaves, bits, relative) in posted.items():
         agreed = [int(x) for x in header[-len(AGREEMENT_NAMES) :]]
         checksum = zlib.crc32("; ".join(f"{x.dtype.name}{x.shape}" for x in leaves).encode())
-        what = ("1 leaf" if len(leaves) == 1 else f"{len(leaves)} leaves") + " in int8" * int8
-        what += ", relative" * relative
+        what = "1 leaf" if len(leaves) == 1 else f"{len(leaves)} leaves"
+        what += f" in {WIRE_OF_BITS[bits]}" * (bits > 0) + ", relative" * relative
         texts[f"{position}.{number}"] = f"step {step}, {agreed}, {what} ({checksum:08x})"
     return texts
 

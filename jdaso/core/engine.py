@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jdaso.core.blocks import FORMATS
 from jdaso.core.engine_config import EngineConfig, StepContext, planned, stop_unless_finite
 from jdaso.core.exchange import Exchange
 from jdaso.core.fragment_merge import merge_fragment
@@ -54,8 +55,9 @@ def averaging(
         exchange: how nodes communicate.
         schedule: when to post and when to merge.
         merge: how the sums change the parameters.
-        wire: dtype name on the wire, or None for the dtype of each leaf. With int8 the state holds
-            error feedback: two float32 copies of the parameters, or one of the gradients.
+        wire: dtype name on the wire, or None for the dtype of each leaf. With int8 or float4 the
+            state holds error feedback: two float32 copies of the parameters, or one of the
+            gradients.
         blocking_wire: the wire of steps whose plan is ``blocking``.
         nonfinite: what to do if gradients are not finite. ``skip`` skips the step and leaves the
             node out of the next sum. The node then takes the mean of the others. The state counts
@@ -81,10 +83,10 @@ def averaging(
     check_schedule(name, schedule)
     if not callable(fragments):
         check_fragments(fragments, schedule)
-    if merge.relative and "int8" in (wire, blocking_wire):
+    if merge.relative and (rounds := {wire, blocking_wire} & {*FORMATS}):
         raise ValueError(
-            f"{name}: the wire int8 sends differences from the last mean, and does not go with a "
-            "merge that adds the mean's change: use the wire bfloat16."
+            f"{name}: the wire {rounds.pop()} sends differences from the last mean, and does not "
+            "go with a merge that adds the mean's change: use the wire bfloat16."
         )
     config = EngineConfig(
         name, exchange, schedule, merge, wire, blocking_wire, nonfinite, fragments, sync_target

@@ -1,9 +1,9 @@
-"""Error feedback for the wire int8: rounding errors are kept and sent with the next exchange.
+"""Error feedback for int8 and float4: rounding errors are kept and sent with the next exchange.
 
 Eight bits are too few for parameters, because rounding would remove their small changes. Node i
 therefore sends the difference of its parameters x_i to an anchor a, plus its residual r_i. The
-anchor is the mean that arrived last, with the same bits on all nodes. The residual is the rounding
-error that the node has not sent yet. With C the rounding of ``int8.py`` and P nodes,
+anchor has the same bits on all nodes. It is the mean that arrived last. The residual is the
+rounding error that the node has not sent yet. With C the rounding of ``blocks.py`` and P nodes,
 
     v_i = x_i - a + r_i        q_i = C(v_i)        r_i <- v_i - q_i
     s = sum_i q_i              a <- a + C(s) / P   r_j <- r_j + s - C(s)
@@ -18,6 +18,7 @@ of the parameters.
 
 - The first exchange has no anchor. It is in float32, or in the leaves' dtype if that is narrower.
 - Gradients need no anchor: a = 0.
+- EASGD and DiLoCo have an anchor already, their centre. It is used, and they move it themselves.
 - On CPUs with compiled code, the exchange computes these equations while it copies, with the same
   bits; see ``FeedbackOperations`` of ``exchange.py``.
 - Other wires, for instance in blocking phases, send x_i + r_i, and r_i becomes the rounding error.
@@ -39,37 +40,46 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jdaso.core.blocks import FORMATS
 from jdaso.core.tree import float_leaves
-from jdaso.core.types import Leaves, PyTree
-from jdaso.core.wire import rounded, sum_dtype, wire_dtype
+from jdaso.core.types import Leaves, Merge, PyTree
+from jdaso.core.wire import block_bits, rounded, sum_dtype, wire_dtype
 
 FIRST_WIRE = "float32"
 
 
 class Feedback(NamedTuple):
-    """State of the error feedback of one fragment, if any of its wires is int8.
+    """State of the error feedback of one fragment, if any of its wires is int8 or float4.
 
     If training is restored on another number of nodes, each node gets the mean of the residuals,
     which keeps their mean the same. Exchanges in flight are dropped with their residuals.
 
     Attributes:
         residual: r, like the exchanged leaves, in their ``sum_dtype``.
-        anchor: a, like ``residual``. Empty for gradients.
-        quantized: bool, whether the exchange in flight, or else the last one, is in int8.
+        anchor: a, like ``residual``. Empty for gradients, and where the merge rule has one.
+        block_bits: int32, bits of a number in the exchange in flight, or else in the last one:
+            8 for int8, 4 for float4, 0 for other wires.
         anchor_ready: bool, whether the anchor is set or not needed. The same on all nodes.
     """
 
     residual: Leaves
     anchor: Leaves
-    quantized: jax.Array
+    block_bits: jax.Array
     anchor_ready: jax.Array
 
 
 def init_feedback(tree: PyTree, uses_anchor: bool) -> Feedback:
     """The state at the start of training."""
     zeros = [jnp.zeros_like(x, sum_dtype(x.dtype)) for x in float_leaves(tree)]  # sharded as x
-    no, ready = jnp.zeros((), bool), jnp.full((), not uses_anchor)
-    return Feedback(zeros, list(zeros) if uses_anchor else [], no, ready)
+    bits, ready = jnp.zeros((), jnp.int32), jnp.full((), not uses_anchor)
+    return Feedback(zeros, list(zeros) if uses_anchor else [], bits, ready)
+
+
+def anchors(merge: Merge, state: PyTree, feedback: Feedback) -> Leaves:
+    """The anchors: those of the feedback, or else those of the merge rule's state."""
+    if feedback.anchor or merge.base is None:
+        return feedback.anchor
+    return merge.base(state)
 
 
 def compress(
@@ -81,9 +91,9 @@ def compress(
     """
     message, kept = [], []
     for x, r, a in zip(leaves, residual, _anchors(anchor, residual), strict=True):
-        if wire == "int8":
+        if wire in FORMATS:
             value = x.astype(r.dtype) - a + r
-            sent = rounded(value)
+            sent = rounded(value, wire)
         else:
             value = x.astype(r.dtype) + r
             sent = value.astype(wire_dtype(x.dtype, wire)).astype(x.dtype)
@@ -93,24 +103,27 @@ def compress(
 
 
 def decompress(
-    total: Leaves, members: jax.Array, quantized: jax.Array, residual: Leaves, anchor: Leaves
+    total: Leaves, members: jax.Array, bits: jax.Array, residual: Leaves, anchor: Leaves
 ) -> tuple[Leaves, Leaves, Leaves]:
     """The mean of the leaves, from what the exchange has returned.
 
     Args:
-        total: if ``quantized``, s where this node has summed and C(s) elsewhere. If not, sums of
-            the leaves themselves.
+        total: s where this node has summed and C(s) elsewhere. If ``bits`` is 0, sums of the leaves
+            themselves.
         members: float32 scalar, the number of nodes that contributed, may be 0.
+        bits: int32 scalar, ``block_bits`` of the exchange.
 
     Returns:
         The means, the new residual and the new anchor.
     """
     means, kept, moved = [], [], []
     for s, r, a in zip(total, residual, _anchors(anchor, residual), strict=True):
-        received = jnp.where(quantized, rounded(s), s)
+        received = s
+        for wire in FORMATS:
+            received = jnp.where(bits == block_bits(wire), rounded(s, wire), received)
         # A sum that has overflowed must not stay in the residual.
         kept.append(r + _finite_or_zero(s - received))
-        base = jnp.where(quantized, a, 0)
+        base = jnp.where(bits > 0, a, 0)
         # A division, because compiled code must get the same bits.
         mean = base + received / jnp.maximum(members, 1).astype(s.dtype)
         means.append(mean)

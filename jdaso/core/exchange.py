@@ -32,15 +32,16 @@ class PostedExchange(NamedTuple):
     Attributes:
         step: optimizer step after which the exchange was posted.
         header: float32[HEADER_SIZE].
-        leaves: arrays in their wire dtypes, float32 for the wire int8.
-        int8: whether the wire is int8. Its blocks depend on the sharding of the leaves.
+        leaves: arrays in their wire dtypes, float32 for int8 and float4.
+        block_bits: 8 for the wire int8, 4 for float4, 0 for others. Blocks depend on the sharding
+            of the leaves.
         relative: as in ``start`` of :class:`jdaso.Exchange`.
     """
 
     step: int
     header: np.ndarray
     leaves: list[np.ndarray]
-    int8: bool = False
+    block_bits: int = 0
     relative: bool = False
 
 
@@ -150,9 +151,9 @@ class FeedbackOperations(NamedTuple):
             next_number, residual)``, as that of :class:`Exchange`. ``choice`` (int32) is the index
             of the wire to use. One call for all wires changes the residuals in place, which a
             ``lax.switch`` with a call in each branch does not.
-        finish: ``(state, number, like, part, quantized, residual, anchor) -> (means, residual,
-            header, state)`` for a part of the leaves. The means are the new anchors. If the sums
-            are not finite, or no node has contributed, nothing changes.
+        finish: ``(state, number, like, part, block_bits, residual, anchor) -> (means,
+            residual, header, state)`` for a part of the leaves. The means are the new anchors. If
+            the sums are not finite, or no node has contributed, nothing changes.
     """
 
     supports: Callable[[str | None], bool]
@@ -177,13 +178,14 @@ class Exchange(NamedTuple):
             equal on all nodes. ``header[0]`` is 1 or 0. If it is 0, this node's leaves count as
             zeros, whatever they contain. With ``relative=True``, where m nodes contribute, the
             sums are ``sum_i x_i - m x``, and x is what this node has sent, as rounded on the wire.
-            int8 excludes it.
+            int8 and float4 exclude it.
         finish: ``(state, number, like) -> (sums, header, state)``. The sums have the shapes of
             ``like`` and their accumulation dtype, float32 or float64. The header holds the number
             of nodes that contributed, the sum and the number of the losses, at ``FINITE`` 1 if all
-            sums are finite, 0 if not, and at ``OWN`` 1 if this node has contributed. With the wire
-            int8, the part that this node has summed is not rounded yet. The node must round it and
-            keep the rounding error in its error feedback, because no other node knows the error.
+            sums are finite, 0 if not, and at ``OWN`` 1 if this node has contributed. With the wires
+            int8 and float4, the part that this node has summed is not rounded yet. The node must
+            round it and keep the rounding error in its error feedback, because no other node knows
+            the error.
         broadcast: ``(leaves, root) -> leaves``, those of node ``root``, bit for bit.
         report: ``() -> dict`` of what the host has measured, as in :func:`empty_report`.
         history: ``() -> list`` of :class:`ExchangeRecord`, for the last thousand completed

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jdaso.core.engine_config import EngineConfig, stop_unless_finite
-from jdaso.core.error_feedback import Feedback, decompress
+from jdaso.core.error_feedback import Feedback, anchors, decompress
 from jdaso.core.exchange import FINITE, OWN, Exchange
 from jdaso.core.merge_state import Dependence, dependence, split_state
 from jdaso.core.parts import finish_in_parts
@@ -34,13 +34,14 @@ def merge_fragment(
     # Whether the exchange computes the error feedback, in the places of residual and anchor.
     copied = bool(feedback) and exchange.feedback is not None
     copied_feedback: list[Leaves] = [[], []]
-    collect = functools.partial(_collect, exchange, fragment, leaves)
+    anchor = anchors(merge, fragment.merge, feedback) if feedback else []
+    collect = functools.partial(_collect, exchange, fragment, leaves, anchor)
 
     def merge_part(part: slice, arrived, header: jax.Array):
         nonlocal rest
         members, finite = header[0], header[FINITE] > 0
         own, count = leaves[part], max(0, min(num_params, part.stop) - part.start)
-        mean, new_feedback = _means(exchange, feedback, part, arrived, members)
+        mean, new_feedback = _means(exchange, feedback, anchor[part], part, arrived, members)
         if copied:
             copied_feedback[0] += new_feedback.pop(0)
             copied_feedback[1] += new_feedback.pop(0)
@@ -86,7 +87,7 @@ def merge_fragment(
         ready = feedback.anchor_ready | (~lost & (header[0] > 0))
         *lists, residual, anchor = [*lists, *copied_feedback] if copied else lists
         anchor = anchor[: len(feedback.anchor)]
-        feedback = Feedback(residual, anchor, feedback.quantized, ready)
+        feedback = Feedback(residual, anchor, feedback.block_bits, ready)
     fragment = fragment._replace(
         posted=jnp.zeros((), bool),
         sound=jnp.ones((), bool),
@@ -98,12 +99,17 @@ def merge_fragment(
 
 
 def _collect(
-    exchange: Exchange, fragment: FragmentState, leaves: Leaves, state: PyTree, part: slice
+    exchange: Exchange,
+    fragment: FragmentState,
+    leaves: Leaves,
+    anchor: Leaves,
+    state: PyTree,
+    part: slice,
 ) -> tuple[Leaves, jax.Array, PyTree]:
     """Waits for a part. Returns its sums, or means and residuals if the exchange computes them."""
     sent, feedback = (state, fragment.number, leaves[part]), fragment.feedback
     if feedback and exchange.feedback is not None:
-        old = feedback.quantized, feedback.residual[part], feedback.anchor[part]
+        old = feedback.block_bits, feedback.residual[part], anchor[part]
         means, residual, header, state = exchange.feedback.finish(*sent, part, *old)
         return [*means, *residual], header, state
     return exchange.finish(*sent) if exchange.parts is None else exchange.parts.finish(*sent, part)
@@ -112,6 +118,7 @@ def _collect(
 def _means(
     exchange: Exchange,
     feedback: Feedback | tuple[()],
+    anchor: Leaves,
     part: slice,
     arrived: Leaves,
     members: jax.Array,
@@ -123,7 +130,6 @@ def _means(
         means, residual = arrived[: len(arrived) // 2], arrived[len(arrived) // 2 :]
         return means, [residual, means]
     expand = exchange.per_shard(decompress, part)
-    means, *new_feedback = expand(
-        arrived, members, feedback.quantized, feedback.residual[part], feedback.anchor[part]
-    )
-    return means, new_feedback
+    old = feedback.residual[part], anchor
+    means, residual, moved = expand(arrived, members, feedback.block_bits, *old)
+    return means, [residual, moved[: len(feedback.anchor[part])]]

@@ -10,14 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jdaso.core.blocks import format_of
 from jdaso.core.consistency import agreement_numbers
 from jdaso.core.engine_config import EngineConfig, StepContext, stop_unless_finite
-from jdaso.core.error_feedback import FIRST_WIRE, Feedback, compress
+from jdaso.core.error_feedback import FIRST_WIRE, Feedback, anchors, compress
 from jdaso.core.exchange import AGREEMENT_NAMES
 from jdaso.core.state import FragmentState
 from jdaso.core.tree import all_finite
 from jdaso.core.types import Leaves, Plan, PyTree
-from jdaso.core.wire import BLOCK_DTYPE, describe_narrow_wires, wire_dtype
+from jdaso.core.wire import block_bits, describe_narrow_wires, wire_dtype
 
 
 def post_fragment(
@@ -96,14 +97,16 @@ def _send(
         )
         return state, following, feedback
 
+    anchor = anchors(config.merge, fragment.merge, feedback)
+
     def start_compressed(wire, state, residual):
         run = exchange.per_shard(functools.partial(compress, wire), slice(0, len(message)))
-        rounded, residual = run(header[0] > 0, message, residual, feedback.anchor)
+        rounded, residual = run(header[0] > 0, message, residual, anchor)
         return *exchange.start(state, number, step, rounded, header, wire), residual
 
     if copied is not None and all(map(copied.supports, wires)):
         state, following, residual = copied.start(
-            fragment.exchange, *sent, wires, choice, feedback.residual, feedback.anchor
+            fragment.exchange, *sent, wires, choice, feedback.residual, anchor
         )
     else:
         state, following, residual = lax.switch(
@@ -111,13 +114,17 @@ def _send(
             [functools.partial(start_compressed, wire) for wire in wires],
             *(fragment.exchange, feedback.residual),
         )
-    quantized = choice == wires.index("int8")
-    return state, following, feedback._replace(residual=residual, quantized=quantized)
+    bits = _block_bits(wires)[choice]
+    return state, following, feedback._replace(residual=residual, block_bits=bits)
+
+
+def _block_bits(wires: list[str | None]) -> jax.Array:
+    return jnp.array([block_bits(wire) for wire in wires], jnp.int32)
 
 
 def _like_on_wire(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """An array that is finite if the array is in its wire dtype. Blocks of int8 always are."""
-    if dtype == BLOCK_DTYPE:
+    """An array that is finite if the array is in its wire dtype. Rows of blocks always are."""
+    if format_of(dtype):
         return x
     if dtype == jnp.bfloat16 and x.dtype == jnp.float32:
         # Numbers that bfloat16 cannot hold overflow in this product, which is faster than to round.
@@ -131,7 +138,7 @@ def _agreement(config: EngineConfig, context: StepContext, fragment: FragmentSta
         return jnp.zeros((len(AGREEMENT_NAMES),), jnp.float32)
     shared: PyTree = ()
     if config.exchange.same_bits:
-        # The wire int8 sends differences to anchors, so it would never correct a wrong anchor.
+        # int8 and float4 send differences to anchors, so they would never correct a wrong anchor.
         anchor = fragment.feedback.anchor if fragment.feedback else ()
         shared = (context.replicated, fragment.merge if config.merge.shared else (), anchor)
     return agreement_numbers(context.plan, context.schedule, shared)
@@ -146,6 +153,6 @@ def _wire_choice(
     choice = jnp.where(plan.blocking, wires.index(config.blocking_wire), wires.index(config.wire))
     if feedback and feedback.anchor:
         wires = list(dict.fromkeys([*wires, FIRST_WIRE]))
-        no_anchor = (choice == wires.index("int8")) & ~feedback.anchor_ready
+        no_anchor = (_block_bits(wires)[choice] > 0) & ~feedback.anchor_ready
         choice = jnp.where(no_anchor, wires.index(FIRST_WIRE), choice)
     return wires, choice

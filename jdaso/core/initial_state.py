@@ -12,6 +12,7 @@ from jdaso.core.state import AveragingState, FragmentState
 from jdaso.core.tree import check_arrays, float_leaves
 from jdaso.core.types import ParamsWithMoments, PyTree
 from jdaso.core.validation import check_fragments
+from jdaso.core.wire import block_bits
 
 
 def init_state(config: EngineConfig, params: PyTree) -> AveragingState:
@@ -43,7 +44,10 @@ def init_state(config: EngineConfig, params: PyTree) -> AveragingState:
 
 def _init_fragment(config: EngineConfig, tree: PyTree) -> FragmentState:
     params = tree.params if isinstance(tree, ParamsWithMoments) else tree
-    int8 = "int8" in (config.wire, config.blocking_wire)
+    rounds = any(map(block_bits, (config.wire, config.blocking_wire)))
+    # The moments of the optimizer have no anchor in the merge rule's state.
+    own_anchor = config.merge.base is None or isinstance(tree, ParamsWithMoments)
+    uses_anchor = config.sync_target.uses_anchor and own_anchor
     zero = jnp.zeros((), jnp.int32)
     return FragmentState(
         posted=jnp.zeros((), bool),
@@ -53,5 +57,5 @@ def _init_fragment(config: EngineConfig, tree: PyTree) -> FragmentState:
         sound=jnp.ones((), bool),
         exchange=config.exchange.init(tree),
         merge=config.merge.init(params),
-        feedback=init_feedback(tree, config.sync_target.uses_anchor) if int8 else (),
+        feedback=init_feedback(tree, uses_anchor) if rounds else (),
     )

@@ -23,8 +23,8 @@ class SyncTarget(NamedTuple):
         fallback: ``(leaf) -> leaf``, used in place of a merged leaf if no node has contributed.
         schedule_lag: steps by which the schedule's clock is behind. It is 1 if parameters are
             exchanged before the update, because they are the result of the previous step.
-        uses_anchor: whether the wire int8 sends differences to the last mean. The leaves must be
-            close to their last mean.
+        uses_anchor: whether int8 and float4 send differences to an anchor. The leaves must be close
+            to their last mean.
     """
 
     to_tree: Callable[[PyTree, PyTree], PyTree]

@@ -115,8 +115,12 @@ class Merge(NamedTuple):
             are averaged as well: ``m <- w m + (1 - w) mean_i m_i``. None if they cannot be.
         shared: whether the state must be the same on all nodes, bit for bit.
         relative: whether the sums are differences to what this node has posted. The host subtracts
-            it in the staging buffers, so that the device keeps no copy. It excludes the wire int8.
-            If the node has not contributed, ``leaves`` are zeros.
+            it in the staging buffers, so that the device keeps no copy. It excludes int8 and
+            float4. If the node has not contributed, ``leaves`` are zeros.
+
+        base: ``(state) -> leaves`` that are the same on all nodes and change only in ``merge``.
+            int8 and float4 send differences to them. None if the state has none: int8 and float4
+            then send differences to the last mean, which is kept in addition.
 
     If leaf j of each result depends on the leaves j only, ``merge`` may be called with some of the
     leaves. In the state, :class:`optax.MaskedNode` then takes the places of the others.
@@ -129,6 +133,7 @@ class Merge(NamedTuple):
     message: Callable[[Leaves, PyTree], tuple[Leaves, PyTree]] = send_leaves
     shared: bool = False
     relative: bool = False
+    base: Callable[[PyTree], Leaves] | None = None
 
 
 class ParamsWithMoments(NamedTuple):

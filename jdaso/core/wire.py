@@ -1,7 +1,7 @@
 """The wire formats: how leaves are packed for the network, and in which dtype they are summed.
 
-A leaf is sent as an array of the same shape in the wire dtype. With the wire int8 it is sent as
-rows of bytes, see ``int8.py``. The functions take NumPy and JAX arrays.
+A leaf is sent as an array of the same shape in the wire dtype. With the wires int8 and float4 it is
+sent as rows of bytes, see ``blocks.py``. The functions take NumPy and JAX arrays.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from jdaso.core import int8
-from jdaso.core.int8 import BLOCK_DTYPE as BLOCK_DTYPE
+from jdaso.core import blocks
+from jdaso.core.blocks import FORMATS, format_of
 
 # The range of float16 and of floats of 8 bits is shorter than this, that of bfloat16 is longer.
 _SHORT_RANGE = 1e30
-WIRES = ("float64", "float32", "bfloat16", "float16", "int8")
+WIRES = ("float64", "float32", "bfloat16", "float16", *FORMATS)
 
 
 def check_wire(name: str, wire: str | None) -> str | None:
     """Returns the canonical name of a wire dtype. Raises ValueError for an unknown one."""
-    if wire is None:
-        return None
+    if wire is None or wire in FORMATS:
+        return wire
     try:
         canonical = np.dtype(jnp.dtype(wire)).name
     except TypeError:
@@ -35,13 +35,13 @@ def check_wire(name: str, wire: str | None) -> str | None:
 def wire_dtype(dtype, wire: str | None) -> np.dtype:
     """The dtype in which a leaf is sent: the wire's if it is narrower, otherwise the leaf's.
 
-    With the wire int8 it is ``BLOCK_DTYPE``.
+    With the wires int8 and float4 it is that of their rows.
 
     >>> wire_dtype(np.float64, "float32").name, wire_dtype(np.float16, "float32").name
     ('float32', 'float16')
     """
-    if wire == "int8":
-        return BLOCK_DTYPE
+    if wire in FORMATS:
+        return FORMATS[wire].dtype
     own = np.dtype(dtype)
     chosen = own if wire is None else np.dtype(jnp.dtype(wire))
     return chosen if chosen.itemsize < own.itemsize else own
@@ -50,21 +50,22 @@ def wire_dtype(dtype, wire: str | None) -> np.dtype:
 def wire_shape(shape: tuple[int, ...], dtype) -> tuple[int, ...]:
     """The shape in which a leaf is sent in its ``wire_dtype``.
 
-    >>> wire_shape((8, 100), np.dtype("float16")), wire_shape((8, 100), BLOCK_DTYPE)
+    >>> wire_shape((8, 100), np.dtype("float16")), wire_shape((8, 100), np.dtype("int8"))
     ((8, 100), (13, 65))
     """
-    return (int8.num_blocks(shape), int8.BLOCK_BYTES) if dtype == BLOCK_DTYPE else tuple(shape)
+    rows = format_of(dtype)
+    return (blocks.num_blocks(shape), rows.row_bytes) if rows else tuple(shape)
 
 
 def sum_shape(shape: tuple[int, ...], dtype) -> tuple[int, ...]:
     """The shape of a sum of arrays of a ``wire_shape``, before :func:`unpadded`."""
-    return (*shape[:-1], int8.BLOCK_SIZE) if dtype == BLOCK_DTYPE else shape
+    return (*shape[:-1], blocks.BLOCK_SIZE) if format_of(dtype) else shape
 
 
 def sum_padding(dtype) -> int:
     """The most bytes of padding at the end of a sum of arrays in a wire dtype."""
     item = sum_dtype(np.float32).itemsize
-    return item * (int8.BLOCK_SIZE - 1) if dtype == BLOCK_DTYPE else 0
+    return item * (blocks.BLOCK_SIZE - 1) if format_of(dtype) else 0
 
 
 def unpadded(total, shape: tuple[int, ...]):
@@ -79,28 +80,42 @@ def sum_dtype(dtype) -> np.dtype:
 
 def pack(leaf, dtype):
     """Converts a leaf to its ``wire_dtype``."""
-    return int8.pack(int8.to_blocks(leaf)) if dtype == BLOCK_DTYPE else leaf.astype(dtype)
+    rows = format_of(dtype)
+    return blocks.pack(blocks.to_blocks(leaf), rows) if rows else leaf.astype(dtype)
 
 
 def unpack(packed):
     """Converts a packed leaf to its ``sum_dtype``."""
-    if packed.dtype == BLOCK_DTYPE:
-        return int8.unpack(packed)
+    if format_of(packed.dtype):
+        return blocks.unpack(packed)
     return packed.astype(sum_dtype(packed.dtype))
 
 
-def rounded(leaf):
-    """Rounds a leaf as the wire int8 does. The dtype stays the same.
+def rounded(leaf, wire: str):
+    """Rounds a leaf as the wires int8 and float4 do. The dtype stays the same.
 
-    >>> rounded(np.array([127.0, 0.6, -0.5])).tolist()
+    >>> rounded(np.array([127.0, 0.6, -0.5]), "int8").tolist()
     [127.0, 1.0, 0.0]
     """
-    return unpadded(unpack(pack(leaf, BLOCK_DTYPE)), leaf.shape).astype(leaf.dtype)
+    return unpadded(unpack(pack(leaf, FORMATS[wire].dtype)), leaf.shape).astype(leaf.dtype)
+
+
+def block_bits(wire: str | None) -> int:
+    """Bits of a number on a wire of blocks, 0 for other wires.
+
+    >>> block_bits("int8"), block_bits("float4"), block_bits("float32")
+    (8, 4, 0)
+    """
+    return FORMATS[wire].bits if wire in FORMATS else 0
+
+
+#: The wire of blocks with these ``block_bits``.
+WIRE_OF_BITS = {block_bits(wire): wire for wire in (None, *FORMATS)}
 
 
 def has_short_range(dtype) -> bool:
     """Whether a parameter or a sum may well be too large for a wire dtype, such as float16."""
-    return dtype != BLOCK_DTYPE and float(jnp.finfo(dtype).max) < _SHORT_RANGE
+    return not format_of(dtype) and float(jnp.finfo(dtype).max) < _SHORT_RANGE
 
 
 def describe_narrow_wires(dtypes) -> str:
@@ -130,8 +145,8 @@ def sum_divisor(dtype, num_nodes: int) -> int:
 
 def pack_sum(total, dtype, num_nodes: int):
     """Packs a sum of unpacked leaves, to send it back to the nodes."""
-    if dtype == BLOCK_DTYPE:
-        return int8.pack(total)
+    if rows := format_of(dtype):
+        return blocks.pack(total, rows)
     return (total / sum_divisor(dtype, num_nodes)).astype(dtype)
 
 

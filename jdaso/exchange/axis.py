@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdaso.cluster.launch_environment import detect_launch
+from jdaso.core.blocks import format_of
 from jdaso.core.exchange import Exchange
 from jdaso.core.log import logger
 from jdaso.core.types import Leaves
-from jdaso.core.wire import BLOCK_DTYPE, pack_sum, unpack, unpack_sum
+from jdaso.core.wire import pack_sum, unpack, unpack_sum
 from jdaso.exchange.synchronous import stored_exchange
 from jdaso.exchange.transport.all_reduce import shards
 
@@ -64,9 +65,9 @@ def axis_exchange(axis_name: str, num_nodes: int, wire: str | None = None) -> Ex
             unpack_sum(pack_sum(total, x.dtype, num_nodes), num_nodes)
             for total, x in zip(sums, arrays, strict=True)
         ]
-        blocks = [i for i, x in enumerate(arrays) if x.dtype == BLOCK_DTYPE]
-        own = _own_rows([len(arrays[i]) for i in blocks], num_nodes, lax.axis_index(axis_name))
-        for i, mine in zip(blocks, own, strict=True):
+        rows = [i for i, x in enumerate(arrays) if format_of(x.dtype)]
+        own = _own_rows([len(arrays[i]) for i in rows], num_nodes, lax.axis_index(axis_name))
+        for i, mine in zip(rows, own, strict=True):
             back[i] = jnp.where(mine[:, None], sums[i], back[i])
         return back
 

@@ -11,10 +11,11 @@ import numpy as np
 from jax.experimental import io_callback
 
 from jdaso.cluster.topology import Topology
+from jdaso.core.blocks import FORMATS
 from jdaso.core.exchange import FeedbackOperations, HostState, PartOperations
 from jdaso.core.types import Leaves
 from jdaso.exchange.host.jit_interface import Bound, JitInterface
-from jdaso.exchange.settings import check_int8
+from jdaso.exchange.settings import check_feedback
 from jdaso.exchange.transport.host_collectives import HostCollectives
 from jdaso.exchange.transport.mpi_transport import MpiTransport
 
@@ -48,8 +49,8 @@ class LeafFunctions(NamedTuple):
         }
 
     def start(self, state: HostState, number, step, leaves: Leaves, header, wire, relative=False):
-        if wire == "int8":
-            check_int8(self.same_bits)
+        if wire in FORMATS:
+            check_feedback(wire, self.same_bits)
         sent = state.key, number, step, leaves, header, wire
         token, number = self.program.start(*sent, self.bound, relative)
         return HostState(token), number
@@ -57,7 +58,8 @@ class LeafFunctions(NamedTuple):
     def start_with_feedback(
         self, state: HostState, number, step, leaves, header, wires, choice, *feedback
     ):
-        check_int8(self.same_bits)
+        for wire in {*wires} & {*FORMATS}:
+            check_feedback(wire, self.same_bits)
         sent = state.key, number, step, leaves, header, wires, choice
         token, number, residual = self.program.start_with_feedback(*sent, feedback, self.bound)
         return HostState(token), number, residual

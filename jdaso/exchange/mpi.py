@@ -76,7 +76,7 @@ def mpi_exchange(
     Args:
         topology: The result of :func:`jdaso.discover_topology`.
         wire: Dtype name that overrides the algorithm's choice: ``float32``, ``bfloat16``,
-            ``float16`` or ``int8``.
+            ``float16``, ``int8`` or ``float4``.
         chunk_bytes: Largest size of one message in bytes. With many nodes messages are smaller, at
             least 64 KB if the parameters have as much for each node.
         timeout: Least seconds until an exchange that has not completed is an error. The limit is
@@ -94,8 +94,8 @@ def mpi_exchange(
             the exchange returns. Exceptions, disagreements and silent processes still end the job.
         same_bits: Whether it is an error if a centre, an anchor, or the parameters of synchronous
             training differ between nodes in any bit. Pass False if the nodes' hardware rounds
-            differently. Schedules and steps are compared in any case. The wire ``int8`` requires
-            True: its means are sums of differences and would drift apart.
+            differently. Schedules and steps are compared in any case. The wires ``int8`` and
+            ``float4`` require True: their means are sums of differences and would drift apart.
         shardings: How the parameters are sharded over the node's devices: a tree like the
             parameters with a ``PartitionSpec`` or a ``NamedSharding`` for each, one of these for
             all parameters, or a function of path and leaf that returns one. None if they are

@@ -14,18 +14,21 @@ import numpy as np
 from jax import lax
 
 from jdaso.cluster.topology import Topology
+from jdaso.core.blocks import FORMATS, format_of
 from jdaso.core.exchange import Exchange
 from jdaso.core.mpi_types import Comm
 from jdaso.core.tree import outline
 from jdaso.core.types import Leaves, PyTree
-from jdaso.core.wire import BLOCK_DTYPE, check_wire, pack_sum, sum_dtype, unpack_sum
+from jdaso.core.wire import check_wire, pack_sum, sum_dtype, unpack_sum
 from jdaso.exchange.axis import one_node
 from jdaso.exchange.synchronous import stored_exchange
 from jdaso.exchange.transport.collectives import check_alike
 
 # mpi4jax counts elements in 32 bits, without a check.
 _MOST_ELEMENTS = 2**31 - 1
-_NO_INT8 = "mpi4jax_exchange has no wire 'int8': use mpi_exchange, or a wire of 16 bits."
+_NO_BLOCKS = (
+    "mpi4jax_exchange has no wires int8 and float4: use mpi_exchange, or a wire of 16 bits."
+)
 
 
 def mpi4jax_exchange(topology: Topology, wire: str | None = None) -> Exchange:
@@ -44,8 +47,8 @@ def mpi4jax_exchange(topology: Topology, wire: str | None = None) -> Exchange:
         parameters. With one node, the result is that of :func:`jdaso.single_exchange`.
 
     Raises:
-        ValueError: For several devices per process, an unknown wire, or int8. In ``update``, if
-            an algorithm chooses int8.
+        ValueError: For several devices per process, an unknown wire, int8 or float4. In
+            ``update``, if an algorithm chooses int8 or float4.
         JdasoError: In ``init``, if the nodes' parameters differ in structure, shape or dtype.
 
     >>> import jdaso
@@ -57,16 +60,16 @@ def mpi4jax_exchange(topology: Topology, wire: str | None = None) -> Exchange:
             f"mpi4jax_exchange requires one device per JAX program, got {topology.mesh.size}: use "
             "mpi_exchange, or start one process per device, without join_processes."
         )
-    if check_wire("wire", wire) == "int8":
-        raise ValueError(_NO_INT8)
+    if check_wire("wire", wire) in FORMATS:
+        raise ValueError(_NO_BLOCKS)
     if topology.num_nodes == 1:
         return one_node(wire)
     mpi4jax, size = _library(), topology.num_nodes
     comm = topology.group_communicators()[topology.local_rank]
 
     def all_reduce(arrays: Leaves) -> Leaves:
-        if any(x.dtype == BLOCK_DTYPE for x in arrays):
-            raise ValueError(_NO_INT8)
+        if any(format_of(x.dtype) for x in arrays):
+            raise ValueError(_NO_BLOCKS)
         return _fused(functools.partial(_all_reduce, mpi4jax, comm, size), arrays)
 
     def broadcast(leaves: Leaves, root: int) -> Leaves:

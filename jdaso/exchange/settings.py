@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from jdaso.cluster.topology import Topology
+from jdaso.core.blocks import FORMATS
 from jdaso.core.validation import check_choice, check_whole
 from jdaso.exchange.transport.collectives import different
 from jdaso.exchange.transport.operation import run
@@ -30,8 +31,8 @@ def check_settings(settings: Settings, joined: bool) -> None:
         raise ValueError(f"chunk_bytes must be below 2**31, got {settings.chunk_bytes}.")
     check_choice("senders", settings.senders, SENDERS)
     check_choice("on_failure", settings.on_failure, ON_FAILURE)
-    if settings.wire == "int8":
-        check_int8(settings.same_bits)
+    if settings.wire in FORMATS:
+        check_feedback(settings.wire, settings.same_bits)
     if joined and settings.senders == "all":
         raise ValueError(
             "senders='all' is for processes that are not joined: joined processes send their own "
@@ -39,11 +40,11 @@ def check_settings(settings: Settings, joined: bool) -> None:
         )
 
 
-def check_int8(same_bits: bool) -> None:
-    """Raises ValueError for arguments with which the wire int8 cannot be used."""
+def check_feedback(wire: str, same_bits: bool) -> None:
+    """Raises ValueError for arguments with which the wires int8 and float4 cannot be used."""
     if not same_bits:
         raise ValueError(
-            "same_bits=False allows nodes to differ in the last bits, and the wire int8 sends "
+            f"same_bits=False allows nodes to differ in the last bits, and the wire {wire} sends "
             "differences from a mean that must be equal on all nodes: use the wire bfloat16."
         )
 

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jdaso.core.blocks import format_of
 from jdaso.core.exchange import FINITE, HEADER_SIZE, OWN, Exchange
 from jdaso.core.tree import is_float
 from jdaso.core.types import Leaves, PyTree
-from jdaso.core.wire import BLOCK_DTYPE, check_wire, pack, sum_dtype, unpack, unpadded, wire_dtype
+from jdaso.core.wire import check_wire, pack, sum_dtype, unpack, unpadded, wire_dtype
 
 
 class StoredState(NamedTuple):
@@ -33,8 +34,8 @@ def stored_exchange(
 
     Args:
         all_reduce: Sums arrays in their wire dtype over the nodes. Returns the sums in their
-            accumulation dtype, rounded to the wire. With the wire int8, the rows that a node would
-            sum over MPI are not rounded.
+            accumulation dtype, rounded to the wire. With the wires int8 and float4, the rows
+            that a node would sum over MPI are not rounded.
         broadcast: ``(leaves, root) -> leaves`` of node ``root``.
         compare: Raises if the nodes' parameters differ in structure, shape or dtype.
 
@@ -63,9 +64,9 @@ def stored_exchange(
         ]
         contributes = header[0]
         *sums, header = all_reduce([*cast, header])
-        # Blocks of int8 are finite once they are rounded.
+        # Rows of blocks are finite once they are rounded.
         finite = [
-            jnp.isfinite(s).all() for s, x in zip(sums, cast, strict=True) if x.dtype != BLOCK_DTYPE
+            jnp.isfinite(s).all() for s, x in zip(sums, cast, strict=True) if not format_of(x.dtype)
         ]
         header = header.at[FINITE].set(jnp.all(jnp.stack([*finite, True]))).at[OWN].set(contributes)
         if relative:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from jdaso.core.blocks import FORMATS
 from jdaso.core.validation import check_choice, check_number, check_period_and_delay, check_whole
 from jdaso.perf.network import Network, allreduce_time, wire_bytes
 
@@ -177,7 +178,7 @@ def predict(
             for ``daso``, and the period for ``easgd`` and ``eamsgd``.
         wire: Dtype between nodes, not wider than the float32 parameters. None selects bfloat16
             for ``allreduce_gradients``, and float32 for the others.
-        pattern: Pattern of the all-reduce, see :func:`allreduce_time`. int8 excludes
+        pattern: Pattern of the all-reduce, see :func:`allreduce_time`. int8 and float4 exclude
             ``ring`` and ``halving``. ``halving`` requires a power of two for nodes.
         overhead: Seconds per exchange that no delay hides, such as copies to and from the host.
         slowdown: Seconds by which each fully hidden exchange slows computing, if the same cores
@@ -212,8 +213,8 @@ def predict(
             f"{blocking_share} for {algorithm}."
         )
     wire = wire or ALGORITHMS[algorithm].wire
-    if wire == "int8" and pattern in ("ring", "halving"):
-        raise ValueError(f"pattern must be collectives with wire int8, got {pattern!r}.")
+    if wire in FORMATS and pattern in ("ring", "halving"):
+        raise ValueError(f"pattern must be collectives with wire {wire}, got {pattern!r}.")
     if pattern == "halving" and nodes & (nodes - 1):
         raise ValueError(f"pattern halving requires a power of two for nodes, got {nodes}.")
     total_bytes = wire_bytes(num_parameters, "float32")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jdaso.core import int8
+from jdaso.core.blocks import BLOCK_SIZE, FORMATS
 from jdaso.core.validation import check_choice, check_number, check_whole
 from jdaso.core.wire import WIRES
 
@@ -16,9 +16,9 @@ from jdaso.core.wire import WIRES
 MODELLED_PATTERNS = ("collectives", "ring", "halving", "butterfly", "tree")
 #: Wires that are not wider than float32 parameters.
 FLOAT32_WIRES = tuple(wire for wire in WIRES if wire != "float64")
-#: Bytes of a parameter on each wire. An int8 wire adds one byte of scale to each block.
+#: Bytes of a parameter on each wire. int8 and float4 add one byte of scale to each block.
 BYTES_PER_NUMBER: dict[str, float] = {
-    wire: int8.BLOCK_BYTES / int8.BLOCK_SIZE if wire == "int8" else jnp.dtype(wire).itemsize
+    wire: FORMATS[wire].row_bytes / BLOCK_SIZE if wire in FORMATS else jnp.dtype(wire).itemsize
     for wire in WIRES
 }
 
@@ -44,10 +44,10 @@ def wire_bytes(num_parameters: int, wire: str) -> float:
     """Size of the parameters on the network.
 
     Args:
-        num_parameters: Number of parameters, at least 1. int8 pads every array to a multiple of
-            64, which is not counted. It matters for models of many small arrays.
-        wire: ``float64``, ``float32``, ``bfloat16``, ``float16``, or ``int8`` with a scale of one
-            byte for each 64 parameters.
+        num_parameters: Number of parameters, at least 1. int8 and float4 pad every array to a
+            multiple of 64, which is not counted. It matters for models of many small arrays.
+        wire: ``float64``, ``float32``, ``bfloat16``, ``float16``, or ``int8`` and ``float4`` with
+            a scale of one byte for each 64 parameters.
 
     Returns:
         Bytes.

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jdaso import perf
+from jdaso.core.blocks import FORMATS
 from jdaso.perf.advice import WIRES, advice
 from jdaso.perf.model import Network, Prediction
 from jdaso.perf.network import FLOAT32_WIRES, MODELLED_PATTERNS
@@ -178,7 +179,7 @@ def wire_costs(args: argparse.Namespace) -> dict[str, perf.WireCosts]:
             args.slowdown,
         )
         for wire in wires
-        if wire != "int8" or args.pattern not in ("ring", "halving")
+        if wire not in FORMATS or args.pattern not in ("ring", "halving")
     }
 
 

@@ -55,6 +55,7 @@ AT_ONCE = {
 # Here nodes keep rounding errors of the sums, and the owner of a shard depends on P.
 COARSE = {
     "dasgd int8": lambda x: jdaso.chain(sgd(), jdaso.dasgd(x, 4, 2, wire="int8")),
+    "dasgd float4": lambda x: jdaso.chain(sgd(), jdaso.dasgd(x, 4, 2, wire="float4")),
     "allreduce_gradients int8": lambda x: jdaso.chain(sgd(), jdaso.allreduce_gradients(x, "int8")),
 }
 ALL = ALGORITHMS | AT_ONCE | COARSE

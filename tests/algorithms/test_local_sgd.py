@@ -83,9 +83,10 @@ def test_the_delta_rule_keeps_a_nodes_own_rounding():
     np.testing.assert_array_equal(params[0], (x + golden_family.sgd(grads, LR)[0]).astype("f4"))
 
 
-def test_the_delta_rule_and_int8_exclude_each_other():
-    with pytest.raises(ValueError, match=r"local_sgd: the wire int8 .* use the wire bfloat16"):
-        jdaso.local_sgd(jdaso.single_exchange(), 4, 2, "delta", wire="int8")
+@pytest.mark.parametrize("wire", ["int8", "float4"])
+def test_the_delta_rule_and_differences_to_a_mean_exclude_each_other(wire):
+    with pytest.raises(ValueError, match=f"local_sgd: the wire {wire} .* use the wire bfloat16"):
+        jdaso.local_sgd(jdaso.single_exchange(), 4, 2, "delta", wire=wire)
 
 
 def test_a_checkpoint_tells_the_delta_rule_from_the_mean():

@@ -13,11 +13,11 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("wire", [None, "float32", "bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("wire", [None, "float32", "bfloat16", "float16", "int8", "float4"])
 def test_a_leaf_never_travels_in_a_wider_dtype_than_its_own(dtype, wire):
     travels = wire_dtype(jnp.dtype(dtype), wire)
     assert travels.itemsize <= jnp.dtype(dtype).itemsize
-    assert wire is None or travels.itemsize <= max(jnp.dtype(wire).itemsize, 2)
+    assert wire is None or travels.itemsize <= max(wire_dtype(np.float64, wire).itemsize, 2)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz"])
@@ -28,7 +28,7 @@ def test_a_sum_too_large_for_the_wire_survives_the_way_back(dtype):
     np.testing.assert_allclose(back, total, rtol=float(limits.eps))
 
 
-@pytest.mark.parametrize("wire", [None, "int8"])
+@pytest.mark.parametrize("wire", [None, "int8", "float4"])
 def test_leaves_of_eight_bits_are_averaged(wire):
     tx = jdaso.local_sgd(jdaso.axis_exchange("node", 4, wire=wire), period=1)
     params = jnp.array([[384.0], [256.0], [320.0], [320.0]]).astype(jnp.float8_e4m3fn)
@@ -77,7 +77,8 @@ def test_complex_parameters_are_refused():
         ({"wire": "int4"}, "wire must be one of"),
         ({"on_failure": "go on"}, "on_failure must be one of stop, shrink, got 'go on'"),
         ({"senders": "two"}, "senders must be one of one, all, got 'two'"),
-        ({"same_bits": False, "wire": "int8"}, "same_bits=False allows nodes to differ"),
+        ({"same_bits": False, "wire": "int8"}, "same_bits=False.* and the wire int8 sends"),
+        ({"same_bits": False, "wire": "float4"}, "same_bits=False.* and the wire float4 sends"),
     ],
 )
 def test_mpi_exchange_refuses_bad_options(option, message):

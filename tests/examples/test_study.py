@@ -12,6 +12,7 @@ import pytest
 import study
 
 import jdaso
+from jdaso.core.blocks import FORMATS
 
 MODEL = study.SmallCNN(widths=(4,))  # compiles fast
 PARAMETERS = (9 * 4 + 4) + (4 * 4 * 4 * 10 + 10)
@@ -53,17 +54,23 @@ def test_every_node_takes_its_own_images_once_in_an_epoch():
     np.testing.assert_array_equal(order.reshape(9, 32), joint[:, 0])
 
 
-# In int8 each leaf fills whole blocks of 64 numbers. The leaves have 36, 4, 640 and 10 numbers.
+# In int8 and float4 each leaf fills whole blocks of 64 numbers. The leaves have 36, 4, 640 and 10
+# numbers.
 @pytest.mark.parametrize(
     ("nodes", "wire", "size"),
-    [(2, "float32", 4 * PARAMETERS), (4, "bfloat16", 2 * PARAMETERS), (2, "int8", 13 * 65)],
+    [
+        (2, "float32", 4 * PARAMETERS),
+        (4, "bfloat16", 2 * PARAMETERS),
+        (2, "int8", 13 * 65),
+        (2, "float4", 13 * 33),
+    ],
 )
 def test_bytes_are_those_of_an_all_reduce(data, nodes, wire, size):
     result = train(data, local(jdaso.dasgd, 4, 1, wire=wire), nodes, 64, epochs=1)
     exchanges = len(result.losses) // 4
     assert (result.exchanges, result.waits) == (exchanges, 0)
     expected = np.repeat(np.arange(exchanges + 1), 4)[1 : len(result.losses) + 1]
-    first = 4 * PARAMETERS if wire == "int8" else size  # the first mean is sent in float32
+    first = 4 * PARAMETERS if wire in FORMATS else size  # the first mean is sent in float32
     expected = np.where(expected > 0, first + (expected - 1) * size, 0)
     np.testing.assert_array_equal(result.bytes_sent, 2 * (nodes - 1) * expected // nodes)
 

@@ -52,15 +52,18 @@ ONE_DEVICE = {
 TWO_DEVICES = {"dtypes in fragments, two devices": ("--devices", 2, *MIXED, "--fragments", 3)}
 # Not with the code for CUDA devices, to save time. Host callbacks copy float64 in any case.
 ON_CPU = {
-    "easgd": ("--algorithm", "easgd"),
-    "diloco clipped": ("--algorithm", "diloco clipped"),
+    "easgd, int8": ("--algorithm", "easgd", "--wire", "int8"),
+    "diloco clipped, float4": ("--algorithm", "diloco clipped", "--wire", "float4"),
     "int64": WITH_64_BITS,
     "int8 and bfloat16": (*COPIED, "--wire", "int8", "--blocking-wire", "bfloat16"),
     "float64 and int8": (*WITH_64_BITS, "float64", "--wire", "int8"),
 }
 ON_TWO_CPUS = {
     "float64, two devices": ("--devices", 2, *WITH_64_BITS, "float64"),
-    "int8, two devices": ("--devices", 2, *COPIED, "--wire", "int8"),
+    "float4 and int8, two devices": (
+        *("--devices", 2, *COPIED),
+        *("--wire", "float4", "--blocking-wire", "int8"),
+    ),
 }
 
 

@@ -34,12 +34,12 @@ THREE = Batch(
     {
         "chunks smaller than a leaf": ("parity.py", "--chunk-bytes", 16),
         "float16": ("parity.py", "--wires", "float16", "float16"),
-        "int8": ("parity.py", "--wires", "int8", "int8", "--chunk-bytes", 16),
+        "float4 and int8": ("parity.py", "--wires", "float4", "int8", "--chunk-bytes", 16),
         "mpi4jax bit for bit": ("mpi4jax_equals_mpi.py",),
         "a node that is not finite": ("parity.py", "--bad", "--algorithms", *NOT_FINITE),
         **{
             f"bytes of {wire}": ("wire_bytes.py", wire)
-            for wire in ("float32", "bfloat16", "float16", "int8")
+            for wire in ("float32", "bfloat16", "float16", "int8", "float4")
         },
     },
 )

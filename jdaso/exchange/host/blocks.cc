@@ -1,6 +1,7 @@
 #include "blocks.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 // One version for each vector unit. The loader takes the best one that the processor has.
@@ -17,9 +18,9 @@
 namespace jdaso {
 namespace {
 
-// The constants of core/int8.py.
-constexpr size_t kBlock = 64, kRow = 1 + kBlock;
-constexpr int kMinExponent = -100, kMaxExponent = 121;
+// The constants of core/blocks.py.
+constexpr size_t kBlock = 64;
+constexpr int kMinExponent = -100;
 
 inline uint32_t BitsOf(float x) {
   uint32_t bits;
@@ -43,49 +44,91 @@ inline uint16_t RoundedToBFloat16(uint32_t bits) {
   return static_cast<uint16_t>((nan ? bits | 0x400000 : rounded) >> 16);
 }
 
+// The format int8 of core/blocks.py. `integers` stand for the codes of a row.
+struct Int8 {
+  static constexpr float kLimit = 127;
+  static constexpr int kMaxExponent = 121;
+  static constexpr size_t kRow = 1 + kBlock;
+
+  static int Doublings(float) { return 0; }
+  static void Store(const int8_t* codes, uint8_t* row) { std::memcpy(row + 1, codes, kBlock); }
+  static float Load(const uint8_t* row, size_t i) { return static_cast<int8_t>(row[1 + i]); }
+};
+
+// The format float4. Integers are multiples of 1 below 4, of 2 below 8, of 4 from there on.
+struct Float4 {
+  static constexpr float kLimit = 12;
+  static constexpr int kMaxExponent = 124;
+  static constexpr size_t kHalf = kBlock / 2, kRow = 1 + kHalf;
+
+  static int Doublings(float magnitude) { return (magnitude >= 4) + (magnitude >= 8); }
+  static void Store(const int8_t* codes, uint8_t* row) {
+    for (size_t i = 0; i < kHalf; ++i) row[1 + i] = (codes[i] & 15) | codes[kHalf + i] << 4;
+  }
+  static float Load(const uint8_t* row, size_t i) {
+    const int code = i < kHalf ? static_cast<int8_t>(row[1 + i] << 4) >> 4
+                               : static_cast<int8_t>(row[1 + i - kHalf]) >> 4;
+    const int magnitude = code < 0 ? -code : code;
+    const int doublings = (magnitude > 3) + (magnitude > 5);
+    const int integer = (magnitude - 2 * doublings) << doublings;
+    return static_cast<float>(code < 0 ? -integer : integer);
+  }
+};
+
 // Packs a block, and returns the rounded numbers as well.
+template <typename Format>
 inline void Pack(const float* block, float* rounded, uint8_t* row) {
   int32_t largest = 0;
   for (size_t i = 0; i < kBlock; ++i) {
     largest = std::max(largest, static_cast<int32_t>(BitsOf(block[i]) & 0x7fffffff));
   }
-  const int exponent = std::clamp(((largest + 0x1ffff) >> 23) - 133, kMinExponent, kMaxExponent);
+  const int32_t limit = BitsOf(Format::kLimit), carry = 0x7fffff - (limit & 0x7fffff);
+  const int exponent = std::clamp(((largest + carry) >> 23) - (limit >> 23), kMinExponent,
+                                  Format::kMaxExponent);
   const float inverse = PowerOfTwo(-exponent), scale = PowerOfTwo(exponent);
   row[0] = static_cast<uint8_t>(exponent);
-  // In float32 numbers of this size, the last bit stands for 1. A sum with one is rounded to an
-  // integer, which is in its lowest bits.
-  constexpr float kRounder = 12582912.0f;  // 1.5 2^23
+  int8_t codes[kBlock];
   for (size_t i = 0; i < kBlock; ++i) {
     const float x = block[i] * inverse;
-    const float above = x > -127.0f ? x : -127.0f;
-    const float integer = (above < 127.0f ? above : 127.0f) + kRounder;
-    row[1 + i] = static_cast<uint8_t>(BitsOf(integer));
-    rounded[i] = (integer - kRounder) * scale;
+    const float above = x > -Format::kLimit ? x : -Format::kLimit;
+    const float inside = above < Format::kLimit ? above : Format::kLimit;
+    const int doublings = Format::Doublings(std::fabs(inside));
+    // In float32 numbers of the size of this one, the last bit stands for 2^doublings. A sum with
+    // one is rounded to a multiple of that, which is in its lowest bits.
+    const float rounder = FromBits(0x4b400000 + (static_cast<uint32_t>(doublings) << 23));
+    const float sum = inside + rounder;
+    const int integer = static_cast<int8_t>(BitsOf(sum));
+    codes[i] = static_cast<int8_t>(integer + (integer < 0 ? -2 * doublings : 2 * doublings));
+    rounded[i] = (sum - rounder) * scale;
   }
+  Format::Store(codes, row);
 }
 
+template <typename Format>
 inline void Unpack(const uint8_t* row, float* block) {
   const float scale = PowerOfTwo(static_cast<int8_t>(row[0]));
-  for (size_t i = 0; i < kBlock; ++i) block[i] = static_cast<int8_t>(row[1 + i]) * scale;
+  for (size_t i = 0; i < kBlock; ++i) block[i] = Format::Load(row, i) * scale;
 }
 
+template <typename Format>
 inline void SendBlock(const float* leaf, const float* anchor, float* residual, uint8_t* row) {
   float wanted[kBlock], rounded[kBlock];
-  uint8_t unused[kRow];
+  uint8_t unused[Format::kRow];
   if (anchor != nullptr) {
     for (size_t i = 0; i < kBlock; ++i) wanted[i] = leaf[i] - anchor[i] + residual[i];
   } else {
     for (size_t i = 0; i < kBlock; ++i) wanted[i] = leaf[i] + residual[i];
   }
-  Pack(wanted, rounded, row != nullptr ? row : unused);
+  Pack<Format>(wanted, rounded, row != nullptr ? row : unused);
   for (size_t i = 0; i < kBlock; ++i) residual[i] = FiniteOrZero(wanted[i] - rounded[i]);
 }
 
+template <typename Format>
 inline void ReceiveBlock(const float* sums, float members, const float* anchor, float* residual,
                          float* mean) {
   float rounded[kBlock];
-  uint8_t unused[kRow];
-  Pack(sums, rounded, unused);
+  uint8_t unused[Format::kRow];
+  Pack<Format>(sums, rounded, unused);
   for (size_t i = 0; i < kBlock; ++i) residual[i] += FiniteOrZero(sums[i] - rounded[i]);
   for (size_t i = 0; i < kBlock; ++i) {
     mean[i] = (anchor != nullptr ? anchor[i] : 0.0f) + rounded[i] / members;
@@ -101,6 +144,58 @@ struct Padded {
   }
   void CopyTo(float* leaf) const { std::copy_n(numbers, size, leaf); }
 };
+
+template <typename Format>
+inline void SendAll(const float* leaf, const float* anchor, float* residual, uint8_t* to,
+                    size_t size) {
+  size_t at = 0;
+  for (; at + kBlock <= size; at += kBlock) {
+    SendBlock<Format>(leaf + at, anchor ? anchor + at : nullptr, residual + at, to);
+    if (to != nullptr) to += Format::kRow;
+  }
+  if (at == size) return;
+  Padded last(leaf + at, size - at), base(anchor ? anchor + at : nullptr, size - at);
+  Padded error(residual + at, size - at);
+  SendBlock<Format>(last.numbers, anchor ? base.numbers : nullptr, error.numbers, to);
+  error.CopyTo(residual + at);
+}
+
+template <typename Format>
+inline void ReceiveAll(const float* sums, float members, const float* anchor, float* residual,
+                       float* mean, size_t size) {
+  size_t at = 0;
+  for (; at + kBlock <= size; at += kBlock) {
+    ReceiveBlock<Format>(sums + at, members, anchor ? anchor + at : nullptr, residual + at,
+                         mean + at);
+  }
+  if (at == size) return;
+  Padded last(sums + at, size - at), base(anchor ? anchor + at : nullptr, size - at);
+  Padded error(residual + at, size - at);
+  ReceiveBlock<Format>(last.numbers, members, base.numbers, error.numbers, base.numbers);
+  error.CopyTo(residual + at);
+  base.CopyTo(mean + at);
+}
+
+template <typename Format>
+inline void SumAll(const uint8_t* terms, size_t members, size_t rows, float* sums,
+                   uint8_t* packed) {
+  for (size_t row = 0; row < rows; ++row, sums += kBlock, packed += Format::kRow) {
+    float term[kBlock], rounded[kBlock];
+    Unpack<Format>(terms + row * Format::kRow, sums);
+    for (size_t member = 1; member < members; ++member) {
+      Unpack<Format>(terms + (member * rows + row) * Format::kRow, term);
+      for (size_t i = 0; i < kBlock; ++i) sums[i] += term[i];
+    }
+    Pack<Format>(sums, rounded, packed);
+  }
+}
+
+template <typename Format>
+inline void UnpackAll(const uint8_t* packed, size_t rows, float* numbers) {
+  for (size_t row = 0; row < rows; ++row) {
+    Unpack<Format>(packed + row * Format::kRow, numbers + row * kBlock);
+  }
+}
 
 }  // namespace
 
@@ -128,32 +223,23 @@ void SendBFloat16(const float* leaf, float* residual, uint16_t* to, size_t size)
 }
 
 JDASO_VECTORIZED
-void SendBlocks(const float* leaf, const float* anchor, float* residual, uint8_t* to, size_t size) {
-  size_t at = 0;
-  for (; at + kBlock <= size; at += kBlock) {
-    SendBlock(leaf + at, anchor ? anchor + at : nullptr, residual + at, to);
-    if (to != nullptr) to += kRow;
+void SendBlocks(int32_t bits, const float* leaf, const float* anchor, float* residual, uint8_t* to,
+                size_t size) {
+  if (bits == 8) {
+    SendAll<Int8>(leaf, anchor, residual, to, size);
+  } else {
+    SendAll<Float4>(leaf, anchor, residual, to, size);
   }
-  if (at == size) return;
-  Padded last(leaf + at, size - at), base(anchor ? anchor + at : nullptr, size - at);
-  Padded error(residual + at, size - at);
-  SendBlock(last.numbers, anchor ? base.numbers : nullptr, error.numbers, to);
-  error.CopyTo(residual + at);
 }
 
 JDASO_VECTORIZED
-void ReceiveBlocks(const float* sums, float members, const float* anchor, float* residual,
-                   float* mean, size_t size) {
-  size_t at = 0;
-  for (; at + kBlock <= size; at += kBlock) {
-    ReceiveBlock(sums + at, members, anchor ? anchor + at : nullptr, residual + at, mean + at);
+void ReceiveBlocks(int32_t bits, const float* sums, float members, const float* anchor,
+                   float* residual, float* mean, size_t size) {
+  if (bits == 8) {
+    ReceiveAll<Int8>(sums, members, anchor, residual, mean, size);
+  } else {
+    ReceiveAll<Float4>(sums, members, anchor, residual, mean, size);
   }
-  if (at == size) return;
-  Padded last(sums + at, size - at), base(anchor ? anchor + at : nullptr, size - at);
-  Padded error(residual + at, size - at);
-  ReceiveBlock(last.numbers, members, base.numbers, error.numbers, base.numbers);
-  error.CopyTo(residual + at);
-  base.CopyTo(mean + at);
 }
 
 JDASO_VECTORIZED
@@ -163,24 +249,24 @@ void ReceiveMean(const float* sums, float members, float* mean, size_t size) {
 
 extern "C" {
 
-// Adds rows of int8 blocks of several members in their order. `packed` receives the rounded sums.
+// Adds rows of blocks of several members in their order. `packed` receives the rounded sums.
 JDASO_VECTORIZED
-void jdaso_sum_blocks(const uint8_t* terms, size_t members, size_t rows, float* sums,
+void jdaso_sum_blocks(int32_t bits, const uint8_t* terms, size_t members, size_t rows, float* sums,
                       uint8_t* packed) {
-  for (size_t row = 0; row < rows; ++row, sums += kBlock, packed += kRow) {
-    float term[kBlock], rounded[kBlock];
-    Unpack(terms + row * kRow, sums);
-    for (size_t member = 1; member < members; ++member) {
-      Unpack(terms + (member * rows + row) * kRow, term);
-      for (size_t i = 0; i < kBlock; ++i) sums[i] += term[i];
-    }
-    Pack(sums, rounded, packed);
+  if (bits == 8) {
+    SumAll<Int8>(terms, members, rows, sums, packed);
+  } else {
+    SumAll<Float4>(terms, members, rows, sums, packed);
   }
 }
 
 JDASO_VECTORIZED
-void jdaso_unpack_blocks(const uint8_t* packed, size_t rows, float* numbers) {
-  for (size_t row = 0; row < rows; ++row) Unpack(packed + row * kRow, numbers + row * kBlock);
+void jdaso_unpack_blocks(int32_t bits, const uint8_t* packed, size_t rows, float* numbers) {
+  if (bits == 8) {
+    UnpackAll<Int8>(packed, rows, numbers);
+  } else {
+    UnpackAll<Float4>(packed, rows, numbers);
+  }
 }
 
 }  // extern "C"

@@ -1,5 +1,5 @@
 // What compiled code computes while it copies leaves and sums on CPUs. The results have the same bits
-// as those of core/int8.py and core/error_feedback.py.
+// as those of core/blocks.py and core/error_feedback.py.
 
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace jdaso {
 
-// The bytes of a number of floats in blocks of int8.
-constexpr size_t BlockBytes(size_t size) { return (size + 63) / 64 * 65; }
+// The bytes of a number of floats in blocks with 8 or 4 bits of each number.
+constexpr size_t BlockBytes(int32_t bits, size_t size) { return (size + 63) / 64 * (1 + 8 * bits); }
 
 // Rounds to nearest, ties to even, as XLA does. A NaN stays a NaN.
 void ToBFloat16(const float* from, uint16_t* to, size_t size);
@@ -21,15 +21,16 @@ void ToBFloat16(const float* from, uint16_t* to, size_t size);
 void SendFloat32(const float* leaf, float* residual, float* to, size_t size);
 void SendBFloat16(const float* leaf, float* residual, uint16_t* to, size_t size);
 
-// Sends leaf - anchor + residual in blocks of int8. Without an anchor, it is nullptr.
-void SendBlocks(const float* leaf, const float* anchor, float* residual, uint8_t* to, size_t size);
+// Sends leaf - anchor + residual in blocks of 8 or 4 bits. Without an anchor, it is nullptr.
+void SendBlocks(int32_t bits, const float* leaf, const float* anchor, float* residual, uint8_t* to,
+                size_t size);
 
-// Rounds sums as int8 does and adds the rounding errors to the residual. The mean is the anchor plus
-// the rounded sum divided by the number of members. It may be in the place of the anchor.
-void ReceiveBlocks(const float* sums, float members, const float* anchor, float* residual,
-                   float* mean, size_t size);
+// Rounds sums to blocks and adds the rounding errors to the residual. The mean is the anchor plus the
+// rounded sum divided by the number of members. It may be in the place of the anchor.
+void ReceiveBlocks(int32_t bits, const float* sums, float members, const float* anchor,
+                   float* residual, float* mean, size_t size);
 
-// The mean of sums that are not in int8.
+// The mean of sums that are not of blocks.
 void ReceiveMean(const float* sums, float members, float* mean, size_t size);
 
 }  // namespace jdaso

@@ -1,4 +1,4 @@
-"""Sums of int8 blocks on the host, by compiled code where there is a compiled library."""
+"""Sums of rows of blocks on the host, by compiled code where there is a compiled library."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 
 import numpy as np
 
-from jdaso.core import int8
+from jdaso.core.blocks import format_of, pack, unpack
 from jdaso.exchange.host import compiled
 
 
@@ -14,34 +14,43 @@ def sum_blocks(terms: np.ndarray, sums: np.ndarray, packed: np.ndarray) -> None:
     """Adds the blocks of several members in their order.
 
     Args:
-        terms: uint8[members, rows, 65].
+        terms: rows of a :class:`jdaso.core.blocks.BlockFormat`, [members, rows, row_bytes].
         sums: float32[rows, 64], receives the sums.
-        packed: uint8[rows, 65], receives the rounded sums.
+        packed: rows of the same format, [rows, row_bytes], receives the rounded sums.
 
-    >>> terms = np.stack([int8.pack(np.full((1, 64), x, np.float32)) for x in (1, 2)])
-    >>> sums, packed = np.empty((1, 64), np.float32), np.empty((1, 65), np.uint8)
+    >>> rows = format_of(np.int8)
+    >>> terms = np.stack([pack(np.full((1, 64), x, np.float32), rows) for x in (1, 2)])
+    >>> sums, packed = np.empty((1, 64), np.float32), np.empty((1, 65), np.int8)
     >>> sum_blocks(terms, sums, packed)
-    >>> float(sums[0, 0]), bool((int8.unpack(packed) == sums).all())
+    >>> float(sums[0, 0]), bool((unpack(packed) == sums).all())
     (3.0, True)
     """
     loaded = compiled.load()
     if isinstance(loaded, ctypes.CDLL):
         addresses = [_address(array) for array in (terms, sums, packed)]
-        loaded.jdaso_sum_blocks(addresses[0], *terms.shape[:2], *addresses[1:])
+        loaded.jdaso_sum_blocks(_bits(terms), addresses[0], *terms.shape[:2], *addresses[1:])
         return
-    sums[...] = int8.unpack(terms[0])
+    sums[...] = unpack(terms[0])
     for term in terms[1:]:
-        sums += int8.unpack(term)
-    packed[...] = int8.pack(sums)
+        sums += unpack(term)
+    rows = format_of(terms.dtype)
+    assert rows is not None
+    packed[...] = pack(sums, rows)
 
 
 def unpack_blocks(packed: np.ndarray, numbers: np.ndarray) -> None:
-    """Decodes uint8[rows, 65] into float32[rows, 64]."""
+    """Decodes rows of a format, [rows, row_bytes], into float32[rows, 64]."""
     loaded = compiled.load()
     if isinstance(loaded, ctypes.CDLL):
-        loaded.jdaso_unpack_blocks(_address(packed), len(packed), _address(numbers))
+        loaded.jdaso_unpack_blocks(_bits(packed), _address(packed), len(packed), _address(numbers))
     else:
-        numbers[...] = int8.unpack(packed)
+        numbers[...] = unpack(packed)
+
+
+def _bits(rows: np.ndarray) -> int:
+    blocks = format_of(rows.dtype)
+    assert blocks is not None
+    return blocks.bits
 
 
 def _address(array: np.ndarray) -> int:

@@ -12,8 +12,8 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from jdaso.core.int8 import num_blocks
-from jdaso.core.wire import BLOCK_DTYPE, sum_dtype, sum_padding, sum_shape, wire_shape
+from jdaso.core.blocks import format_of, num_blocks
+from jdaso.core.wire import sum_dtype, sum_padding, sum_shape, wire_shape
 from jdaso.exchange.host.layout import Group, LeafSpec, unsharded
 
 # Written by Python or compiled code: the number of devices that have read the sums, and the start
@@ -31,7 +31,7 @@ RECORD = np.dtype(
 # Numbers, few enough that they stay in a cache.
 _CHECKED_AT_ONCE = 1 << 16
 
-# Place of ffi_queue.h. The sums of a leaf with the wire int8 may end with padding.
+# Place of ffi_queue.h. The sums of a leaf with int8 or float4 may end with padding.
 PLACE = np.dtype([("address", "<u8"), ("least_bytes", "<u8"), ("most_bytes", "<u8")])
 
 
@@ -82,7 +82,7 @@ class StagingBuffers:
         each = list(zip(self.specs, places, strict=True))
         #: Views of the vectors that are sent, in the wire shapes of the leaves.
         self.leaves = [pairs[x.group][0][place].reshape(x.shape) for x, place in each]
-        #: Views of the sums in the leaves' shapes; with the wire int8, rows that end with zeros.
+        #: Views of the sums in the leaves' shapes; with int8 and float4, rows that end with zeros.
         self.sums = [
             pairs[x.group][1][place].reshape(sum_shape(x.shape, x.dtype)) for x, place in each
         ]
@@ -126,11 +126,11 @@ class StagingBuffers:
         return sums
 
     def finite(self) -> bool:
-        """Whether all sums are finite. Blocks of int8 are finite once they are rounded."""
+        """Whether all sums are finite. Rows of blocks are finite once they are rounded."""
         return all(
             np.isfinite(sums[start : start + _CHECKED_AT_ONCE]).all()
             for vector, sums in self.pairs
-            if vector.dtype != BLOCK_DTYPE
+            if not format_of(vector.dtype)
             for start in range(0, len(sums), _CHECKED_AT_ONCE)
         )
 
@@ -245,7 +245,7 @@ def _dtypes(specs: Sequence[LeafSpec]) -> list[np.dtype]:
 
 
 def _sizes(specs: Sequence[LeafSpec]) -> tuple[int, ...]:
-    """The number of int8 blocks of each leaf. It does not depend on the wire."""
+    """The number of blocks of each leaf. It does not depend on the wire."""
     return tuple(num_blocks(sum_shape(spec.shape, spec.dtype)) for spec in specs)
 
 

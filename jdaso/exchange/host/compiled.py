@@ -50,8 +50,8 @@ def open_library(path: str, suffixes: Mapping[str, str]) -> ctypes.CDLL | str:
         complete.argtypes = [integer, pointer, ctypes.c_char_p, pointer, integer, pointer]
         complete.restype = None
         size = ctypes.c_size_t
-        library.jdaso_sum_blocks.argtypes = [pointer, size, size, pointer, pointer]
-        library.jdaso_unpack_blocks.argtypes = [pointer, size, pointer]
+        library.jdaso_sum_blocks.argtypes = [integer, pointer, size, size, pointer, pointer]
+        library.jdaso_unpack_blocks.argtypes = [integer, pointer, size, pointer]
         for function in (library.jdaso_sum_blocks, library.jdaso_unpack_blocks):
             function.restype = None
         library.jdaso_driver.restype = ctypes.c_char_p

@@ -23,14 +23,15 @@ T* Data(ffi::RemainingRets results, size_t i) {
 
 // The bytes of `size` bytes of numbers on a wire.
 size_t WireBytes(int32_t wire, size_t size) {
-  return wire == kBFloat16 ? size / 2 : wire == kBlocks ? BlockBytes(size / sizeof(float)) : size;
+  if (wire == kInt8 || wire == kFloat4) return BlockBytes(wire, size / sizeof(float));
+  return wire == kBFloat16 ? size / 2 : size;
 }
 
 // Sends a leaf of float32 numbers with error feedback.
 void SendWithFeedback(int32_t wire, const float* leaf, const float* anchor, float* residual,
                       char* to, size_t size) {
-  if (wire == kBlocks) {
-    SendBlocks(leaf, anchor, residual, reinterpret_cast<uint8_t*>(to), size);
+  if (wire == kInt8 || wire == kFloat4) {
+    SendBlocks(wire, leaf, anchor, residual, reinterpret_cast<uint8_t*>(to), size);
   } else if (wire == kBFloat16) {
     SendBFloat16(leaf, residual, reinterpret_cast<uint16_t*>(to), size);
   } else {
@@ -123,6 +124,7 @@ ffi::Error Collect(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> device,
   Record* record = RecordOf(call);
   if (first == 0) record->copy_to_device[0] = Now();
   const float members = call.in.header[0];
+  const int32_t bits = has_feedback ? *Data<int32_t>(feedback, 0) : 0;
   for (size_t i = 0; i < leaves; ++i) {
     auto* sum = reinterpret_cast<const float*>(places[i].address);
     auto* result = Data<float>(results, i);
@@ -134,8 +136,8 @@ ffi::Error Collect(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> device,
     const auto* anchor = Data<float>(feedback, 1 + leaves + i);
     if (members <= 0 || call.in.header[kFinite] <= 0) {
       if (anchor == nullptr) std::memset(result, 0, sizes[i]);
-    } else if (*Data<bool>(feedback, 0)) {
-      ReceiveBlocks(sum, members, anchor, Data<float>(results, leaves + i), result, size);
+    } else if (bits > 0) {
+      ReceiveBlocks(bits, sum, members, anchor, Data<float>(results, leaves + i), result, size);
     } else {
       ReceiveMean(sum, members, result, size);
     }

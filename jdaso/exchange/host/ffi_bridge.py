@@ -129,7 +129,7 @@ class FfiBridge:
         """Waits for an exchange. Returns a part of the sums, the header and the token.
 
         Args:
-            feedback: whether the sums are in int8, residuals and anchors. The means and the new
+            feedback: ``block_bits`` of the exchange, residuals and anchors. The means and the new
                 residuals are then returned in place of the sums.
         """
         inputs = token, jnp.asarray(device, jnp.int32), jnp.asarray(number, jnp.int32)

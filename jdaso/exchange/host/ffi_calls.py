@@ -9,15 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdaso.core.blocks import FORMATS, format_of
 from jdaso.core.exchange import HEADER_SIZE
 from jdaso.core.types import Leaves
-from jdaso.core.wire import BLOCK_DTYPE, pack
+from jdaso.core.wire import pack
 from jdaso.exchange.host import compiled
 
 #: The dtypes on the wire for which the copies compute error feedback.
-FEEDBACK_DTYPES = {BLOCK_DTYPE, np.dtype("float32"), np.dtype(jnp.bfloat16)}
-# How a leaf is sent, 0 as it is.
-_BFLOAT16, _BLOCKS = 1, 2
+FEEDBACK_DTYPES = {
+    *(rows.dtype for rows in FORMATS.values()),
+    np.dtype("float32"),
+    np.dtype(jnp.bfloat16),
+}
+# How a leaf is sent: 0 as it is, otherwise the bits of a number.
+_BFLOAT16 = 16
 
 
 def post(
@@ -47,7 +52,7 @@ def post(
         pairs = zip(leaves, dtypes[0], strict=True)
         leaves = [x if rounds(x, dtype) else pack(x, dtype) for x, dtype in pairs]
     wires = [
-        _BLOCKS if dtype == BLOCK_DTYPE and residual else _BFLOAT16 * rounds(x, dtype)
+        rows.bits if residual and (rows := format_of(dtype)) else _BFLOAT16 * rounds(x, dtype)
         for each in dtypes
         for x, dtype in zip(leaves, each, strict=True)
     ]
@@ -72,16 +77,16 @@ def collect(
 
     Args:
         inputs: token, device, number.
-        feedback: whether the sums are in int8, residuals and anchors. The means and the new
+        feedback: ``block_bits`` of the exchange, residuals and anchors. The means and the new
             residuals are then returned in place of the sums.
     """
     of_token = jax.ShapeDtypeStruct((), jnp.int32)
     of_header = jax.ShapeDtypeStruct((HEADER_SIZE,), jnp.float32)
     results, arguments, aliases = [of_token, of_header, *shapes], list(inputs), {}
     if feedback is not None:
-        quantized, residual, anchor = feedback
+        bits, residual, anchor = feedback
         first = len(inputs) + 1
-        arguments += [quantized, *residual, *anchor]
+        arguments += [bits, *residual, *anchor]
         for i in range(len(residual)):
             aliases[first + i] = len(results) + i
         for i in range(len(anchor)):

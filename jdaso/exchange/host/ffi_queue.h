@@ -86,8 +86,8 @@ ffi::Error ReportFailure(int32_t queue, int32_t number, const std::string& messa
 // Submits a copy of a call and returns. If it fails, the next SubmitAndWait returns its error.
 void SubmitDetached(int32_t queue, const Call& call);
 
-// How a leaf is sent, as in ffi_bridge.py.
-enum Wire : int32_t { kAsItIs = 0, kBFloat16 = 1, kBlocks = 2 };
+// How a leaf is sent, as in ffi_calls.py: 0 as it is, otherwise the bits of a number.
+enum Wire : int32_t { kAsItIs = 0, kFloat4 = 4, kInt8 = 8, kBFloat16 = 16 };
 
 // The signature of the functions that post, after a context if there is one. Attributes: the index
 // of the queue, the indices of the leaves' layouts on each wire that may be used, and for each of
@@ -112,8 +112,8 @@ auto BindPost(Binding&& binding) {
 }
 
 // The signature of the functions that collect. `readers` is the number of devices that do. With error
-// feedback, there are arguments: whether the sums are of blocks, the residuals, and the anchors, if
-// there are any. The results are then the means, in the places of the anchors, and the residuals.
+// feedback, there are arguments: bits of a number if the sums are of blocks, the residuals, and the
+// anchors, if there are any. The results are then the means, in the places of the anchors, and the residuals.
 template <typename Binding>
 auto BindCollect(Binding&& binding) {
   return std::forward<Binding>(binding)

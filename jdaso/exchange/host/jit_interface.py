@@ -17,7 +17,7 @@ from jax import lax
 
 from jdaso.core.exchange import AGREEMENT_NAMES, HEADER_SIZE, UNCOUNTED, PostedExchange, SentLeaf
 from jdaso.core.types import Leaves, Number
-from jdaso.core.wire import BLOCK_DTYPE, sum_dtype, wire_dtype
+from jdaso.core.wire import WIRE_OF_BITS, sum_dtype, wire_dtype
 from jdaso.exchange.host.callbacks import Callbacks
 from jdaso.exchange.host.ffi_bridge import FfiBridge
 from jdaso.exchange.host.layout import Layout, make_layout
@@ -78,7 +78,7 @@ class JitInterface:
         return self._bridge is not None and jnp.float64 not in bound.dtypes
 
     def computes_feedback(self, bound: Bound, wire: str | None) -> bool:
-        """Whether the copies compute the error feedback of a wire, beside that of int8."""
+        """Whether the copies compute the error feedback of a wire."""
         dtypes = [wire_dtype(x, wire) for x in bound.dtypes]
         return self._bridge is not None and self._bridge.computes_feedback(dtypes)
 
@@ -86,7 +86,8 @@ class JitInterface:
         """The layout of leaves that a checkpoint has saved."""
         whole = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in sent]
         specs = self._shardings.specs([leaf.name for leaf in sent], whole)
-        dtypes = tuple(BLOCK_DTYPE if posted.int8 else leaf.dtype for leaf in posted.leaves)
+        wire = WIRE_OF_BITS[posted.block_bits]
+        dtypes = tuple(wire_dtype(leaf.dtype, wire) for leaf in posted.leaves)
         shapes = tuple(leaf.shape for leaf in sent)
         return make_layout(shapes, dtypes, tuple(specs), self._shardings.mesh, posted.relative)
 

@@ -16,8 +16,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jdaso.core.blocks import format_of
 from jdaso.core.exchange import Shards
-from jdaso.core.wire import BLOCK_DTYPE, pack, unpack, unpadded, wire_shape
+from jdaso.core.wire import pack, unpack, unpadded, wire_shape
 
 Group = tuple[np.dtype, tuple[int, ...]]
 
@@ -113,9 +114,9 @@ class Layout(NamedTuple):
         return [self.specs[placement.shard].dtype for placement in self._own[0]]
 
     @property
-    def int8(self) -> bool:
-        """Whether the leaves are sent in blocks of int8."""
-        return BLOCK_DTYPE in self.dtypes
+    def block_bits(self) -> int:
+        """As in :class:`jdaso.core.exchange.PostedExchange`."""
+        return next((rows.bits for rows in map(format_of, self.dtypes) if rows), 0)
 
     def join(self, shards: Sequence[np.ndarray], number: int = 0) -> list[Any]:
         """Copies of the leaves, from all shards in their wire dtypes. Blocks become float32.
@@ -123,13 +124,13 @@ class Layout(NamedTuple):
         If processes are joined, the shards of each leaf that this process sends in exchange
         ``number``.
         """
-        dtypes = [np.dtype("float32") if x == BLOCK_DTYPE else x for x in self.dtypes]
+        dtypes = [np.dtype("float32") if format_of(x) else x for x in self.dtypes]
         each = zip(self.shapes, dtypes, strict=True)
         leaves = [Shards(shape, dtype, []) for shape, dtype in each]
         for (leaf, bounds), spec, shard in zip(self.bounds, self.specs, shards, strict=True):
             if spec.holders and sender(spec.holders, number) != jax.process_index():
                 continue
-            if shard.dtype == BLOCK_DTYPE:
+            if format_of(shard.dtype):
                 shard = unpadded(unpack(shard), tuple(end - start for start, end in bounds))
             leaves[leaf].shards.append((_slices(bounds), shard.copy()))
         return leaves if self.joined else [leaf.whole() for leaf in leaves]

@@ -24,8 +24,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jdaso.core.blocks import format_of
 from jdaso.core.mpi_types import Comm, MpiRequest
-from jdaso.core.wire import BLOCK_DTYPE, pack_sum, sum_divisor, sum_dtype
+from jdaso.core.wire import pack_sum, sum_divisor, sum_dtype
 from jdaso.exchange.host.blocks import sum_blocks, unpack_blocks
 from jdaso.exchange.transport.operation import Operation, WaitState, wait_for
 
@@ -77,7 +78,7 @@ def segments(vector: np.ndarray) -> list[slice]:
 
 
 def row_bytes(vector: np.ndarray) -> int:
-    """Bytes of an element of a vector, which is a row of bytes with the wire int8."""
+    """Bytes of an element of a vector, which is a row of bytes with int8 and float4."""
     return vector.itemsize * math.prod(vector.shape[1:])
 
 
@@ -94,7 +95,7 @@ def all_reduce(
     Args:
         comm: Communicator that nothing else uses meanwhile.
         vector: This member's contribution in its wire dtype, one-dimensional or rows of bytes.
-        sums: With the wire int8, receives the sums of the own pieces, which are not rounded.
+        sums: With int8 and float4, receives the sums of the own pieces, which are not rounded.
         arrived: Receives the rounded sums. It is ``sums`` if the wire dtype is that of sums.
         owned: The elements that each member sums. Elements of no member are not exchanged.
         chunk_bytes: Largest size of one message in bytes.
@@ -149,8 +150,8 @@ def _gather_sums(
 ) -> MpiRequest:
     """Adds the terms of the own piece, and starts to send the sum to all members."""
     own, dtype = pieces.of(comm.Get_rank()), arrived.dtype
-    if dtype == BLOCK_DTYPE:
-        # Only the owner knows the rounding error of int8, which its error feedback sends later.
+    if format_of(dtype):
+        # Only the owner knows the rounding error, which its error feedback sends later.
         sum_blocks(terms, sums[own], arrived[own])
     elif arrived is sums:
         add_in_order(terms, sums[own])
@@ -191,7 +192,7 @@ def widen_sums(arrived: np.ndarray, sums: np.ndarray, size: int, kept: slice) ->
     for first, end in ((0, kept.start), (kept.stop, len(sums))):
         for lo in range(first, end, rows):
             place = slice(lo, min(lo + rows, end))
-            if arrived.dtype == BLOCK_DTYPE:
+            if format_of(arrived.dtype):
                 unpack_blocks(arrived[place], sums[place])
             else:
                 np.multiply(widened(arrived[place]), factor, out=sums[place])

@@ -7,9 +7,9 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
+from jdaso.core.blocks import format_of
 from jdaso.core.mpi_types import Comm, MpiRequest
 from jdaso.core.types import JdasoError
-from jdaso.core.wire import BLOCK_DTYPE
 from jdaso.exchange.host.buffers import StagingBuffers
 from jdaso.exchange.transport.all_reduce import (
     Pieces,
@@ -72,7 +72,7 @@ def share_sums(
     for segment in _segments(staging):
         pieces = part(shards(len(segment.vector), nodes), index, parts)
         requests.append(_broadcast_pieces(comm, segment.arrived, pieces, root))
-        if segment.vector.dtype == BLOCK_DTYPE:  # those of the own pieces are not rounded
+        if format_of(segment.vector.dtype):  # those of the own pieces are not rounded
             requests.append(comm.Ibcast(_bytes(segment.sums[pieces.of(node)]), root=root))
     yield from wait_for(requests)
 
@@ -82,7 +82,7 @@ def widen_staged(staging: StagingBuffers, node: int, nodes: int) -> Operation:
     for vector, sums, arrived in _segments(staging):
         if arrived is not sums:
             own = shards(len(vector), nodes).of(node)
-            kept = own if vector.dtype == BLOCK_DTYPE else slice(0, 0)
+            kept = own if format_of(vector.dtype) else slice(0, 0)
             yield from widen_sums(arrived, sums, nodes, kept)
 
 

@@ -229,4 +229,4 @@ class MpiTransport:
 def _saved(number: int, posted: _Posted) -> PostedExchange:
     layout = posted.staging.layout
     leaves: list[Any] = layout.join(posted.staging.leaves, number)
-    return PostedExchange(posted.step, posted.header, leaves, layout.int8, layout.relative)
+    return PostedExchange(posted.step, posted.header, leaves, layout.block_bits, layout.relative)

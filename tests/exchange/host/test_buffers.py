@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from jdaso.core.wire import BLOCK_DTYPE, wire_shape
+from jdaso.core.blocks import FORMATS
+from jdaso.core.wire import wire_shape
 from jdaso.exchange.host.buffers import BufferPool, StagingBuffers
 from jdaso.exchange.host.layout import LeafSpec
 
@@ -52,8 +53,10 @@ def test_places_are_those_of_the_buffers_and_of_the_current_record():
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 200])
-def test_a_sum_with_padding_may_be_copied_without_it(size):
-    staging = StagingBuffers([LeafSpec(wire_shape((size,), BLOCK_DTYPE), BLOCK_DTYPE)])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_sum_with_padding_may_be_copied_without_it(name, size):
+    dtype = FORMATS[name].dtype
+    staging = StagingBuffers([LeafSpec(wire_shape((size,), dtype), dtype)])
     place = staging.places.of_sums[0]
     assert place["least_bytes"] <= 4 * size <= place["most_bytes"]
 

@@ -11,6 +11,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jdaso.core import wire
+from jdaso.core.blocks import FORMATS
 from jdaso.core.exchange import HEADER_SIZE
 from jdaso.exchange.host import compiled, ffi_bridge
 from jdaso.exchange.host.buffers import StagingBuffers
@@ -344,7 +345,7 @@ def drawn(values, count):
 
 @pytest.mark.parametrize("has_anchor", [True, False])
 @pytest.mark.parametrize("values", VALUES)
-@pytest.mark.parametrize("name", ["int8", "float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["int8", "float4", "float32", "bfloat16"])
 def test_feedback_is_computed_while_leaves_are_copied(bridge, transport, name, values, has_anchor):
     leaves, residual, anchor = drawn(values, 3)
     if values == "infinite":  # only leaves, or differences would be no numbers
@@ -361,7 +362,7 @@ def test_feedback_is_computed_while_leaves_are_copied(bridge, transport, name, v
         return bridge.post(*sent, (residual, anchor))[1]
 
     kept = program(leaves, [jnp.array(r) for r in residual], anchor)
-    base = anchor if has_anchor and name == "int8" else [np.float32(0)] * len(leaves)
+    base = anchor if has_anchor and name in FORMATS else [np.float32(0)] * len(leaves)
     with np.errstate(over="ignore", invalid="ignore"):
         wanted = [np.asarray(x - a + r) for x, a, r in zip(leaves, base, residual, strict=True)]
         packed = [wire.pack(v, dtypes[1]) for v in wanted]
@@ -373,9 +374,9 @@ def test_feedback_is_computed_while_leaves_are_copied(bridge, transport, name, v
 
 @pytest.mark.parametrize("has_anchor", [True, False])
 @pytest.mark.parametrize("values", VALUES)
-@pytest.mark.parametrize(("members", "quantized"), [(3, True), (3, False), (0, True)])
+@pytest.mark.parametrize(("members", "bits"), [(3, 8), (3, 4), (3, 0), (0, 8)])
 def test_feedback_is_computed_while_sums_are_copied(
-    bridge, transport, values, has_anchor, members, quantized
+    bridge, transport, values, has_anchor, members, bits
 ):
     sums, residual, anchor = drawn(values, 3)
     if values == "infinite":
@@ -389,7 +390,7 @@ def test_feedback_is_computed_while_sums_are_copied(
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def program(residual, anchor):
-        feedback = jnp.bool_(quantized), residual, anchor
+        feedback = jnp.int32(bits), residual, anchor
         whole = slice(0, len(SHAPES))
         results, _, _ = bridge.collect(1, 0, shapes, jnp.int32(0), 0, whole, True, feedback)
         return results[: len(SHAPES)], results[len(SHAPES) :]
@@ -402,15 +403,15 @@ def test_feedback_is_computed_while_sums_are_copied(
         same_bits(kept, residual)
         return
     with np.errstate(over="ignore", invalid="ignore"):
-        received = [wire.rounded(s) if quantized else s for s in sums]
-        base = base if quantized else [np.float32(0)] * len(SHAPES)
+        received = [wire.rounded(s, wire.WIRE_OF_BITS[bits]) if bits else s for s in sums]
+        base = base if bits else [np.float32(0)] * len(SHAPES)
         same_bits(means, [a + s / np.float32(members) for a, s in zip(base, received, strict=True)])
         errors = [finite_or_zero(s - c) for s, c in zip(sums, received, strict=True)]
     same_bits(kept, [r + e for r, e in zip(residual, errors, strict=True)])
 
 
 def test_a_device_that_does_not_contribute_keeps_its_residuals(bridge):
-    layout, header = unsharded([LeafSpec((1, 65), wire.BLOCK_DTYPE)]), HEADER.at[0].set(0)
+    layout, header = unsharded([LeafSpec((1, 65), np.dtype("int8"))]), HEADER.at[0].set(0)
     sent = [layout], 0, 0, [jnp.array([jnp.nan])], jnp.int32(0), 0, 0, header
 
     def program(residual, sends):
@@ -422,7 +423,7 @@ def test_a_device_that_does_not_contribute_keeps_its_residuals(bridge):
 
 
 def test_a_device_that_does_not_send_computes_its_residuals(bridge, transport):
-    layout = unsharded([LeafSpec((1, 65), wire.BLOCK_DTYPE)])
+    layout = unsharded([LeafSpec((1, 65), np.dtype("int8"))])
     sent = [layout], 0, 0, [jnp.array([127.0, 0.6])], jnp.int32(0), 0, 0, HEADER
     [kept] = jax.jit(lambda r: bridge.post(*sent, ([r], []), jnp.bool_(False))[1])(jnp.zeros(2))
     np.testing.assert_array_equal(kept, [0, np.float32(0.6) - 1])

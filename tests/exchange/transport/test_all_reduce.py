@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdaso.core.int8 import pack, unpack
-from jdaso.core.wire import BLOCK_DTYPE, pack_sum, sum_divisor, sum_dtype, sum_shape
+from jdaso.core.blocks import FORMATS, format_of, pack, unpack
+from jdaso.core.wire import pack_sum, sum_divisor, sum_dtype, sum_shape
 from jdaso.exchange.transport import all_reduce as module
 from jdaso.exchange.transport.all_reduce import (
     add_in_order,
@@ -153,7 +153,7 @@ def reduce_all(vectors, chunk_bytes, late=(), parts=1):
             for index in range(parts)
         )
         if not wide:
-            own = owned.of(rank) if dtype == BLOCK_DTYPE else slice(0, 0)
+            own = owned.of(rank) if format_of(dtype) else slice(0, 0)
             yield from widen_sums(arrived[rank], sums[rank], size, own)
         return sent
 
@@ -200,7 +200,10 @@ def test_parts_change_no_bit():
     rng = np.random.default_rng(0)
     for vectors in (
         [rng.normal(size=1001).astype(np.float32) for _ in range(3)],
-        [pack(rng.normal(size=(101, 64)).astype(np.float32)) for _ in range(3)],
+        *(
+            [pack(rng.normal(size=(101, 64)).astype(np.float32), rows) for _ in range(3)]
+            for rows in FORMATS.values()
+        ),
     ):
         whole, _ = reduce_all(vectors, chunk_bytes=500)
         in_parts, _ = reduce_all(vectors, chunk_bytes=500, parts=4)
@@ -219,18 +222,19 @@ def test_dtypes_of_short_range_do_not_overflow(dtype, value):
 
 @pytest.mark.parametrize("chunk_bytes", [16, 200, 10_000])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_blocks_are_rounded_except_at_the_member_that_sums_them(size, chunk_bytes):
+@pytest.mark.parametrize("rows", FORMATS.values(), ids=FORMATS)
+def test_blocks_are_rounded_except_at_the_member_that_sums_them(rows, size, chunk_bytes):
     rng = np.random.default_rng(0)
-    vectors = [pack(rng.normal(size=(10, 64)).astype(np.float32)) for _ in range(size)]
+    vectors = [pack(rng.normal(size=(10, 64)).astype(np.float32), rows) for _ in range(size)]
     total = sum(map(unpack, vectors))
-    assert size == 1 or (unpack(pack(total)) != total).any()
+    assert size == 1 or (unpack(pack(total, rows)) != total).any()
     sums, sent = reduce_all(vectors, chunk_bytes)
     for rank, arrived in enumerate(sums):
         own = shards(10, size).of(rank)
-        expected = unpack(pack(total))
+        expected = unpack(pack(total, rows))
         expected[own] = total[own]
         np.testing.assert_array_equal(arrived, expected)
-    assert sum(sent.values()) == 2 * (size - 1) * 10 * 65
+    assert sum(sent.values()) == 2 * (size - 1) * 10 * rows.row_bytes
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -258,7 +262,7 @@ def test_terms_are_added_in_order(members, length, at_once, seed):
 
 
 def test_counts_stay_below_the_limit_of_mpi(monkeypatch):
-    vector = np.zeros((100, 65), np.uint8)
+    vector = np.zeros((100, 65), np.int8)
     monkeypatch.setattr(module, "_SEGMENT_BYTES", 1000)
     places = segments(vector)
     assert [place.start for place in places] == list(range(0, 100, 15))

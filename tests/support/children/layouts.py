@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdaso
-from jdaso.core.int8 import BLOCK_DTYPE
+from jdaso.core.blocks import FORMATS
 from jdaso.core.wire import rounded
 from jdaso.exchange.host.layout import make_layout
 
@@ -58,14 +58,15 @@ for name, specs in SPECS.items():
         counts = {count for (_, other), count in senders.items() if other == shard}
         assert len(counts) == 1, (name, shard, senders)
 
-    blocks = make_layout(SHAPES, (BLOCK_DTYPE,) * len(SHAPES), specs, mesh)
-    once = blocks.join(blocks.cut(leaves))
-    assert blocks.int8
-    for first, second in zip(once, blocks.join(blocks.cut(once)), strict=True):
-        np.testing.assert_array_equal(first, second)
-    if name == "replicated":
-        for joined, leaf in zip(once, leaves, strict=True):
-            np.testing.assert_array_equal(joined, rounded(leaf))
+    for wire, rows in FORMATS.items():
+        blocks = make_layout(SHAPES, (rows.dtype,) * len(SHAPES), specs, mesh)
+        once = blocks.join(blocks.cut(leaves))
+        assert blocks.block_bits == rows.bits
+        for first, second in zip(once, blocks.join(blocks.cut(once)), strict=True):
+            np.testing.assert_array_equal(first, second)
+        if name == "replicated":
+            for joined, leaf in zip(once, leaves, strict=True):
+                np.testing.assert_array_equal(joined, rounded(leaf, wire))
 
 params = {"bias": np.ones(7, np.float32), "kernel": np.ones((8, 2), np.float32)}
 given = {"bias": NamedSharding(mesh, P()), "kernel": NamedSharding(mesh, P("data"))}

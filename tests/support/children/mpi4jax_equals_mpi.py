@@ -25,5 +25,5 @@ for wire in ("float32", "bfloat16", "float16"):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 tx = jdaso.allreduce_gradients(jdaso.exchange.mpi4jax_exchange(topology), wire="int8")
-with pytest.raises(ValueError, match="has no wire 'int8': use mpi_exchange"):
+with pytest.raises(ValueError, match="has no wires int8 and float4: use mpi_exchange"):
     tx.update(jnp.ones(3), tx.init(jnp.ones(3)))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jdaso
+from jdaso.core.blocks import FORMATS
 from jdaso.core.wire import rounded
 
 parser = argparse.ArgumentParser()
@@ -34,13 +35,15 @@ def exact(dtype):
 for chunk_bytes in (1 << 10, 1 << 20):
     exchange = jdaso.mpi_exchange(topology, chunk_bytes=chunk_bytes, senders=arguments.senders)
     own = jnp.asarray(posted[node])
-    if wire == "int8":
+    if wire in FORMATS:
         # Gradients: the first mean of parameters would travel in float32.
         tx = jdaso.allreduce_gradients(exchange, wire=wire)
         merged, _ = jax.jit(tx.update)(own, tx.init(own))
-        expected = rounded(sum(map(rounded, posted))) / nodes
-        size = -(-length // 64) * 65
-        assert abs(size / (length * 65 / 64) - 1) < 0.01
+        total = sum(rounded(each, wire) for each in posted)
+        expected = rounded(total, wire) / nodes
+        row_bytes = {"int8": 65, "float4": 33}[wire]
+        size = -(-length // 64) * row_bytes
+        assert abs(size / (length * row_bytes / 64) - 1) < 0.01
     else:
         tx = jdaso.daso(exchange, jdaso.constant(1, 0), wire=wire)
         updates, _ = jax.jit(tx.update)(jnp.zeros(length), tx.init(own), own)
