@@ -1,0 +1,137 @@
+"""Accuracy at the end of training: a small CNN on CIFAR-10, on a virtual cluster of 8 nodes.
+
+    python bench/accuracy.py --data cifar10 [--seeds 3] [--epochs 20] [--results FILE]
+    python bench/accuracy.py --data cifar10 --results FILE --table      prints what the file has
+
+All methods take the same number of steps with the same learning rate and momentum. As in Table I
+of the DaSGD paper, the learning rate rises for 30 % of the steps and then falls. No hyperparameters
+are tuned for one of the methods. ``--data`` is a folder with train/<class>/*.jpg and
+test/<class>/*.jpg. Each result is appended to the file of --results at once, and what the file has
+is not trained again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import optax
+from machine import machine
+from results import Results
+
+import jdaso
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+import study
+
+WIDTHS = (16, 32, 64)
+PEAK, MOMENTUM, WEIGHT_DECAY = 0.1, 0.9, 5e-4
+SYNCHRONOUS = "synchronous"
+#: Options that change what a training finds.
+SIZES = ("nodes", "batch_size", "epochs", "size")
+
+
+def methods(steps: int, epochs: int) -> dict[str, Callable[[jdaso.Exchange], jdaso.Averaging]]:
+    """The averaging of each method."""
+    every, tenth = jdaso.constant, steps // 10
+    cycling = jdaso.cycling(
+        period=4, warmup=tenth, cooldown=tenth, total=steps, epoch=steps // epochs
+    )
+    return {
+        SYNCHRONOUS: lambda x: jdaso.allreduce_gradients(x, wire="float32"),
+        "local SGD 4": lambda x: jdaso.local_sgd(x, 4),
+        "DASO, cycling 4": lambda x: jdaso.daso(x, cycling),
+        "DASO 2/1": lambda x: jdaso.daso(x, every(2, 1)),
+        "DASO 2/1, int8": lambda x: jdaso.daso(x, every(2, 1), wire="int8"),
+        "DASO 2/1, float4": lambda x: jdaso.daso(x, every(2, 1), wire="float4"),
+        "DaSGD 2/1": lambda x: jdaso.dasgd(x, 2, 1),
+        "DaSGD 4/1": lambda x: jdaso.dasgd(x, 4, 1),
+        "DiLoCo 30": lambda x: jdaso.diloco(x, 30),
+    }
+
+
+def local_optimizer(steps: int) -> optax.GradientTransformation:
+    """SGD with momentum and a learning rate that rises and falls."""
+    rise = 3 * steps // 10
+    low = PEAK / 100
+    learning_rate = optax.join_schedules(
+        [optax.linear_schedule(low, PEAK, rise), optax.linear_schedule(PEAK, low, steps - rise)],
+        [rise],
+    )
+    return optax.chain(
+        optax.add_decayed_weights(WEIGHT_DECAY), optax.sgd(learning_rate, momentum=MOMENTUM)
+    )
+
+
+def row(name: str, keys: dict[str, list[dict]], results: Results) -> str | None:
+    """A row of the table, or None if no seed has a result."""
+    found = [results.get(key) for key in keys[name]]
+    ends = [result for result in found if result]
+    if not ends:
+        return None
+    accuracies, losses = np.transpose(ends)
+    both = [
+        (a[0], b[0])
+        for key, a in zip(keys[SYNCHRONOUS], found, strict=True)
+        if a and (b := results.get(key))
+    ]
+    gap = f"{100 * np.mean([a - b for a, b in both]):+.2f}" if both else "-"
+    cells = [name, len(ends), *(f"{100 * f(accuracies):.2f}" for f in (np.mean, np.min, np.max))]
+    return f"| {' | '.join(map(str, [*cells, gap, f'{losses.mean():.4f}']))} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, default=Path("cifar10"), help="folder of images")
+    parser.add_argument("--nodes", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=16, help="images per node and step")
+    parser.add_argument("--epochs", type=int, default=20, help="passes over the images")
+    parser.add_argument("--size", type=int, default=16, help="pixels of an edge of the images")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of each method")
+    parser.add_argument("--only", default="", help="regular expression for the methods")
+    parser.add_argument("--results", type=Path, help="file that keeps the results")
+    parser.add_argument("--table", action="store_true", help="train nothing")
+    options = parser.parse_args()
+    if not options.data.is_dir():
+        print(f"skipped: --data {options.data} does not exist; give a folder with train/ and test/")
+        return
+    data = study.folder(options.data, options.size)
+    steps = len(study.batches(len(data.labels), options.nodes, options.batch_size, options.epochs))
+    model = study.SmallCNN(WIDTHS, num_classes=int(data.labels.max()) + 1)
+    local, results = local_optimizer(steps), Results(options.results)
+    averagings = methods(steps, options.epochs)
+    sizes = {name: getattr(options, name) for name in SIZES}
+    seeds = range(options.seeds)
+    keys = {name: [{"method": name, "seed": s, **sizes} for s in seeds] for name in averagings}
+    for seed in [] if options.table else seeds:
+        for name, averaging in averagings.items():
+            if results.get(keys[name][seed]) or not re.search(options.only, name):
+                continue
+            begin = time.perf_counter()
+            ended = study.train(
+                data,
+                lambda exchange, averaging=averaging: jdaso.chain(local, averaging(exchange)),
+                *(options.nodes, options.batch_size, options.epochs, seed),
+                model=model,
+            )
+            loss = float(ended.losses[-steps // options.epochs :].mean())
+            results.add(keys[name][seed], [ended.accuracy, loss])
+            print(f"{name}, seed {seed}: {time.perf_counter() - begin:.0f} s", file=sys.stderr)
+    print(machine())
+    print(
+        f"\n{options.nodes} nodes, {options.batch_size} images per node and step, {steps} steps\n"
+    )
+    print("| method | seeds | accuracy, % | least | largest | over synchronous | last loss |")
+    print("|---|---|---|---|---|---|---|")
+    for name in averagings:
+        if text := row(name, keys, results):
+            print(text)
+
+
+if __name__ == "__main__":
+    main()
