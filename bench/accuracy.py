@@ -122,10 +122,8 @@ def main() -> None:
             loss = float(ended.losses[-steps // options.epochs :].mean())
             results.add(keys[name][seed], [ended.accuracy, loss])
             print(f"{name}, seed {seed}: {time.perf_counter() - begin:.0f} s", file=sys.stderr)
-    print(machine())
-    print(
-        f"\n{options.nodes} nodes, {options.batch_size} images per node and step, {steps} steps\n"
-    )
+    print(f"{machine()}; {options.nodes} nodes, {options.batch_size} images per node and step, ")
+    print(f"{options.size} x {options.size} pixels, {steps} steps\n")
     print("| method | seeds | accuracy, % | least | largest | over synchronous | last loss |")
     print("|---|---|---|---|---|---|---|")
     for name in averagings:

@@ -17,8 +17,6 @@ once, and what the file has is not trained again, so that the script can be stop
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import re
 import sys
 import time
@@ -32,6 +30,7 @@ import numpy as np
 import optax
 from flax import nnx
 from machine import machine
+from results import Results
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -75,30 +74,6 @@ class Outcome(NamedTuple):
     def evaluated(self) -> float:
         """The loss that is compared."""
         return self.mean if self.anchor is None else self.anchor
-
-
-class Results:
-    """Outcomes by the description of their training, kept in a file of a line each.
-
-    The last line is cut if the script was stopped while it wrote it. Such a line does not count.
-    """
-
-    def __init__(self, path: Path | None):
-        self._path, self.found = path, {}
-        lines = path.read_text().splitlines() if path is not None and path.exists() else []
-        for line in lines:
-            with contextlib.suppress(json.JSONDecodeError):
-                key, outcome = json.loads(line)
-                self.found[json.dumps(key)] = Outcome(*outcome)
-
-    def get(self, key: dict[str, Any]) -> Outcome | None:
-        return self.found.get(json.dumps(key))
-
-    def add(self, key: dict[str, Any], outcome: Outcome) -> None:
-        self.found[json.dumps(key)] = outcome
-        if self._path is not None:
-            with self._path.open("a") as file:
-                file.write("\n" + json.dumps([key, outcome]))
 
 
 def data_parallel() -> Method:
@@ -251,7 +226,8 @@ def row(method: Method, problem: Problem, nodes: int, results: Results) -> str |
     def by_seed(method: Method) -> dict[int, Outcome]:
         seeds = range(problem.options.seeds)
         keys = {seed: description(method, nodes, seed, problem) for seed in seeds}
-        return {seed: found for seed, key in keys.items() if (found := results.get(key))}
+        found = {seed: results.get(key) for seed, key in keys.items()}
+        return {seed: Outcome(*result) for seed, result in found.items() if result}
 
     outcomes, baseline = by_seed(method), by_seed(data_parallel())
     if not outcomes:
@@ -308,7 +284,7 @@ def main() -> None:
     for nodes, seed, method in [] if options.table else trainings:
         key = description(method, nodes, seed, problem)
         if results.get(key) is None:
-            results.add(key, problem.train(method, nodes, seed))
+            results.add(key, [*problem.train(method, nodes, seed)])
             print(results.get(key), key, file=sys.stderr, flush=True)
     print(machine())
     print(

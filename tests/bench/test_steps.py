@@ -8,9 +8,12 @@ import types
 from pathlib import Path
 
 import equal_tokens
+import numpy as np
 import pytest
 import told
 from launch import BESIDE_PYTHON, passes, run
+from PIL import Image
+from results import Results
 
 BENCH = Path(__file__).parents[2] / "bench"
 TIMEOUT = 240
@@ -54,19 +57,34 @@ def test_script_prints_its_table(script):
     assert rows(job.output) == expected, job.output
 
 
-def test_results_of_equal_tokens_are_kept(tmp_path):
+@pytest.mark.slow
+def test_accuracy_trains_what_the_file_of_results_lacks(tmp_path):
+    for folder in ("train/a", "train/b", "test/a", "test/b"):
+        (tmp_path / folder).mkdir(parents=True)
+        for i in range(20):
+            pixels = np.full((4, 4, 3), 200 * (folder[-1] == "a") + i, np.uint8)
+            Image.fromarray(pixels).save(tmp_path / folder / f"{i}.png")
+    arguments = f"--data {tmp_path} --nodes 2 --batch-size 1 --epochs 2 --size 8 --seeds 1"
+    arguments += f" --results {tmp_path / 'results'} --only"
+    first = ended("accuracy.py", 1, f"{arguments} synchronous|float4")
+    assert rows(first.output) == 2, first.output
+    again = ended("accuracy.py", 1, f"{arguments} float4|int8")
+    assert rows(again.output) == 3, again.output
+    assert [line for line in first.output.splitlines() if line.startswith("|")][2] in again.output
+
+
+def test_results_are_kept(tmp_path):
     path, keys = tmp_path / "results", [{"name": "DiLoCo", "seed": seed} for seed in range(3)]
-    first = equal_tokens.Results(path)
+    first = Results(path)
     assert first.get(keys[0]) is None
-    first.add(keys[0], equal_tokens.Outcome(1.5, None, 60.0))
-    equal_tokens.Results(path).add(keys[1], equal_tokens.Outcome(1.5, 1.25, 70.0))
-    again = equal_tokens.Results(path)
-    assert [again.get(key) for key in keys] == [(1.5, None, 60.0), (1.5, 1.25, 70.0), None]
-    assert [again.get(key).evaluated for key in keys[:2]] == [1.5, 1.25]
+    first.add(keys[0], [1.5, None])
+    Results(path).add(keys[1], [1.5, 1.25])
+    again = Results(path)
+    assert [again.get(key) for key in keys] == [[1.5, None], [1.5, 1.25], None]
     path.write_text(path.read_text()[:-5])  # stopped while it wrote the last line
-    equal_tokens.Results(path).add(keys[2], equal_tokens.Outcome(1.0, None, 80.0))
-    again = equal_tokens.Results(path)
-    assert [again.get(key) for key in keys] == [(1.5, None, 60.0), None, (1.0, None, 80.0)]
+    Results(path).add(keys[2], [1.0, None])
+    again = Results(path)
+    assert [again.get(key) for key in keys] == [[1.5, None], None, [1.0, None]]
 
 
 def test_results_of_equal_tokens_belong_to_their_text():
