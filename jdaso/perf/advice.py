@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from jdaso import perf
 
 #: The wires that are compared.
-WIRES = ("float32", "bfloat16", "int8")
+WIRES = ("float32", "bfloat16", "int8", "float4")
 # The longest delays in the papers with little loss of accuracy compared to delay 0, same period.
 HARMLESS = {"DASO, Table 2": 4, "DaSGD, Fig. 6(e)": 7}
 # The output mentions a cost per step that exceeds this share of the step time.
@@ -40,6 +40,11 @@ makes up for DASO's.
             f"Delay {best.delay} may cost accuracy: it exceeds the delays that cost little in the "
             f"papers ({'; '.join(beyond)}). Choose a larger batch per node, or diloco, which is "
             "made for long periods."
+        )
+    if best.wire == "float4":
+        lines.append(
+            "float4 keeps 4 bits of each change, and sends rounding errors later. Compare the loss "
+            "with that of int8 before a long training."
         )
     overhead, slowdown = costs[best.wire].overhead, costs[best.wire].slowdown
     if overhead > COSTLY * step_time * best.period:

@@ -8,7 +8,7 @@ from launch import Batch, mpiexec, passes
 SMALL = ("--parameters", 60_000, "--repeats", 2)
 
 
-WIRES = ("float32", "bfloat16", "int8")
+WIRES = ("float32", "bfloat16", "int8", "float4")
 THREE = Batch(
     3,
     {

@@ -134,6 +134,15 @@ def test_advice_says_what_to_choose_and_what_to_expect():
         assert warning not in text
 
 
+def test_advice_takes_four_bits_only_where_they_help():
+    slow = {"int8": perf.WireCosts(0.2), "float4": perf.WireCosts(0.1)}
+    text = "\n".join(advice(0.1, slow, nodes=2))
+    assert text.startswith("Choose wire float4, period 2, delay 1")
+    assert "float4 keeps 4 bits of each change" in text
+    fast = {"int8": perf.WireCosts(0.001, 0.001), "float4": perf.WireCosts(0.001, 0.001)}
+    assert "float4" not in advice(0.1, fast, nodes=2)[0]
+
+
 @pytest.mark.parametrize(
     ("times", "line"),
     [
