@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from jdaso.perf.network import FLOAT32_WIRES
+WIRES = ("float32", "bfloat16", "float16", "int8", "float4")
 
 DELAYED = {"fragments": 1, "wire": None, "moments": "local"}
 OUTER = {"outer_rate": 0.7, "outer_momentum": 0.9, "outer_warmup": 10}
@@ -114,7 +114,7 @@ class Config:
     outer_rate: float | None = key(None, "outer learning rate of diloco (0.7)", "(0, inf)")
     outer_momentum: float | None = key(None, "outer Nesterov momentum (0.9)", "[0, 1)")
     outer_warmup: int | None = key(None, "rounds of plain averaging before it (10)", "[0, inf)")
-    wire: str | None = key(None, "dtype on the wire", FLOAT32_WIRES)
+    wire: str | None = key(None, "dtype on the wire", WIRES)
     moments: str | None = key(None, "momenta at a merge (local)", ("local", "average", "reset"))
 
     processes: int | None = key(None, "processes to start, for assm, passm, passm_plus", "[1, inf)")

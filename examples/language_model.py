@@ -32,7 +32,7 @@ SYNC_OF_TEXT = {
     "diloco": {"period": 30, "delay": 0, "own_weight": 0.0, **OUTER, **DELAYED},
     "streaming_diloco": {
         **{"period": 30, "delay": 5, "own_weight": 0.5, **OUTER, **DELAYED},
-        **{"outer_rate": 0.4, "fragments": 2},
+        **{"outer_rate": 0.4, "fragments": 2, "wire": "float4"},
     },
     "daso": {**SYNC["daso"], "period": 2, "delay": 1},
     "dasgd": {**SYNC["dasgd"], "period": 2, "delay": 1},

@@ -2,8 +2,9 @@
 
 DiLoCo (arXiv:2311.08105): 12 layers, 16 heads, width 896. Streaming DiLoCo (arXiv:2501.18512):
 fragments of 3 layers in a strided order, a delay of 5 steps, mixing 0.5, outer learning rate 0.4.
-The hidden width gives SwiGLU the parameters of a layer with 3584. With bytes as tokens, the model
-has 116 M parameters. With the paper's vocabulary of 32 000, --tokenizer, it has 144 M.
+Its 4 bits have 3 bits of exponent; those of float4 have 2, and 1 of mantissa. The hidden width
+gives SwiGLU the parameters of a layer with 3584. With bytes as tokens, the model has 116 M
+parameters. With the paper's vocabulary of 32 000, --tokenizer, it has 144 M.
 """
 
 layers = 12
@@ -32,3 +33,4 @@ delay = 5
 own_weight = 0.5
 fragments = 4
 outer_rate = 0.4
+wire = "float4"
