@@ -42,7 +42,7 @@ def assign_nodes(
     per_node = processes_per_node
     if per_node is None:
         on_cpu = bool((about["platform"] == "cpu").all())
-        per_node = int(about["program_size"].max() if on_cpu else counts.max())
+        per_node = int(np.max(about["program_size"] if on_cpu else counts))
     if per_node < 1:
         raise ValueError(f"processes_per_node must be at least 1, got {processes_per_node}.")
     if (counts % per_node).any():

@@ -97,7 +97,7 @@ def pack(numbers: Any, blocks: BlockFormat) -> Any:
     # Exponent of the block: ceil(log2(largest / limit)), from the bits of the largest number.
     # Floats of one sign have the same order as their bits. If the mantissa exceeds that of the
     # limit, the sum carries into the exponent.
-    limit = np.float32(blocks.limit).view(np.int32)
+    limit = int(np.float32(blocks.limit).view(np.int32))
     largest = (numbers.view(np.int32) & 0x7FFFFFFF).max(axis=-1, keepdims=True)
     carry = 0x7FFFFF - (limit & 0x7FFFFF)
     exponents = ((largest + carry) >> 23) - (limit >> 23)
