@@ -15,6 +15,13 @@
 #define JDASO_VECTORIZED
 #endif
 
+// What such a version calls must be part of it, or it would not use the vector unit.
+#ifdef __GNUC__
+#define JDASO_INLINE inline __attribute__((always_inline))
+#else
+#define JDASO_INLINE inline
+#endif
+
 namespace jdaso {
 namespace {
 
@@ -22,23 +29,23 @@ namespace {
 constexpr size_t kBlock = 64;
 constexpr int kMinExponent = -100;
 
-inline uint32_t BitsOf(float x) {
+JDASO_INLINE uint32_t BitsOf(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof(bits));
   return bits;
 }
 
-inline float FromBits(uint32_t bits) {
+JDASO_INLINE float FromBits(uint32_t bits) {
   float x;
   std::memcpy(&x, &bits, sizeof(x));
   return x;
 }
 
-inline float PowerOfTwo(int exponent) { return FromBits(static_cast<uint32_t>(127 + exponent) << 23); }
+JDASO_INLINE float PowerOfTwo(int exponent) { return FromBits(static_cast<uint32_t>(127 + exponent) << 23); }
 
-inline float FiniteOrZero(float x) { return (BitsOf(x) & 0x7f800000) == 0x7f800000 ? 0.0f : x; }
+JDASO_INLINE float FiniteOrZero(float x) { return (BitsOf(x) & 0x7f800000) == 0x7f800000 ? 0.0f : x; }
 
-inline uint16_t RoundedToBFloat16(uint32_t bits) {
+JDASO_INLINE uint16_t RoundedToBFloat16(uint32_t bits) {
   const bool nan = (bits & 0x7fffffff) > 0x7f800000;
   const uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
   return static_cast<uint16_t>((nan ? bits | 0x400000 : rounded) >> 16);
@@ -50,9 +57,9 @@ struct Int8 {
   static constexpr int kMaxExponent = 121;
   static constexpr size_t kRow = 1 + kBlock;
 
-  static int Doublings(float) { return 0; }
-  static void Store(const int8_t* codes, uint8_t* row) { std::memcpy(row + 1, codes, kBlock); }
-  static float Load(const uint8_t* row, size_t i) { return static_cast<int8_t>(row[1 + i]); }
+  static JDASO_INLINE int Doublings(float) { return 0; }
+  static JDASO_INLINE void Store(const int8_t* codes, uint8_t* row) { std::memcpy(row + 1, codes, kBlock); }
+  static JDASO_INLINE float Load(const uint8_t* row, size_t i) { return static_cast<int8_t>(row[1 + i]); }
 };
 
 // The format float4. Integers are multiples of 1 below 4, of 2 below 8, of 4 from there on.
@@ -61,11 +68,11 @@ struct Float4 {
   static constexpr int kMaxExponent = 124;
   static constexpr size_t kHalf = kBlock / 2, kRow = 1 + kHalf;
 
-  static int Doublings(float magnitude) { return (magnitude >= 4) + (magnitude >= 8); }
-  static void Store(const int8_t* codes, uint8_t* row) {
+  static JDASO_INLINE int Doublings(float magnitude) { return (magnitude >= 4) + (magnitude >= 8); }
+  static JDASO_INLINE void Store(const int8_t* codes, uint8_t* row) {
     for (size_t i = 0; i < kHalf; ++i) row[1 + i] = (codes[i] & 15) | codes[kHalf + i] << 4;
   }
-  static float Load(const uint8_t* row, size_t i) {
+  static JDASO_INLINE float Load(const uint8_t* row, size_t i) {
     const int code = i < kHalf ? static_cast<int8_t>(row[1 + i] << 4) >> 4
                                : static_cast<int8_t>(row[1 + i - kHalf]) >> 4;
     const int magnitude = code < 0 ? -code : code;
@@ -77,7 +84,7 @@ struct Float4 {
 
 // Packs a block, and returns the rounded numbers as well.
 template <typename Format>
-inline void Pack(const float* block, float* rounded, uint8_t* row) {
+JDASO_INLINE void Pack(const float* block, float* rounded, uint8_t* row) {
   int32_t largest = 0;
   for (size_t i = 0; i < kBlock; ++i) {
     largest = std::max(largest, static_cast<int32_t>(BitsOf(block[i]) & 0x7fffffff));
@@ -105,13 +112,13 @@ inline void Pack(const float* block, float* rounded, uint8_t* row) {
 }
 
 template <typename Format>
-inline void Unpack(const uint8_t* row, float* block) {
+JDASO_INLINE void Unpack(const uint8_t* row, float* block) {
   const float scale = PowerOfTwo(static_cast<int8_t>(row[0]));
   for (size_t i = 0; i < kBlock; ++i) block[i] = Format::Load(row, i) * scale;
 }
 
 template <typename Format>
-inline void SendBlock(const float* leaf, const float* anchor, float* residual, uint8_t* row) {
+JDASO_INLINE void SendBlock(const float* leaf, const float* anchor, float* residual, uint8_t* row) {
   float wanted[kBlock], rounded[kBlock];
   uint8_t unused[Format::kRow];
   if (anchor != nullptr) {
@@ -124,7 +131,7 @@ inline void SendBlock(const float* leaf, const float* anchor, float* residual, u
 }
 
 template <typename Format>
-inline void ReceiveBlock(const float* sums, float members, const float* anchor, float* residual,
+JDASO_INLINE void ReceiveBlock(const float* sums, float members, const float* anchor, float* residual,
                          float* mean) {
   float rounded[kBlock];
   uint8_t unused[Format::kRow];
@@ -146,7 +153,7 @@ struct Padded {
 };
 
 template <typename Format>
-inline void SendAll(const float* leaf, const float* anchor, float* residual, uint8_t* to,
+JDASO_INLINE void SendAll(const float* leaf, const float* anchor, float* residual, uint8_t* to,
                     size_t size) {
   size_t at = 0;
   for (; at + kBlock <= size; at += kBlock) {
@@ -161,7 +168,7 @@ inline void SendAll(const float* leaf, const float* anchor, float* residual, uin
 }
 
 template <typename Format>
-inline void ReceiveAll(const float* sums, float members, const float* anchor, float* residual,
+JDASO_INLINE void ReceiveAll(const float* sums, float members, const float* anchor, float* residual,
                        float* mean, size_t size) {
   size_t at = 0;
   for (; at + kBlock <= size; at += kBlock) {
@@ -177,7 +184,7 @@ inline void ReceiveAll(const float* sums, float members, const float* anchor, fl
 }
 
 template <typename Format>
-inline void SumAll(const uint8_t* terms, size_t members, size_t rows, float* sums,
+JDASO_INLINE void SumAll(const uint8_t* terms, size_t members, size_t rows, float* sums,
                    uint8_t* packed) {
   for (size_t row = 0; row < rows; ++row, sums += kBlock, packed += Format::kRow) {
     float term[kBlock], rounded[kBlock];
@@ -191,7 +198,7 @@ inline void SumAll(const uint8_t* terms, size_t members, size_t rows, float* sum
 }
 
 template <typename Format>
-inline void UnpackAll(const uint8_t* packed, size_t rows, float* numbers) {
+JDASO_INLINE void UnpackAll(const uint8_t* packed, size_t rows, float* numbers) {
   for (size_t row = 0; row < rows; ++row) {
     Unpack<Format>(packed + row * Format::kRow, numbers + row * kBlock);
   }
