@@ -42,7 +42,7 @@ class BlockFormat(NamedTuple):
     Attributes:
         bits: of a number.
         limit: the largest integer.
-        dtype: of rows. It is unambiguous because only floating-point leaves are exchanged.
+        dtype: of rows. No other array that is exchanged has it, because leaves are floats.
     """
 
     bits: int
@@ -81,7 +81,7 @@ def pack(numbers: Any, blocks: BlockFormat) -> Any:
     """Rounds blocks of numbers to the nearest that their scale permits, ties to even.
 
     Args:
-        numbers: float32[..., 64], a NumPy or JAX array.
+        numbers: float32[..., 64], a NumPy or JAX array without NaN.
         blocks: the format.
 
     Returns:

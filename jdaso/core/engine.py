@@ -57,7 +57,7 @@ def averaging(
         merge: how the sums change the parameters.
         wire: dtype name on the wire, or None for the dtype of each leaf. With int8 or float4 the
             state holds error feedback: two float32 copies of the parameters, or one of the
-            gradients.
+            gradients, and with EASGD and DiLoCo.
         blocking_wire: the wire of steps whose plan is ``blocking``.
         nonfinite: what to do if gradients are not finite. ``skip`` skips the step and leaves the
             node out of the next sum. The node then takes the mean of the others. The state counts
@@ -85,9 +85,11 @@ def averaging(
         check_fragments(fragments, schedule)
     if merge.relative and (rounds := {wire, blocking_wire} & {*FORMATS}):
         raise ValueError(
-            f"{name}: the wire {rounds.pop()} sends differences from the last mean, and does not "
+            f"{name}: the wire {rounds.pop()} sends differences from an anchor, and does not "
             "go with a merge that adds the mean's change: use the wire bfloat16."
         )
+    if merge.base is not None and not merge.shared:
+        raise ValueError(f"{name}: a merge with a base must be shared, because all nodes use it.")
     config = EngineConfig(
         name, exchange, schedule, merge, wire, blocking_wire, nonfinite, fragments, sync_target
     )

@@ -2,8 +2,9 @@
 
 Eight bits are too few for parameters, because rounding would remove their small changes. Node i
 therefore sends the difference of its parameters x_i to an anchor a, plus its residual r_i. The
-anchor has the same bits on all nodes. It is the mean that arrived last. The residual is the
-rounding error that the node has not sent yet. With C the rounding of ``blocks.py`` and P nodes,
+anchor has the same bits on all nodes: it is the centre of EASGD, the anchor of DiLoCo, and
+otherwise the mean that arrived last. The residual is the rounding error that the node has not sent
+yet. With C the rounding of ``blocks.py`` and P nodes,
 
     v_i = x_i - a + r_i        q_i = C(v_i)        r_i <- v_i - q_i
     s = sum_i q_i              a <- a + C(s) / P   r_j <- r_j + s - C(s)
@@ -16,9 +17,11 @@ because only this node knows s. Nothing is lost:
 Since differences are rounded, the error is a fraction of what changes between two exchanges, not
 of the parameters.
 
-- The first exchange has no anchor. It is in float32, or in the leaves' dtype if that is narrower.
+- The first exchange has no mean to differ from. It is in float32, or in the leaves' dtype if that
+  is narrower.
 - Gradients need no anchor: a = 0.
-- EASGD and DiLoCo have an anchor already, their centre. It is used, and they move it themselves.
+- EASGD and DiLoCo move their anchor themselves. The mean is still a + C(s) / P, and the rounding
+  errors stay in the residuals, so that sums over time lose nothing.
 - On CPUs with compiled code, the exchange computes these equations while it copies, with the same
   bits; see ``FeedbackOperations`` of ``exchange.py``.
 - Other wires, for instance in blocking phases, send x_i + r_i, and r_i becomes the rounding error.

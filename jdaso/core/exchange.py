@@ -143,7 +143,7 @@ class PartOperations(NamedTuple):
 class FeedbackOperations(NamedTuple):
     """How an exchange computes error feedback while it copies; see ``error_feedback.py``.
 
-    Residuals and anchors change in their places.
+    Residuals change in their places, and anchors unless they are kept.
 
     Attributes:
         supports: ``(wire) -> bool``, whether this holds for a wire.
@@ -151,9 +151,10 @@ class FeedbackOperations(NamedTuple):
             next_number, residual)``, as that of :class:`Exchange`. ``choice`` (int32) is the index
             of the wire to use. One call for all wires changes the residuals in place, which a
             ``lax.switch`` with a call in each branch does not.
-        finish: ``(state, number, like, part, block_bits, residual, anchor) -> (means,
-            residual, header, state)`` for a part of the leaves. The means are the new anchors. If
-            the sums are not finite, or no node has contributed, nothing changes.
+        finish: ``(state, number, like, part, block_bits, residual, anchor, keep) -> (means,
+            residual, header, state)`` for a part of the leaves. Unless ``keep``, the means take the
+            places of the anchors. If the sums are not finite, or no node has contributed, the means
+            are the anchors and nothing changes.
     """
 
     supports: Callable[[str | None], bool]

@@ -110,7 +110,8 @@ def _collect(
     sent, feedback = (state, fragment.number, leaves[part]), fragment.feedback
     if feedback and exchange.feedback is not None:
         old = feedback.block_bits, feedback.residual[part], anchor[part]
-        means, residual, header, state = exchange.feedback.finish(*sent, part, *old)
+        keep = not feedback.anchor  # the merge rule moves its own
+        means, residual, header, state = exchange.feedback.finish(*sent, part, *old, keep)
         return [*means, *residual], header, state
     return exchange.finish(*sent) if exchange.parts is None else exchange.parts.finish(*sent, part)
 

@@ -117,10 +117,10 @@ class Merge(NamedTuple):
         relative: whether the sums are differences to what this node has posted. The host subtracts
             it in the staging buffers, so that the device keeps no copy. It excludes int8 and
             float4. If the node has not contributed, ``leaves`` are zeros.
-
-        base: ``(state) -> leaves`` that are the same on all nodes and change only in ``merge``.
-            int8 and float4 send differences to them. None if the state has none: int8 and float4
-            then send differences to the last mean, which is kept in addition.
+        base: ``(state) -> leaves``, one for each floating-point leaf, in the dtype of its sum. They
+            must be the same on all nodes (``shared``) and change only in ``merge``. int8 and float4
+            send differences to them. If it is None, int8 and float4 send differences to the last
+            mean, which they keep in addition.
 
     If leaf j of each result depends on the leaves j only, ``merge`` may be called with some of the
     leaves. In the state, :class:`optax.MaskedNode` then takes the places of the others.

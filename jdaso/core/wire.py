@@ -21,7 +21,7 @@ WIRES = ("float64", "float32", "bfloat16", "float16", *FORMATS)
 
 def check_wire(name: str, wire: str | None) -> str | None:
     """Returns the canonical name of a wire dtype. Raises ValueError for an unknown one."""
-    if wire is None or wire in FORMATS:
+    if wire is None or (isinstance(wire, str) and wire in FORMATS):
         return wire
     try:
         canonical = np.dtype(jnp.dtype(wire)).name

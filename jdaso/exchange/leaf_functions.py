@@ -68,9 +68,11 @@ class LeafFunctions(NamedTuple):
         sums, header, token = self.program.finish(state.key, number, like, part, None, self.bound)
         return sums, header, HostState(token)
 
-    def finish_with_feedback(self, state: HostState, number, like: Leaves, part, *feedback):
-        received = state.key, number, like, part, feedback
-        results, header, token = self.program.finish(*received, self.bound)
+    def finish_with_feedback(
+        self, state: HostState, number, like: Leaves, part, bits, residual, anchor, keep
+    ):
+        received = state.key, number, like, part, (bits, residual, anchor)
+        results, header, token = self.program.finish(*received, self.bound, keep)
         return results[: len(like)], results[len(like) :], header, HostState(token)
 
     def after(self, state: HostState, part: slice, lists: list[Leaves], into=None):

@@ -51,7 +51,7 @@ JDASO_INLINE uint16_t RoundedToBFloat16(uint32_t bits) {
   return static_cast<uint16_t>((nan ? bits | 0x400000 : rounded) >> 16);
 }
 
-// The format int8 of core/blocks.py. `integers` stand for the codes of a row.
+// The format int8 of core/blocks.py. A code is an integer.
 struct Int8 {
   static constexpr float kLimit = 127;
   static constexpr int kMaxExponent = 121;
@@ -70,7 +70,7 @@ struct Float4 {
 
   static JDASO_INLINE int Doublings(float magnitude) { return (magnitude >= 4) + (magnitude >= 8); }
   static JDASO_INLINE void Store(const int8_t* codes, uint8_t* row) {
-    for (size_t i = 0; i < kHalf; ++i) row[1 + i] = (codes[i] & 15) | codes[kHalf + i] << 4;
+    for (size_t i = 0; i < kHalf; ++i) row[1 + i] = (codes[i] & 15) | static_cast<uint8_t>(codes[kHalf + i]) << 4;
   }
   static JDASO_INLINE float Load(const uint8_t* row, size_t i) {
     const int code = i < kHalf ? static_cast<int8_t>(row[1 + i] << 4) >> 4
@@ -89,9 +89,10 @@ JDASO_INLINE void Pack(const float* block, float* rounded, uint8_t* row) {
   for (size_t i = 0; i < kBlock; ++i) {
     largest = std::max(largest, static_cast<int32_t>(BitsOf(block[i]) & 0x7fffffff));
   }
-  const int32_t limit = BitsOf(Format::kLimit), carry = 0x7fffff - (limit & 0x7fffff);
-  const int exponent = std::clamp(((largest + carry) >> 23) - (limit >> 23), kMinExponent,
-                                  Format::kMaxExponent);
+  const uint32_t limit = BitsOf(Format::kLimit), carry = 0x7fffff - (limit & 0x7fffff);
+  const int above_limit = static_cast<int>((static_cast<uint32_t>(largest) + carry) >> 23) -
+                          static_cast<int>(limit >> 23);
+  const int exponent = std::clamp(above_limit, kMinExponent, Format::kMaxExponent);
   const float inverse = PowerOfTwo(-exponent), scale = PowerOfTwo(exponent);
   row[0] = static_cast<uint8_t>(exponent);
   int8_t codes[kBlock];

@@ -96,8 +96,8 @@ ffi::Error Post(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> device,
 }
 
 // Waits until an exchange is complete, and copies a part of its sums, and its header, to the
-// program. With error feedback, it updates the residuals and copies the means instead, which are the
-// new anchors. Nothing changes if the sums cannot be used.
+// program. With error feedback, it updates the residuals and copies the means instead, to the places
+// of the anchors or to others. If the sums cannot be used, the means are the anchors.
 ffi::Error Collect(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> device,
                    ffi::Buffer<ffi::S32> number, ffi::RemainingArgs feedback,
                    ffi::Result<ffi::Buffer<ffi::S32>> done,
@@ -111,9 +111,7 @@ ffi::Error Collect(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> device,
     if (result.has_error()) return result.error();
     sizes.push_back((*result)->size_bytes());
     if (!has_feedback) continue;
-    const auto* anchor = Data<float>(feedback, 1 + leaves + i);
-    if (Data<float>(results, leaves + i) != Data<float>(feedback, 1 + i) ||
-        (anchor != nullptr && anchor != Data<float>(results, i))) {
+    if (Data<float>(results, leaves + i) != Data<float>(feedback, 1 + i)) {
       return NotInPlace("jdaso_collect");
     }
   }
@@ -135,7 +133,11 @@ ffi::Error Collect(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> device,
     }
     const auto* anchor = Data<float>(feedback, 1 + leaves + i);
     if (members <= 0 || call.in.header[kFinite] <= 0) {
-      if (anchor == nullptr) std::memset(result, 0, sizes[i]);
+      if (anchor == nullptr) {
+        std::memset(result, 0, sizes[i]);
+      } else if (anchor != result) {
+        std::memcpy(result, anchor, sizes[i]);
+      }
     } else if (bits > 0) {
       ReceiveBlocks(bits, sum, members, anchor, Data<float>(results, leaves + i), result, size);
     } else {

@@ -125,16 +125,18 @@ class FfiBridge:
         part: slice,
         last: bool,
         feedback: tuple[jax.Array, Leaves, Leaves] | None = None,
+        keep: bool = False,
     ) -> tuple[Leaves, jax.Array, jax.Array]:
         """Waits for an exchange. Returns a part of the sums, the header and the token.
 
         Args:
             feedback: ``block_bits`` of the exchange, residuals and anchors. The means and the new
                 residuals are then returned in place of the sums.
+            keep: as in :class:`jdaso.core.exchange.FeedbackOperations`.
         """
         inputs = token, jnp.asarray(device, jnp.int32), jnp.asarray(number, jnp.int32)
         attributes = {"queue": self._queue, "first": part.start, "last": last, "readers": readers}
-        return ffi_calls.collect(inputs, shapes, feedback, attributes)
+        return ffi_calls.collect(inputs, shapes, feedback, keep, attributes)
 
     order = staticmethod(ffi_calls.order)
 

@@ -71,6 +71,7 @@ def collect(
     inputs: Sequence[jax.Array],
     shapes: Sequence[jax.ShapeDtypeStruct],
     feedback: tuple[jax.Array, Leaves, Leaves] | None,
+    keep: bool,
     attributes: Mapping[str, int],
 ) -> tuple[Leaves, jax.Array, jax.Array]:
     """Waits for an exchange. Returns a part of the sums, the header and the token.
@@ -79,6 +80,7 @@ def collect(
         inputs: token, device, number.
         feedback: ``block_bits`` of the exchange, residuals and anchors. The means and the new
             residuals are then returned in place of the sums.
+        keep: whether the means are not written to the places of the anchors.
     """
     of_token = jax.ShapeDtypeStruct((), jnp.int32)
     of_header = jax.ShapeDtypeStruct((HEADER_SIZE,), jnp.float32)
@@ -89,7 +91,7 @@ def collect(
         arguments += [bits, *residual, *anchor]
         for i in range(len(residual)):
             aliases[first + i] = len(results) + i
-        for i in range(len(anchor)):
+        for i in range(0 if keep else len(anchor)):
             aliases[first + len(residual) + i] = 2 + i
         results += map(_like, residual)
     call = jax.ffi.ffi_call(compiled.COLLECT, results, input_output_aliases=aliases)

@@ -113,7 +113,7 @@ auto BindPost(Binding&& binding) {
 
 // The signature of the functions that collect. `readers` is the number of devices that do. With error
 // feedback, there are arguments: bits of a number if the sums are of blocks, the residuals, and the
-// anchors, if there are any. The results are then the means, in the places of the anchors, and the residuals.
+// anchors, if there are any. The results are then the means and the residuals.
 template <typename Binding>
 auto BindCollect(Binding&& binding) {
   return std::forward<Binding>(binding)

@@ -140,10 +140,12 @@ class JitInterface:
         part: slice | None = None,
         feedback: tuple[jax.Array, Leaves, Leaves] | None = None,
         bound: Bound | None = None,
+        keep: bool = False,
     ):
         """As in :class:`jdaso.Exchange`, or for a part of the leaves that are bound.
 
         With error feedback, returns means and new residuals in place of the sums.
+        ``keep`` is that of :class:`jdaso.core.exchange.FeedbackOperations`.
         """
         bound = bound or self.bind((), like)
         part = part or bound.whole
@@ -162,8 +164,8 @@ class JitInterface:
             of_feedback = REPLICATED, list(specs), list(specs[: len(feedback[2])])
             results = [*specs, *specs]
         return self._mesh.run(
-            ("collect", sums, repr(of_feedback), specs, part.start, last, uncounted, calls),
-            functools.partial(_collect, self._mesh, calls, sums, part, last, uncounted),
+            ("collect", sums, repr(of_feedback), specs, part.start, last, uncounted, keep, calls),
+            functools.partial(_collect, self._mesh, calls, sums, part, last, uncounted, keep),
             (REPLICATED, REPLICATED, of_feedback),
             (results, REPLICATED, REPLICATED),
             *(token, jnp.asarray(number, jnp.int32), feedback),
@@ -231,6 +233,7 @@ def _collect(
     part: slice,
     last: bool,
     uncounted: bool,
+    keep: bool,
     token,
     number,
     feedback,
@@ -238,7 +241,7 @@ def _collect(
     """Collects a part of the sums on one device."""
     device = mesh.device_index()
     total, header, token = calls.collect(
-        mesh.local_size, device, sums, token, number, part, last, feedback
+        mesh.local_size, device, sums, token, number, part, last, feedback, keep
     )
     # The next consensus has the same number.
     return list(total), header, mesh.last(token) if uncounted else token
