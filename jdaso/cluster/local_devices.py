@@ -1,14 +1,16 @@
 """The mean of gradients over the devices of one node, and virtual CPU devices for tests."""
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdaso.core.types import PyTree
 
@@ -144,6 +146,22 @@ def devices_are_busy() -> bool:
         return not all(array.is_deleted() or array.is_ready() for array in jax.live_arrays())
     except RuntimeError:  # another thread has deleted one meanwhile
         return True
+
+
+def await_programs(devices: Sequence[jax.Device]) -> None:
+    """Waits until devices have executed all programs that were dispatched; ignores their errors.
+
+    The results of these programs need not exist any more. Each device executes what this thread
+    dispatches in order, so another program on all of them comes last.
+    """
+    with contextlib.suppress(Exception):
+        jax.effects_barrier()
+    with contextlib.suppress(Exception):  # those that other threads have dispatched
+        jax.block_until_ready([x for x in jax.live_arrays() if not x.is_deleted()])
+    with contextlib.suppress(Exception):
+        mesh = Mesh(np.array(devices), "all")
+        zeros = jax.device_put(np.zeros(len(devices)), NamedSharding(mesh, PartitionSpec("all")))
+        jax.block_until_ready(jax.jit(jnp.negative)(zeros))
 
 
 def use_virtual_devices(num_devices: int) -> None:

@@ -1,5 +1,6 @@
 """Exchanges can be given back, and an error says so when MPI has no more communicators."""
 
+import pytest
 from launch import mpiexec, passes
 
 
@@ -12,3 +13,10 @@ def test_too_many_open_exchanges_are_an_error_that_says_what_has_run_out():
     assert ended.returncode != 0
     assert "MPI cannot create another communicator" in ended.output
     assert "call exchange.close()" in ended.output
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_steps_that_nobody_awaits_are_executed_before_the_end(devices):
+    ended = mpiexec(2, "closing.py", "steps not awaited", devices)
+    passes(ended)
+    assert "failed" not in ended.output

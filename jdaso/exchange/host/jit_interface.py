@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jdaso.cluster.abort import at_exit
+from jdaso.cluster.local_devices import await_programs
 from jdaso.core.exchange import AGREEMENT_NAMES, HEADER_SIZE, UNCOUNTED, PostedExchange, SentLeaf
 from jdaso.core.types import Leaves, Number
 from jdaso.core.wire import WIRE_OF_BITS, sum_dtype, wire_dtype
@@ -55,9 +57,16 @@ class JitInterface:
         self.all_devices = self._mesh.all_devices
         self.per_shard = self._mesh.per_shard
         self.call_host = self._mesh.call_host
+        # Runs before the exit functions of what was created before, which programs may still call.
+        self._forget = at_exit(self._complete)
+
+    def _complete(self) -> None:
+        await_programs(self._shardings.mesh.local_devices)
 
     def close(self) -> None:
-        """Fails all calls of compiled code from now on."""
+        """Waits for all programs that were dispatched; calls of compiled code fail from then on."""
+        self._forget()
+        self._complete()
         if self._bridge is not None:
             self._bridge.close()
 

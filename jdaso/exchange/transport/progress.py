@@ -6,14 +6,11 @@ operation and sleeps in between. Each poll takes time from training, so it polls
 slow network.
 """
 
-import contextlib
 import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import jax
 
 from jdaso.cluster.abort import at_exit
 from jdaso.cluster.roll_call import Call
@@ -106,7 +103,7 @@ class Progress:
         self._waiters, self._polling = 0, Polling()
         self._thread = threading.Thread(target=self._run, name="jdaso-progress", daemon=True)
         self._thread.start()
-        self._forget = at_exit(lambda: _close_at_exit(self))
+        self._forget = at_exit(self.close)
 
     def submit(
         self,
@@ -235,10 +232,3 @@ class Progress:
                     f"{self._peers.own_name} failed, and its program does not wait for the "
                     f"result: {request.error}"
                 )
-
-
-def _close_at_exit(progress: Progress) -> None:
-    # A program whose results nobody has awaited may still call the host.
-    with contextlib.suppress(Exception):
-        jax.effects_barrier()
-    progress.close()
