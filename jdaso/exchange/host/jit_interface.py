@@ -58,10 +58,8 @@ class JitInterface:
         self.per_shard = self._mesh.per_shard
         self.call_host = self._mesh.call_host
         # Runs before the exit functions of what was created before, which programs may still call.
+        self._complete = functools.partial(await_programs, shardings.mesh.local_devices)
         self._forget = at_exit(self._complete)
-
-    def _complete(self) -> None:
-        await_programs(self._shardings.mesh.local_devices)
 
     def close(self) -> None:
         """Waits for all programs that were dispatched; calls of compiled code fail from then on."""
