@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdaso.core.caller import named
+from jdaso.core.caller import caller, named
 from jdaso.core.consistency import agreement_numbers
 from jdaso.core.exchange import AGREEMENT_NAMES, HEADER_SIZE, UNCOUNTED, Exchange
 from jdaso.core.state import AveragingState, find_states
@@ -15,6 +15,7 @@ from jdaso.core.tree import (
     check_arrays,
     division_by,
     float_leaves,
+    helpful_errors,
     named_floats,
     place_like,
     split,
@@ -66,8 +67,9 @@ def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyT
         step, plan = states[0].step, states[0].plan
         schedules = [(s.step, s.exchanges, s.schedule) for s in states]
         header = header.at[-len(AGREEMENT_NAMES) :].set(agreement_numbers(plan, schedules, ()))
-    state, _ = exchange.start(exchange.init(tree), UNCOUNTED, step, leaves, header, None)
-    total, header, _ = exchange.finish(state, UNCOUNTED, leaves)
+    with helpful_errors(caller() or "jdaso.consensus"):
+        state, _ = exchange.start(exchange.init(tree), UNCOUNTED, step, leaves, header, None)
+        total, header, _ = exchange.finish(state, UNCOUNTED, leaves)
     members = header[0]
     divide = division_by(members)
     means = [divide(t).astype(x.dtype) for t, x in zip(total, leaves, strict=True)]

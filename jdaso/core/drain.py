@@ -39,6 +39,7 @@ def drain(transformation: Averaging, opt_state: PyTree, params: PyTree) -> tuple
             "drain requires the transformation that jdaso.daso(...), another algorithm or "
             "jdaso.chain(...) returned, not an optax.chain or another wrapper around it: with "
             "averaging = jdaso.daso(...) inside the wrapper, call jdaso.drain(averaging, "
+            "opt_state, params), and with tx = jdaso.chain(...) inside it jdaso.drain(tx, "
             f"opt_state, params). Got an object of type {type(transformation).__name__}."
         )
     if transformation.state_type is AveragingState and find_states(ChainState, opt_state):

@@ -98,7 +98,7 @@ def apply_step(
 
 
 def _check_gradients(name: str, grads: PyTree, params: PyTree, value: Any) -> None:
-    """Raises ValueError for a loss that is no scalar, and for gradients of another tree."""
+    """Raises ValueError for a loss that is no scalar, and gradients of another tree or shape."""
     if value is not None and jnp.shape(value) != ():
         raise ValueError(
             f"{name}: value must be the loss, a scalar, got the shape {jnp.shape(value)}: pass "
@@ -106,15 +106,33 @@ def _check_gradients(name: str, grads: PyTree, params: PyTree, value: Any) -> No
         )
     if params is None:
         return
-    own, given = (
-        {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
-        for tree in (params, grads)
-    )
-    if given - own:
+    own, given = _shapes(params), _shapes(grads)
+    if given.keys() - own.keys():
         raise ValueError(
-            f"{name}: gradients must be a tree like params, got a leaf {min(given - own)!r} that "
-            f"params does not have; it has {', '.join(sorted(own)[:4])}, ..."
+            f"{name}: gradients must be a tree like params, got a leaf "
+            f"{min(given.keys() - own.keys())!r} that params does not have; it has "
+            f"{', '.join(sorted(own)[:4])}, ..."
         )
+    if own.keys() - given.keys():
+        raise ValueError(
+            f"{name}: gradients must be a tree like params, got none for the leaf "
+            f"{min(own.keys() - given.keys())!r}: pass zeros for it."
+        )
+    for path, shape in given.items():
+        if None not in (shape, own[path]) and shape != own[path]:
+            raise ValueError(
+                f"{name}: gradients must have the shapes of params, got {shape} at {path!r}, where "
+                f"params has {own[path]}."
+            )
+
+
+def _shapes(tree: PyTree) -> dict[str, tuple[int, ...] | None]:
+    """The shape of each leaf by its path. A leaf may be None."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is None)
+    return {
+        jax.tree_util.keystr(path): None if leaf is None else jnp.shape(leaf)
+        for path, leaf in leaves
+    }
 
 
 def _if(
@@ -177,27 +195,34 @@ def link(
 
     def checked_init(params):
         if not engine.sync_target.of_gradients:
-            _check_is_last(engine.name, averaging.init)
+            _check_is_last(engine.name)
         return init(params)
 
-    averaging = Averaging(checked_init, update, finish, AveragingState, engine=engine)
-    return averaging
+    return Averaging(checked_init, update, finish, AveragingState, engine=engine)
 
 
-def _check_is_last(name: str, init: Callable) -> None:
-    """Raises ValueError if an optax.chain that calls ``init`` has transformations behind it.
+def _check_is_last(name: str) -> None:
+    """Raises ValueError if a chain of optax that calls ``init`` has transformations behind it.
 
     They would change the updates after the averaging, and nodes would drift apart in silence. A
-    transformation does not see its chain, whose functions are a variable of the calling function.
+    transformation does not see the chains that contain it, but the functions that call it do. Their
+    variables are those of ``optax.chain`` and ``optax.named_chain``.
     """
-    frame = inspect.currentframe()
-    for _ in range(4):  # init, the generator in the chain, and the chain's own init
-        frame = frame.f_back if frame is not None else None
-        functions: Any = frame.f_locals.get("init_fns", ()) if frame is not None else ()
-        if init in functions and functions[-1] is not init:
-            raise ValueError(
-                f"{name} must be the last member of an optax.chain, got {len(functions)} members "
-                f"with {name} at position {functions.index(init) + 1}: what comes after it changes "
-                "the updates, and nodes would drift apart. Use jdaso.chain(optax.chain(...), "
-                f"jdaso.{name}(...)) with all other members in the optax.chain."
-            )
+    frame, called = inspect.currentframe(), None
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] == "optax":
+            variables: dict[str, Any] = frame.f_locals
+            called = variables.get("fn", called)  # of the generator, which optax.chain runs
+            members = list(variables.get("init_fns", ()))
+            if "tx" in variables and isinstance(variables.get("transforms"), list):
+                called = variables["tx"].init
+                members = [member.init for _, member in variables["transforms"]]
+            if called in members and members[-1] is not called:
+                raise ValueError(
+                    f"{name} must be the last member of an optax.chain, got {len(members)} members "
+                    f"with {name} at position {members.index(called) + 1}: what comes after it "
+                    "changes the updates, and nodes would drift apart. Put it last, as in "
+                    f"optax.chain(..., jdaso.{name}(...)), or use jdaso.chain, which takes one "
+                    "optimizer and one averaging."
+                )
+        frame = frame.f_back

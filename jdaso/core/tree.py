@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -103,16 +104,17 @@ def where_tree(condition: jax.Array, x: PyTree, y: PyTree) -> PyTree:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), x, y)
 
 
-def conditional(name: str, predicate: jax.Array, *branches_and_operands: Any) -> Any:
-    """``lax.cond`` with a helpful error inside shard_map and vmap, which names an algorithm."""
+@contextlib.contextmanager
+def helpful_errors(name: str) -> Iterator[None]:
+    """Replaces JAX's errors of an exchange inside vmap and shard_map. They name ``name``."""
     try:
-        return lax.cond(predicate, *branches_and_operands)
+        yield
     except NotImplementedError as error:
         if "vmap" not in str(error):
             raise
         raise ValueError(
             f"{name}: jax.vmap cannot contain an mpi_exchange, which is for the whole process. For "
-            "a virtual cluster pass jdaso.axis_exchange(axis_name, num_nodes) to the algorithm."
+            "a virtual cluster pass jdaso.axis_exchange(axis_name, num_nodes) in its place."
         ) from error
     except TypeError as error:
         if "manual axis types" not in str(error):
@@ -121,6 +123,12 @@ def conditional(name: str, predicate: jax.Array, *branches_and_operands: Any) ->
             f"{name}: inside shard_map, update requires shard_map(..., check_vma=False), because "
             "JAX cannot know that exchanged values are equal on all nodes."
         ) from error
+
+
+def conditional(name: str, predicate: jax.Array, *branches_and_operands: Any) -> Any:
+    """``lax.cond`` with :func:`helpful_errors`."""
+    with helpful_errors(name):
+        return lax.cond(predicate, *branches_and_operands)
 
 
 def place_like(value: Any, like: Any) -> Any:

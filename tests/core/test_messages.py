@@ -18,23 +18,40 @@ def averaging():
     return jdaso.dasgd(EXCHANGE, period=2, delay=1)
 
 
+def eamsgd():
+    return jdaso.eamsgd(EXCHANGE, period=2, learning_rate=0.1, momentum=0.9)
+
+
+def decay():
+    return optax.add_decayed_weights(1e-4)
+
+
 @pytest.mark.parametrize(
-    "members",
+    ("build", "place"),
     [
-        lambda: (averaging(), optax.sgd(0.1)),
-        lambda: (optax.sgd(0.1), averaging(), optax.add_decayed_weights(1e-4)),
+        (lambda: optax.chain(averaging(), optax.sgd(0.1)), "2 members with dasgd at position 1"),
+        (lambda: optax.chain(optax.sgd(0.1), averaging(), decay()), "3 members with dasgd at .* 2"),
+        (lambda: optax.chain(optax.chain(optax.sgd(0.1), averaging()), decay()), "at position 1"),
+        (lambda: optax.chain(jdaso.chain(optax.sgd(0.1), averaging()), decay()), "at position 1"),
+        (lambda: optax.chain(optax.apply_if_finite(averaging(), 5), decay()), "at position 1"),
+        (lambda: optax.named_chain(("mean", averaging()), ("sgd", optax.sgd(0.1))), "position 1"),
+        (lambda: optax.chain(eamsgd(), decay()), "2 members with eamsgd at position 1"),
     ],
 )
-def test_an_averaging_that_is_not_last_in_a_chain(members):
-    with pytest.raises(ValueError, match=r"dasgd must be the last member of an optax.chain, got"):
-        optax.chain(*members()).init(PARAMS)
+def test_an_averaging_that_is_not_last_in_a_chain(build, place):
+    with pytest.raises(
+        ValueError, match=rf"must be the last member of an optax.chain, got.*{place}"
+    ):
+        build().init(PARAMS)
     with pytest.raises(ValueError, match=r"must be the last"):
-        jax.jit(optax.chain(*members()).init)(PARAMS)
+        jax.jit(build().init)(PARAMS)
 
 
-def test_gradients_are_averaged_first_in_a_chain():
+def test_what_may_stand_in_a_chain():
     optax.chain(jdaso.allreduce_gradients(EXCHANGE), optax.sgd(0.1)).init(PARAMS)
     optax.chain(optax.chain(optax.sgd(0.1), averaging())).init(PARAMS)
+    optax.chain(decay(), jdaso.chain(optax.sgd(0.1), averaging())).init(PARAMS)
+    optax.named_chain(("decay", decay()), ("last", eamsgd())).init(PARAMS)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +100,11 @@ def test_a_loss_that_is_no_scalar_and_gradients_of_another_tree():
         jdaso.apply_gradients(tx, PARAMS, state, PARAMS, value=jnp.ones(4))
     with pytest.raises(ValueError, match=r"got a leaf \"\['b'\]\" that params does not have"):
         jdaso.apply_gradients(tx, {**PARAMS, "b": jnp.ones(1)}, state, PARAMS)
+    with pytest.raises(ValueError, match=r"got none for the leaf \"\['w'\]\": pass zeros for it"):
+        jdaso.apply_gradients(tx, {}, state, PARAMS)
+    with pytest.raises(ValueError, match=r"got \(4,\) at \"\['w'\]\", where params has \(3,\)"):
+        jdaso.apply_gradients(tx, {"w": jnp.ones(4)}, state, PARAMS)
+    tx.update({"w": None}, state, PARAMS)  # no change
 
 
 def test_three_members_of_a_chain():
@@ -90,13 +112,39 @@ def test_three_members_of_a_chain():
         jdaso.chain(optax.clip(1.0), optax.sgd(0.1), averaging())
 
 
-def test_drain_of_a_wrapper_says_what_to_drain():
-    inner = averaging()
-    tx = optax.named_chain(("sgd", optax.sgd(0.1)), ("mean", inner))
+AVERAGING = averaging()
+CHAIN = jdaso.chain(optax.sgd(0.1), AVERAGING)
+WRAPPERS = {
+    "chain": (optax.chain(optax.sgd(0.1), AVERAGING), AVERAGING),
+    "named_chain": (optax.named_chain(("sgd", optax.sgd(0.1)), ("mean", AVERAGING)), AVERAGING),
+    "apply_if_finite": (optax.apply_if_finite(CHAIN, 5), CHAIN),
+    "inject_hyperparams": (optax.inject_hyperparams(lambda rate: CHAIN)(0.1), CHAIN),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_drain_of_a_wrapper_says_what_to_drain(wrapper):
+    tx, inner = WRAPPERS[wrapper]
     state = tx.init(PARAMS)
-    with pytest.raises(ValueError, match=r"call jdaso.drain\(averaging, opt_state, params\)"):
+    advice = r"call jdaso.drain\(averaging, opt_state, params\), and .* jdaso.drain\(tx, opt_"
+    with pytest.raises(ValueError, match=advice):
         jdaso.drain(tx, state, PARAMS)
     jdaso.drain(inner, state, PARAMS)
+
+
+def test_multi_steps_inside_a_chain_steps_the_averaging_at_every_micro_batch():
+    inner = optax.MultiSteps(optax.sgd(0.1), every_k_schedule=2)
+    tx = jdaso.chain(inner, jdaso.local_sgd(EXCHANGE, period=4))
+    step = jax.jit(lambda params, state: jdaso.apply_gradients(tx, PARAMS, state, params))
+    params, state = PARAMS, tx.init(PARAMS)
+    seen = []
+    for _ in range(8):
+        params, state = step(params, state)
+        seen.append((float(params["w"][0]), int(jdaso.metrics(state).exchanges)))
+    updates = [0, 1, 1, 2, 2, 3, 3, 4]
+    exchanges = [0, 0, 0, 1, 1, 1, 1, 2]
+    expected = np.stack([1 - 0.1 * np.array(updates), exchanges], axis=1)
+    np.testing.assert_allclose(seen, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("whole", [True, False])

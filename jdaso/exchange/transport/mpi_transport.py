@@ -147,7 +147,7 @@ class MpiTransport:
             )
             request = self._progress.submit(
                 operation,
-                f"{exchange_name(number)}, posted by {self._name} after step {step},",
+                _description(number, step, self._name),
                 measured=number != UNCOUNTED,
                 call=self._membership.call("exchanges"),
             )
@@ -230,3 +230,10 @@ def _saved(number: int, posted: _Posted) -> PostedExchange:
     layout = posted.staging.layout
     leaves: list[Any] = layout.join(posted.staging.leaves, number)
     return PostedExchange(posted.step, posted.header, leaves, layout.block_bits, layout.relative)
+
+
+def _description(number: int, step: int, name: str) -> str:
+    """The subject of messages about an exchange, or a consensus, which belongs to no step."""
+    if number == UNCOUNTED:
+        return f"a consensus, called by {name} as jdaso.consensus or jdaso.drift,"
+    return f"{exchange_name(number)}, posted by {name} after step {step},"
