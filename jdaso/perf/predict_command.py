@@ -110,10 +110,6 @@ def run(args: argparse.Namespace) -> None:
         print(wrapped(NO_COSTS))
     if args.pattern == "collectives":
         print(wrapped(LOWER_BOUND))
-    if args.period is None and args.delay is None and args.max_nodes > 1:
-        print(wrapped(f"\nWith {args.max_nodes} nodes:"))
-        step_time = predictions["dasgd"][0].step_time
-        print(wrapped("\n".join(advice(step_time, wire_costs(args), args.max_nodes))))
     try:
         out = draw(predictions, node_counts(args.max_nodes), args.out or Path("predict.png"))
         print(f"\npicture: {out}")
@@ -124,6 +120,11 @@ def run(args: argparse.Namespace) -> None:
         print(f"\n{problem}")
     except (OSError, ValueError) as error:  # ValueError: an unknown suffix
         raise SystemExit(f"jdaso predict: {error}") from error
+    # Last, because it ends with the line to copy.
+    if args.period is None and args.delay is None and args.max_nodes > 1:
+        print(wrapped(f"\nWith {args.max_nodes} nodes:"))
+        step_time = predictions["dasgd"][0].step_time
+        print(wrapped("\n".join(advice(step_time, wire_costs(args), args.max_nodes))))
 
 
 def node_counts(most: int) -> list[int]:

@@ -28,7 +28,7 @@ def command(monkeypatch, capsys, tmp_path):
 def test_table_and_picture(command):
     pytest.importorskip("matplotlib")
     text, out = command(*MODEL, "--pattern", "tree")
-    table, notes, advised, code, path = text.strip().split("\n\n")
+    table, notes, path, advised, code = text.strip().split("\n\n")
     notes = " ".join(notes.split())  # lines are as long as a terminal is wide
     head, *rows = [line.split() for line in table.splitlines()]
     assert head == ["nodes", *predict.ALGORITHMS]
