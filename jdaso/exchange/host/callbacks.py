@@ -60,10 +60,10 @@ class Callbacks:
         return io_callback(call, token, token, device, number, step, header, *cast), []
 
     def collect(
-        self, readers: int, device: Number, shapes: Sequence, token, number, part, last, feedback
+        self, readers: int, device: Number, shapes: Sequence, token, number, *of_copies
     ) -> tuple[Leaves, jax.Array, jax.Array]:
         """Waits for an exchange. Returns the sums for a device, the header and the token."""
-        del part, last, feedback
+        del of_copies
 
         def call(token, device, number):
             with self._transport.abort_on_error():
