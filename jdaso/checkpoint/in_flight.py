@@ -53,6 +53,8 @@ def arrays_to_posted(arrays: dict[str, np.ndarray]) -> InFlight:
                 f"exchange {name} must have scalars and a header of shape ({HEADER_SIZE},), got "
                 f"the shape {header.shape}"
             )
+        if not np.isfinite(agreed := header[-len(AGREEMENT_NAMES) :]).all():
+            raise ValueError(f"exchange {name} must have finite agreement numbers, got {agreed}")
         if int(bits) not in WIRE_OF_BITS:
             raise ValueError(f"exchange {name} must have block_bits of 0, 4 or 8, got {bits}")
         posted[position, number] = PostedExchange(

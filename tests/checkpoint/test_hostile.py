@@ -134,17 +134,32 @@ FOREIGN = {
     "nested": {"state": {"w": {"deep": np.ones(3)}}},
     "without checksums": {"state": {"w": np.ones(3)}},
 }
+GOOD = {
+    "0.7.step": np.int64(1),
+    "0.7.header": HEADER,
+    "0.7.block_bits": np.int64(0),
+    "0.7.relative": np.bool_(False),
+    "0.7.leaf.0": np.ones(2, np.float32),
+}
+
+
+def without(name):
+    return {other: array for other, array in GOOD.items() if other != name}
+
+
+# Arrays, and what the error says.
 BAD_EXCHANGES = {
-    "exchange without a number": {"first.step": np.int64(1)},
-    "exchange without a step": {"7.header": HEADER},
-    "header of another size": {"7.step": np.int64(1), "7.header": np.ones(99, np.float32)},
-    "step that is a list": {"7.step": np.arange(2), "7.header": HEADER},
-    "leaf 1 without leaf 0": {
-        "7.step": np.int64(1),
-        "7.header": HEADER,
-        "7.leaf.1": np.ones(2, np.float32),
-    },
-    "something else": {"7.step": np.int64(1), "7.header": HEADER, "7.more": np.ones(2)},
+    "exchange without a number": ({**GOOD, "0.first.step": np.int64(1)}, "invalid literal"),
+    "exchange without a step": (without("0.7.step"), "lacks the array 'step'"),
+    "header of another size": ({**GOOD, "0.7.header": np.ones(99, np.float32)}, "a header of"),
+    "agreement that is not finite": ({**GOOD, "0.7.header": HEADER + np.inf}, "must have finite"),
+    "step that is a list": ({**GOOD, "0.7.step": np.arange(2)}, "must have scalars"),
+    "other bits": ({**GOOD, "0.7.block_bits": np.int64(5)}, "block_bits of 0, 4 or 8"),
+    "leaf 1 without leaf 0": (
+        {**without("0.7.leaf.0"), "0.7.leaf.1": np.ones(2, np.float32)},
+        "lacks the array 'leaf.0'",
+    ),
+    "something else": ({**GOOD, "0.7.more": np.ones(2)}, "belongs to no exchange"),
 }
 
 
@@ -157,8 +172,9 @@ def test_what_jdaso_has_not_written_is_refused(tmp_path, name):
 @pytest.mark.parametrize("name", BAD_EXCHANGES)
 def test_malformed_exchanges_are_refused(tmp_path, monkeypatch, name):
     monkeypatch.setattr("jdaso.checkpoint.node_part.posted_to_arrays", lambda posted: posted)
-    tree = part_tree({"w": np.ones(3)}, BAD_EXCHANGES[name])
-    with pytest.raises(jdaso.JdasoError, match=r"cannot be read.*\((ValueError|KeyError): "):
+    arrays, message = BAD_EXCHANGES[name]
+    tree = part_tree({"w": np.ones(3)}, arrays)
+    with pytest.raises(jdaso.JdasoError, match=rf"cannot be read.*\(ValueError: .*{message}"):
         write(tmp_path, tree, {"w": np.ones(3)})
 
 
