@@ -105,9 +105,14 @@ elif case == "other plateau":
 elif case == "broadcast of other trees":
     jdaso.broadcast(exchange, {"kernel": jnp.ones(3)} | ({"bias": jnp.ones(3)} if rank else {}))
 elif case == "other number, two devices":
-    # Rank 1 is one exchange ahead of rank 0, as after a restart from unequal checkpoints.
     tx = jdaso.daso(exchange, jdaso.constant(1))
     state = tx.init(jnp.ones(3))
+    try:
+        params = jax.device_put(jnp.ones(3), topology.devices[0])  # of both
+        jax.jit(tx.update)(jnp.ones(3), state, params)
+    except ValueError as error:
+        print(error, flush=True)
+    # Rank 1 is one exchange ahead of rank 0, as after a restart from unequal checkpoints.
     state = state._replace(exchanges=state.exchanges + rank)
     jax.block_until_ready(jax.jit(tx.update)(jnp.ones(3), state, jnp.ones(3)))
 elif case in ("stuck", "stuck, two devices"):
@@ -158,10 +163,15 @@ elif case == "inside vmap":
     params = jnp.ones((3, 4))
     state = tx.init(jnp.ones(4))
     jax.vmap(lambda p: jdaso.apply_gradients(tx, p, state, p))(params)
+elif case == "drift inside vmap":
+    jax.vmap(lambda p: jdaso.drift(exchange, p))(jnp.ones((3, 4)))
 elif case == "exception":
     train(8, jdaso.constant(2), between=lambda t: 1 / 0 if rank == 1 and t == 3 else None)
 elif case == "exit in flight":
     train(3, jdaso.constant(2, 2))
+elif case == "consensus beside a broadcast":
+    peers._DEADLOCK_SECONDS = 1.0
+    (jdaso.broadcast if rank else jdaso.drift)(exchange, jnp.ones(3))
 elif case == "begun anew in flight":
     # An exchange is left behind, whose number the next training has, too.
     first, _, _ = train(7, jdaso.constant(2, 2))
