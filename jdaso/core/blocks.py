@@ -31,8 +31,8 @@ import numpy as np
 
 #: Numbers in a block.
 BLOCK_SIZE = 64
-# XLA flushes numbers below 2^-126 to 0, NumPy does not. With exponents of at least -100, both get
-# 0.
+# XLA flushes numbers below 2^-126 to 0, and NumPy does not. Exponents of at least -100 avoid such
+# numbers.
 MIN_EXPONENT = -100
 
 
@@ -69,7 +69,7 @@ _OF_DTYPE = {each.dtype: each for each in FORMATS.values()}
 
 
 def format_of(dtype: Any) -> BlockFormat | None:
-    """The format of arrays that are sent in a dtype; None if they are no rows of blocks.
+    """Returns the format of rows with this dtype, or None if arrays with it are not rows.
 
     >>> format_of(np.dtype(np.int8)).bits, format_of(np.dtype(np.float32))
     (8, None)
@@ -106,7 +106,7 @@ def pack(numbers: Any, blocks: BlockFormat) -> Any:
     if blocks.bits == 8:
         integers = scaled.round().astype(blocks.dtype)
         return xp.concatenate([exponents.astype(blocks.dtype), integers], axis=-1)
-    # Integers are multiples of 1 below 4, of 2 below 8, of 4 from there on.
+    # Integers below 4 are multiples of 1, those below 8 of 2, and all others of 4.
     doublings = (abs(scaled) >= 4).astype(np.int32) + (abs(scaled) >= 8)
     codes = (scaled * _power(-doublings)).round().astype(np.int32)
     codes = codes + 2 * doublings * xp.sign(codes)
@@ -116,7 +116,7 @@ def pack(numbers: Any, blocks: BlockFormat) -> Any:
 
 
 def unpack(rows: Any) -> Any:
-    """Decodes what :func:`pack` returned to float32[..., 64].
+    """Decodes rows, which :func:`pack` has returned, to float32[..., 64].
 
     >>> numbers = np.arange(64, dtype=np.float32)[None]
     >>> bool((unpack(pack(numbers, FORMATS["int8"])) == numbers).all())

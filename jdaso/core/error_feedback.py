@@ -79,7 +79,7 @@ def init_feedback(tree: PyTree, uses_anchor: bool) -> Feedback:
 
 
 def anchors(merge: Merge, state: PyTree, feedback: Feedback) -> Leaves:
-    """The anchors: those of the feedback, or else those of the merge rule's state."""
+    """Returns the anchors of the feedback, or those of the merge rule if it has its own."""
     if feedback.anchor or merge.base is None:
         return feedback.anchor
     return merge.base(state)

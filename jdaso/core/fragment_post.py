@@ -123,7 +123,7 @@ def _block_bits(wires: list[str | None]) -> jax.Array:
 
 
 def _like_on_wire(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """An array that is finite if the array is in its wire dtype. Rows of blocks always are."""
+    """An array that is finite if the array is in its wire dtype. Rows are always finite."""
     if format_of(dtype):
         return x
     if dtype == jnp.bfloat16 and x.dtype == jnp.float32:

@@ -101,7 +101,7 @@ def rounded(leaf, wire: str):
 
 
 def block_bits(wire: str | None) -> int:
-    """Bits of a number on a wire of blocks, 0 for other wires.
+    """Returns the bits of a number on the wires int8 and float4, and 0 for other wires.
 
     >>> block_bits("int8"), block_bits("float4"), block_bits("float32")
     (8, 4, 0)
@@ -109,7 +109,7 @@ def block_bits(wire: str | None) -> int:
     return FORMATS[wire].bits if wire in FORMATS else 0
 
 
-#: The wire of blocks with these ``block_bits``.
+#: The wire that has these ``block_bits``; None for all wires with 0.
 WIRE_OF_BITS = {block_bits(wire): wire for wire in (None, *FORMATS)}
 
 
