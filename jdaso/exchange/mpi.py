@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -161,12 +162,18 @@ def mpi_exchange(
         layouts = {n: program.posted_layout(sent[n], each) for n, each in posted.items()}
         transport.post_again({n: (layouts[n], each) for n, each in posted.items()})
 
+    closing = threading.Lock()
+
     @functools.cache  # a second call does nothing
-    def close() -> None:
+    def close_once() -> None:
         program.close()
         progress.close()
         membership.free()
         transport.forget()
+
+    def close() -> None:
+        with closing:
+            close_once()
 
     exchange = Exchange(
         topology.num_nodes,

@@ -1,5 +1,6 @@
 """Damaged checkpoints and foreign files raise an error, or restore exactly what was saved."""
 
+import gc
 import os
 import shutil
 import time
@@ -11,13 +12,18 @@ from hypothesis import strategies as st
 
 import jdaso
 from jdaso.checkpoint import Checkpoints
-from jdaso.checkpoint.node_part import checkpointer, part_tree
+from jdaso.checkpoint.node_part import checkpointer, part_tree, read_part
 from jdaso.checkpoint.verify import verify
 from jdaso.core.exchange import HEADER_SIZE
 
 TOPOLOGY = jdaso.discover_topology()
 EXCHANGE = jdaso.single_exchange()
 NAME, PART = "000001_step_5", "node_0_of_1"
+# orbax prints no errors of its own beside the message.
+pytestmark = [
+    pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("error:coroutine:RuntimeWarning"),
+]
 
 
 def state():
@@ -49,6 +55,22 @@ def restored(folder):
     finally:
         checkpoints.close()
     return found
+
+
+def test_unreadable_arrays_print_nothing_but_the_error(tmp_path):
+    """One array cannot be read while many others are still being read."""
+    rows = np.random.default_rng(0).normal(size=(100, 2000))
+    writer = checkpointer()
+    writer.save(tmp_path / PART, part_tree({f"w{i}": row for i, row in enumerate(rows)}, {}))
+    writer.close()
+    reader = checkpointer()
+    largest = max(tmp_path.rglob("d/*"), key=lambda path: path.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+    for _ in range(3):
+        with pytest.raises(jdaso.JdasoError, match="cannot be read; it is damaged"):
+            read_part(reader, tmp_path / PART)
+        gc.collect()
+    reader.close()
 
 
 def assert_saved_or_refused(folder):
@@ -91,9 +113,6 @@ def damage(path, how, where, byte):
 HOW = ["truncated", "flipped", "flipped", "deleted", "replaced", "longer", "a folder"]
 
 
-# orbax prints no errors of its own beside the message.
-@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.filterwarnings("error:coroutine:RuntimeWarning")
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from([*HOW, "a link to itself"]),

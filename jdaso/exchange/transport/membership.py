@@ -80,10 +80,9 @@ class Membership:
             "exits",
         )
         own = self.topology.describe(self.topology.rank)
-        request = progress.submit(barrier, f"the exit of {own},", call=call, last=True)
-        request.done.wait()
-        if request.error is not None:
-            raise request.error
+        name = f"the closing of an exchange, by {own},"
+        request = progress.submit(barrier, name, call=call, last=True)
+        request.wait(busy=None)
 
     def _communicators(self) -> list[Comm]:
         return [*self.exchanges.all(), self.comparisons, self.broadcasts, self.flags]

@@ -1,6 +1,6 @@
 """Exchanges that are closed give everything back; one too many that are not is an error.
 
-closing.py closed|open|"steps not awaited" [DEVICES]
+closing.py closed|open|"other order"|"steps not awaited" [DEVICES]
 """
 
 import sys
@@ -48,6 +48,9 @@ if sys.argv[1] == "steps not awaited":
     sys.exit()
 if sys.argv[1] == "open":
     kept = [jdaso.mpi_exchange(topology) for _ in range(MANY)]  # raises
+if sys.argv[1] == "other order":
+    pair = [jdaso.mpi_exchange(topology) for _ in range(2)]
+    pair[topology.rank].close()  # raises
 first = jdaso.mpi_exchange(topology)
 threads = threading.active_count()
 for number in range(MANY):
@@ -59,6 +62,10 @@ assert threading.active_count() == threads
 with pytest.raises(Exception, match="the exchange is closed"):
     np.asarray(jdaso.consensus(exchange, jnp.float32(0)))
 assert jdaso.consensus(first, jnp.float32(1)) == 1
-first.close()
+together = [threading.Thread(target=first.close) for _ in range(4)]
+for thread in together:
+    thread.start()
+for thread in together:
+    thread.join()
 first.close()
 barrier(topology, "the end")
