@@ -16,10 +16,11 @@ if jaxlib is not None and jaxlib.origin is not None:
             "jdaso.exchange.host._copies",
             sources=[
                 f"jdaso/exchange/host/{name}.cc"
-                for name in ("ffi_queue", "blocks", "copies_cpu", "copies_cuda")
+                for name in ("ffi_queue", "block_kernels", "copies_cpu", "copies_cuda")
             ],
             depends=[
-                f"jdaso/exchange/host/{name}.h" for name in ("ffi_queue", "blocks", "cuda_driver")
+                f"jdaso/exchange/host/{name}.h"
+                for name in ("ffi_queue", "block_kernels", "cuda_driver")
             ],
             include_dirs=[str(Path(jaxlib.origin).parent / "include")],
             # Without contraction to fused operations, the bits are those of NumPy. The other

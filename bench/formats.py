@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from machine import machine
 
-from jdaso.core import blocks
+from jdaso.core.block_format import BLOCK_SIZE, FORMATS, pack, unpack
 
 # Nonnegative numbers that a format can hold, times a power of two.
 VALUES = {"int4": np.arange(8), "E3M0": np.append(0, 2.0 ** np.arange(7))}
@@ -29,15 +29,15 @@ def to_nearest(numbers: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 def main() -> None:
     rng = np.random.default_rng(0)
-    shape = (COUNT, blocks.BLOCK_SIZE)
+    shape = (COUNT, BLOCK_SIZE)
     distributions = {
         "normal": rng.normal(size=shape),
         "Laplace": rng.laplace(size=shape),
         "Student's t, 3 degrees of freedom": rng.standard_t(3, size=shape),
     }
     formats = {
-        name: lambda x, rows=rows: blocks.unpack(blocks.pack(x.astype(np.float32), rows))
-        for name, rows in blocks.FORMATS.items()
+        name: lambda x, rows=rows: unpack(pack(x.astype(np.float32), rows))
+        for name, rows in FORMATS.items()
     }
     formats |= {
         name: lambda x, values=values: to_nearest(x, values) for name, values in VALUES.items()

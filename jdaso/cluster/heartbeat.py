@@ -14,12 +14,12 @@ from collections.abc import Callable
 
 import numpy as np
 
+from jdaso.cluster.heartbeat_tree import parents
 from jdaso.cluster.json_socket import MAX_MESSAGE_BYTES, JsonSocket
 from jdaso.cluster.links import CONNECT_SECONDS, Links, make_links
 from jdaso.cluster.ranks import decode_ranks, is_number, name_ranks
 from jdaso.cluster.reports import Reports
 from jdaso.cluster.roll_call import RollCall
-from jdaso.cluster.tree import parents
 from jdaso.core.log import logger
 from jdaso.core.mpi_types import Comm
 

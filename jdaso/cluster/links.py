@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 
 from jdaso.cluster.addresses import addresses, listen
+from jdaso.cluster.heartbeat_tree import GROUP, ancestors
 from jdaso.cluster.json_socket import MAX_MESSAGE_BYTES, JsonSocket
 from jdaso.cluster.ranks import encode_ranks
 from jdaso.cluster.rendezvous import Acceptor, Secret, connect, new_secret
-from jdaso.cluster.tree import GROUP, ancestors
 from jdaso.core.log import logger
 from jdaso.core.mpi_types import Comm
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jdaso.cluster.heartbeat_tree import connected, without
 from jdaso.cluster.ranks import decode_ranks, encode_ranks, name_ranks
 from jdaso.cluster.roll_call import (
     Answer,
@@ -21,7 +22,6 @@ from jdaso.cluster.roll_call import (
     encode,
     merge,
 )
-from jdaso.cluster.tree import connected, without
 
 
 class Report(NamedTuple):

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdaso.core.blocks import FORMATS
+from jdaso.core.block_format import FORMATS
 from jdaso.core.engine_config import EngineConfig, StepContext, planned, stop_unless_finite
 from jdaso.core.exchange import Exchange
 from jdaso.core.fragment_merge import merge_fragment

@@ -4,7 +4,7 @@ Eight bits are too few for parameters, because rounding would remove their small
 therefore sends the difference of its parameters x_i to an anchor a, plus its residual r_i. The
 anchor has the same bits on all nodes: it is the centre of EASGD, the anchor of DiLoCo, and
 otherwise the mean that arrived last. The residual is the rounding error that the node has not sent
-yet. With C the rounding of ``blocks.py`` and P nodes,
+yet. With C the rounding of ``block_format.py`` and P nodes,
 
     v_i = x_i - a + r_i        q_i = C(v_i)        r_i <- v_i - q_i
     s = sum_i q_i              a <- a + C(s) / P   r_j <- r_j + s - C(s)
@@ -43,7 +43,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdaso.core.blocks import FORMATS
+from jdaso.core.block_format import FORMATS
 from jdaso.core.tree import float_leaves
 from jdaso.core.types import Leaves, Merge, PyTree
 from jdaso.core.wire import block_bits, rounded, sum_dtype, wire_dtype

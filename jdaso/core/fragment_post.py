@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jdaso.core.blocks import format_of
+from jdaso.core.block_format import format_of
 from jdaso.core.consistency import agreement_numbers
 from jdaso.core.engine_config import EngineConfig, StepContext, stop_unless_finite
 from jdaso.core.error_feedback import FIRST_WIRE, Feedback, anchors, compress

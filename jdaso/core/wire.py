@@ -1,7 +1,7 @@
 """The wire formats: how leaves are packed for the network, and in which dtype they are summed.
 
 A leaf is sent as an array of the same shape in the wire dtype. With the wires int8 and float4 it is
-sent as rows of bytes, see ``blocks.py``. The functions take NumPy and JAX arrays.
+sent as rows of bytes, see ``block_format.py``. The functions take NumPy and JAX arrays.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from jdaso.core import blocks
-from jdaso.core.blocks import FORMATS, format_of
+from jdaso.core import block_format
+from jdaso.core.block_format import FORMATS, format_of
 
 # The range of float16 and of floats of 8 bits is shorter than this, that of bfloat16 is longer.
 _SHORT_RANGE = 1e30
@@ -54,18 +54,18 @@ def wire_shape(shape: tuple[int, ...], dtype) -> tuple[int, ...]:
     ((8, 100), (13, 65))
     """
     rows = format_of(dtype)
-    return (blocks.num_blocks(shape), rows.row_bytes) if rows else tuple(shape)
+    return (block_format.num_blocks(shape), rows.row_bytes) if rows else tuple(shape)
 
 
 def sum_shape(shape: tuple[int, ...], dtype) -> tuple[int, ...]:
     """The shape of a sum of arrays of a ``wire_shape``, before :func:`unpadded`."""
-    return (*shape[:-1], blocks.BLOCK_SIZE) if format_of(dtype) else shape
+    return (*shape[:-1], block_format.BLOCK_SIZE) if format_of(dtype) else shape
 
 
 def sum_padding(dtype) -> int:
     """The most bytes of padding at the end of a sum of arrays in a wire dtype."""
     item = sum_dtype(np.float32).itemsize
-    return item * (blocks.BLOCK_SIZE - 1) if format_of(dtype) else 0
+    return item * (block_format.BLOCK_SIZE - 1) if format_of(dtype) else 0
 
 
 def unpadded(total, shape: tuple[int, ...]):
@@ -81,13 +81,13 @@ def sum_dtype(dtype) -> np.dtype:
 def pack(leaf, dtype):
     """Converts a leaf to its ``wire_dtype``."""
     rows = format_of(dtype)
-    return blocks.pack(blocks.to_blocks(leaf), rows) if rows else leaf.astype(dtype)
+    return block_format.pack(block_format.to_blocks(leaf), rows) if rows else leaf.astype(dtype)
 
 
 def unpack(packed):
     """Converts a packed leaf to its ``sum_dtype``."""
     if format_of(packed.dtype):
-        return blocks.unpack(packed)
+        return block_format.unpack(packed)
     return packed.astype(sum_dtype(packed.dtype))
 
 
@@ -146,7 +146,7 @@ def sum_divisor(dtype, num_nodes: int) -> int:
 def pack_sum(total, dtype, num_nodes: int):
     """Packs a sum of unpacked leaves, to send it back to the nodes."""
     if rows := format_of(dtype):
-        return blocks.pack(total, rows)
+        return block_format.pack(total, rows)
     return (total / sum_divisor(dtype, num_nodes)).astype(dtype)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdaso.cluster.launch_environment import detect_launch
-from jdaso.core.blocks import format_of
+from jdaso.core.block_format import format_of
 from jdaso.core.exchange import Exchange
 from jdaso.core.log import logger
 from jdaso.core.types import Leaves

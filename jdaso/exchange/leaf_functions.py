@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import io_callback
 
 from jdaso.cluster.topology import Topology
-from jdaso.core.blocks import FORMATS
+from jdaso.core.block_format import FORMATS
 from jdaso.core.exchange import FeedbackOperations, HostState, PartOperations
 from jdaso.core.types import Leaves
 from jdaso.exchange.host.jit_interface import Bound, JitInterface

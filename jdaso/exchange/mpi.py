@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -162,19 +162,6 @@ def mpi_exchange(
         layouts = {n: program.posted_layout(sent[n], each) for n, each in posted.items()}
         transport.post_again({n: (layouts[n], each) for n, each in posted.items()})
 
-    closing = threading.Lock()
-
-    @functools.cache  # a second call does nothing
-    def close_once() -> None:
-        program.close()
-        progress.close()
-        membership.free()
-        transport.forget()
-
-    def close() -> None:
-        with closing:
-            close_once()
-
     exchange = Exchange(
         topology.num_nodes,
         wire,
@@ -191,10 +178,24 @@ def mpi_exchange(
         topology=collectives.topology,
         bind=bind,
         all_devices=program.all_devices,
-        close=close,
+        close=_once(program.close, progress.close, membership.free, transport.forget),
         **functions.fields(),
     )
     return exchange
+
+
+def _once(*functions: Callable[[], None]) -> Callable[[], None]:
+    """Calls all functions the first time. Other threads wait for that. Later it does nothing."""
+    lock, remaining = threading.Lock(), list(functions)
+
+    def run() -> None:
+        with lock:
+            calls = remaining.copy()
+            remaining.clear()
+            for function in calls:
+                function()
+
+    return run
 
 
 def _wait_until_computed(tree: PyTree) -> None:

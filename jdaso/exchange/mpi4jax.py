@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from jdaso.cluster.topology import Topology
-from jdaso.core.blocks import FORMATS, format_of
+from jdaso.core.block_format import FORMATS, format_of
 from jdaso.core.exchange import Exchange
 from jdaso.core.mpi_types import Comm
 from jdaso.core.tree import outline

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from jdaso.cluster.topology import Topology
-from jdaso.core.blocks import FORMATS
+from jdaso.core.block_format import FORMATS
 from jdaso.core.validation import check_choice, check_whole
 from jdaso.exchange.transport.collectives import different
 from jdaso.exchange.transport.operation import run

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdaso.core.blocks import format_of
+from jdaso.core.block_format import format_of
 from jdaso.core.exchange import FINITE, HEADER_SIZE, OWN, Exchange
 from jdaso.core.tree import is_float
 from jdaso.core.types import Leaves, PyTree

@@ -18,7 +18,7 @@ This entry holds the methods and the shared memory, MPI window and file locks be
 """
 
 from jdaso.passm.block_gradient import restricted_value_and_grad
-from jdaso.passm.blocks import Block, partition
+from jdaso.passm.layer_blocks import Block, partition
 from jdaso.passm.layer_order import order_of_use
 from jdaso.passm.memory import Memory, settled, simulated_memory
 from jdaso.passm.methods import assm, passm, passm_plus

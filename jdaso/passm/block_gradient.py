@@ -8,7 +8,7 @@ import jax
 import optax
 
 from jdaso.core.types import PyTree
-from jdaso.passm.blocks import Block
+from jdaso.passm.layer_blocks import Block
 
 
 def restricted_value_and_grad(loss_fn: Callable, block: Block, has_aux: bool = False) -> Callable:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Unpack
 
-from jdaso.passm.blocks import Block
+from jdaso.passm.layer_blocks import Block
 from jdaso.passm.memory import Memory
 from jdaso.passm.switching import Phase, phases
 from jdaso.passm.training import Method, Options, Training, make_training

@@ -16,7 +16,7 @@ from jdaso.core.tree import all_finite, is_masked
 from jdaso.core.types import JdasoError, Leaves, PyTree
 from jdaso.core.validation import check_choice, check_positive, check_share
 from jdaso.passm.block_gradient import restricted_value_and_grad, with_leaves
-from jdaso.passm.blocks import Block, check_blocks
+from jdaso.passm.layer_blocks import Block, check_blocks
 from jdaso.passm.memory import Memory
 from jdaso.passm.switching import Phase
 

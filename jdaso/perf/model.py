@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jdaso.core.blocks import FORMATS
+from jdaso.core.block_format import FORMATS
 from jdaso.core.validation import check_choice, check_number, check_period_and_delay, check_whole
 from jdaso.perf.network import Network, allreduce_time, wire_bytes
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jdaso.core.blocks import BLOCK_SIZE, FORMATS
+from jdaso.core.block_format import BLOCK_SIZE, FORMATS
 from jdaso.core.validation import check_choice, check_number, check_whole
 from jdaso.core.wire import WIRES
 

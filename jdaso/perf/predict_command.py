@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jdaso import perf
-from jdaso.core.blocks import FORMATS
+from jdaso.core.block_format import FORMATS
 from jdaso.perf.advice import WIRES, advice
 from jdaso.perf.model import Network, Prediction
 from jdaso.perf.network import FLOAT32_WIRES, MODELLED_PATTERNS

@@ -12,7 +12,7 @@ import pytest
 import study
 
 import jdaso
-from jdaso.core.blocks import FORMATS
+from jdaso.core.block_format import FORMATS
 
 MODEL = study.SmallCNN(widths=(4,))  # compiles fast
 PARAMETERS = (9 * 4 + 4) + (4 * 4 * 4 * 10 + 10)

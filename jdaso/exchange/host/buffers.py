@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from jdaso.core.blocks import format_of, num_blocks
+from jdaso.core.block_format import format_of, num_blocks
 from jdaso.core.wire import sum_dtype, sum_padding, sum_shape, wire_shape
 from jdaso.exchange.host.layout import Group, LeafSpec, unsharded
 

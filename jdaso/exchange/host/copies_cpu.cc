@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "blocks.h"
+#include "block_kernels.h"
 #include "ffi_queue.h"
 
 namespace jdaso {

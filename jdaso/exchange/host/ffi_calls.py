@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdaso.core.blocks import FORMATS, format_of
+from jdaso.core.block_format import FORMATS, format_of
 from jdaso.core.exchange import HEADER_SIZE
 from jdaso.core.types import Leaves
 from jdaso.core.wire import pack

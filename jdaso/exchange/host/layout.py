@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdaso.core.blocks import format_of
+from jdaso.core.block_format import format_of
 from jdaso.core.exchange import Shards
 from jdaso.core.wire import pack, unpack, unpadded, wire_shape
 

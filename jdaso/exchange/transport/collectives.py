@@ -7,7 +7,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from jdaso.core.blocks import format_of
+from jdaso.core.block_format import format_of
 from jdaso.core.mpi_types import Comm, MpiRequest
 from jdaso.core.types import JdasoError
 from jdaso.exchange.host.buffers import StagingBuffers

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jdaso.core.blocks import FORMATS
+from jdaso.core.block_format import FORMATS
 from jdaso.core.wire import wire_shape
 from jdaso.exchange.host.buffers import BufferPool, StagingBuffers
 from jdaso.exchange.host.layout import LeafSpec

@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jdaso.core import wire
-from jdaso.core.blocks import FORMATS
+from jdaso.core.block_format import FORMATS
 from jdaso.core.exchange import HEADER_SIZE
 from jdaso.exchange.host import compiled, ffi_bridge
 from jdaso.exchange.host.buffers import StagingBuffers

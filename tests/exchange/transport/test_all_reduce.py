@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdaso.core.blocks import FORMATS, format_of, pack, unpack
+from jdaso.core.block_format import FORMATS, format_of, pack, unpack
 from jdaso.core.wire import pack_sum, sum_divisor, sum_dtype, sum_shape
 from jdaso.exchange.transport import all_reduce as module
 from jdaso.exchange.transport.all_reduce import (

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdaso
-from jdaso.core.blocks import FORMATS
+from jdaso.core.block_format import FORMATS
 from jdaso.core.wire import rounded
 from jdaso.exchange.host.layout import make_layout
 

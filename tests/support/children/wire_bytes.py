@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jdaso
-from jdaso.core.blocks import FORMATS
+from jdaso.core.block_format import FORMATS
 from jdaso.core.wire import rounded
 
 parser = argparse.ArgumentParser()

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdaso.cluster import tree
-from jdaso.cluster.tree import ancestors, connected, parents, without
+from jdaso.cluster.heartbeat_tree import ancestors, connected, parents, without
 
 
 def groups(hosts):

@@ -1,5 +1,5 @@
 // What compiled code computes while it copies leaves and sums on CPUs. The results have the same bits
-// as those of core/blocks.py and core/error_feedback.py.
+// as those of core/block_format.py and core/error_feedback.py.
 
 #pragma once
 

@@ -6,7 +6,7 @@ import ctypes
 
 import numpy as np
 
-from jdaso.core.blocks import format_of, pack, unpack
+from jdaso.core.block_format import format_of, pack, unpack
 from jdaso.exchange.host import compiled
 
 
@@ -14,7 +14,7 @@ def sum_blocks(terms: np.ndarray, sums: np.ndarray, packed: np.ndarray) -> None:
     """Adds the blocks of several members in their order.
 
     Args:
-        terms: rows of a :class:`jdaso.core.blocks.BlockFormat`, [members, rows, row_bytes].
+        terms: rows of a :class:`jdaso.core.block_format.BlockFormat`, [members, rows, row_bytes].
         sums: float32[rows, 64], receives the sums.
         packed: rows of the same format, [rows, row_bytes], receives the rounded sums.
 

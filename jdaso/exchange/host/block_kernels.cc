@@ -1,4 +1,4 @@
-#include "blocks.h"
+#include "block_kernels.h"
 
 #include <algorithm>
 #include <cmath>
@@ -25,7 +25,7 @@
 namespace jdaso {
 namespace {
 
-// The constants of core/blocks.py.
+// The constants of core/block_format.py.
 constexpr size_t kBlock = 64;
 constexpr int kMinExponent = -100;
 
@@ -51,7 +51,7 @@ JDASO_INLINE uint16_t RoundedToBFloat16(uint32_t bits) {
   return static_cast<uint16_t>((nan ? bits | 0x400000 : rounded) >> 16);
 }
 
-// The format int8 of core/blocks.py. A code is an integer.
+// The format int8 of core/block_format.py. A code is an integer.
 struct Int8 {
   static constexpr float kLimit = 127;
   static constexpr int kMaxExponent = 121;

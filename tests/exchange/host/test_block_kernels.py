@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from jdaso.core.blocks import FORMATS, MIN_EXPONENT, format_of, pack, unpack
-from jdaso.exchange.host import blocks, compiled
+from jdaso.core.block_format import FORMATS, MIN_EXPONENT, format_of, pack, unpack
+from jdaso.exchange.host import block_kernels, compiled
 
 # Each byte is allowed in a message, except for codes and exponents that no sender computes.
 LEAST_CODE = {"int8": -127, "float4": -7}
@@ -28,7 +28,7 @@ def expected(terms):
 def computed(terms):
     sums = np.full((terms.shape[1], 64), np.nan, np.float32)
     packed = np.zeros(terms.shape[1:], terms.dtype)
-    blocks.sum_blocks(terms, sums, packed)
+    block_kernels.sum_blocks(terms, sums, packed)
     return sums, packed
 
 
@@ -62,5 +62,5 @@ def test_blocks_are_summed_and_decoded_with_and_without_a_library(name):
     for ours, theirs in zip(computed(packed), expected(packed), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     decoded = np.empty((7, 64), np.float32)
-    blocks.unpack_blocks(packed[1], decoded)
+    block_kernels.unpack_blocks(packed[1], decoded)
     np.testing.assert_array_equal(decoded, unpack(packed[1]))

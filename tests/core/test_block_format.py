@@ -11,7 +11,7 @@ from hypothesis.extra.numpy import arrays
 from virtual_nodes import LR, random_run, simulate, train
 
 import jdaso
-from jdaso.core import blocks, error_feedback, fragment_merge, fragment_post, wire
+from jdaso.core import block_format, error_feedback, fragment_merge, fragment_post, wire
 
 NODES = 3
 NODE_AXIS = jdaso.axis_exchange("node", NODES)
@@ -29,7 +29,7 @@ numbers = st.one_of(
     arrays(np.float32, (2, 64), elements=of_one_size).map(lambda x: x * np.float32(2.0**-99)),
     arrays(np.float32, (2, 64), elements=st.integers(-254, 254).map(lambda i: i / 2)),  # ties
 )
-jax_pack, jax_unpack = jax.jit(blocks.pack, static_argnums=1), jax.jit(blocks.unpack)
+jax_pack, jax_unpack = jax.jit(block_format.pack, static_argnums=1), jax.jit(block_format.unpack)
 
 
 def steps(rows):
@@ -48,12 +48,12 @@ def nearest(x, integers):
 @settings(max_examples=200, deadline=None)
 @given(x=numbers)
 def test_numbers_are_rounded_to_the_nearest_of_a_block(name, x):
-    rows = blocks.pack(x, blocks.FORMATS[name])
-    limit, smallest = INTEGERS[name][-1], blocks.MIN_EXPONENT
+    rows = block_format.pack(x, block_format.FORMATS[name])
+    limit, smallest = INTEGERS[name][-1], block_format.MIN_EXPONENT
     highest = {"int8": 121, "float4": 124}[name]
     inside = np.clip(x.astype(np.float64), -limit * 2.0**highest, limit * 2.0**highest)
     expected = nearest(inside / steps(rows), INTEGERS[name]) * steps(rows)
-    np.testing.assert_array_equal(blocks.unpack(rows), expected.astype(np.float32))
+    np.testing.assert_array_equal(block_format.unpack(rows), expected.astype(np.float32))
     # The step is the smallest power of two that reaches the largest number.
     largest = np.abs(inside).max(axis=1, keepdims=True)
     assert (largest <= limit * steps(rows)).all()
@@ -65,22 +65,22 @@ def test_numbers_are_rounded_to_the_nearest_of_a_block(name, x):
 @settings(max_examples=200, deadline=None)
 @given(x=numbers)
 def test_numpy_and_xla_get_the_same_bits_and_twice_rounded_is_once_rounded(name, x):
-    rows = blocks.pack(x, blocks.FORMATS[name])
-    np.testing.assert_array_equal(jax_pack(x, blocks.FORMATS[name]), rows)
-    rounded = blocks.unpack(rows)
+    rows = block_format.pack(x, block_format.FORMATS[name])
+    np.testing.assert_array_equal(jax_pack(x, block_format.FORMATS[name]), rows)
+    rounded = block_format.unpack(rows)
     assert np.isfinite(rounded).all()
     np.testing.assert_array_equal(np.asarray(jax_unpack(rows)).view("u4"), rounded.view("u4"))
     # If the largest number of float4 was rounded down, a smaller exponent has the same numbers.
-    again = blocks.pack(rounded, blocks.FORMATS[name])
-    np.testing.assert_array_equal(blocks.unpack(again).view("u4"), rounded.view("u4"))
+    again = block_format.pack(rounded, block_format.FORMATS[name])
+    np.testing.assert_array_equal(block_format.unpack(again).view("u4"), rounded.view("u4"))
 
 
-@pytest.mark.parametrize("exponent", [blocks.MIN_EXPONENT, -30, 0, 121])
+@pytest.mark.parametrize("exponent", [block_format.MIN_EXPONENT, -30, 0, 121])
 @pytest.mark.parametrize("name", WIRES)
 def test_what_can_be_represented_is_not_rounded(name, exponent):
     whole = np.resize(INTEGERS[name], (4, 64)).astype(np.float32) * np.float32(2.0**exponent)
-    rows = blocks.pack(whole, blocks.FORMATS[name])
-    np.testing.assert_array_equal(blocks.unpack(rows), whole)
+    rows = block_format.pack(whole, block_format.FORMATS[name])
+    np.testing.assert_array_equal(block_format.unpack(rows), whole)
 
 
 def test_float4_has_the_values_of_the_microscaling_formats():
@@ -311,6 +311,6 @@ def test_the_exponent_is_the_smallest_with_which_the_largest_number_fits(name, e
     fits = np.float32(INTEGERS[name][-1] * 2.0**exponent)
     exceeds = np.nextafter(fits, np.float32(np.inf))
     for largest, expected in ((fits, exponent), (exceeds, exponent + 1)):
-        block = np.zeros((1, blocks.BLOCK_SIZE), np.float32)
+        block = np.zeros((1, block_format.BLOCK_SIZE), np.float32)
         block[0, 5] = -largest
-        assert blocks.pack(block, blocks.FORMATS[name]).view(np.int8)[0, 0] == expected
+        assert block_format.pack(block, block_format.FORMATS[name]).view(np.int8)[0, 0] == expected
