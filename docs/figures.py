@@ -196,7 +196,7 @@ def architecture():
     axes.text(
         4,
         0.12,
-        "blue: knows no network. Arrows lead to what is imported; implied ones are left out",
+        "blue: does not depend on the network. Arrows lead to imports; implied ones are left out",
         ha="center",
         va="center",
         size=9,
