@@ -31,7 +31,7 @@ _COMPARED = {
         "All nodes must use the same wire, the same model, and the same number of fragments.",
     ),
 }
-# The number in the record of a process that exits.
+# The number in the record of a process that closes the exchange.
 _EXIT = -2
 # The last entries of a header are agreement numbers, which are compared and not summed.
 _AGREEMENT = slice(-len(AGREEMENT_NAMES), None)
@@ -40,6 +40,14 @@ _SUMMED = slice(None, -len(AGREEMENT_NAMES))
 
 def exchange_name(number: int) -> str:
     return "a consensus" if number == UNCOUNTED else f"exchange {number}"
+
+
+def closed_without(names: str) -> str:
+    """Why an operation cannot complete in which processes have not taken part."""
+    return (
+        f"{names} closed this exchange, or exited, without taking part. All nodes must take the "
+        "same number of steps."
+    )
 
 
 def handshake(
@@ -71,8 +79,7 @@ def handshake(
     own, name = comm.Get_rank(), exchange_name(number)
     for rank in np.flatnonzero(records["number"] == _EXIT)[:1]:
         raise JdasoError(
-            f"{name} of {describe(own)} cannot complete: {describe(rank)} exited without taking "
-            "part. All nodes must take the same number of steps."
+            f"{name} of {describe(own)} cannot complete: {closed_without(describe(rank))}"
         )
     for field, (quantity, advice) in _COMPARED.items():
         for rank in np.flatnonzero(records[field] != record[field])[:1]:
@@ -93,9 +100,10 @@ def handshake(
 
 
 def exit_barrier(comm: Comm) -> Operation:
-    """Waits until all members exit. Those that post an exchange instead raise an error.
+    """Waits until all members have reached this barrier.
 
-    Such a member exits later, after its error. All members see the same records, so all wait again.
+    A member that posts an exchange instead receives this record, raises an error, and reaches the
+    barrier later. All members see the same records, so all gather again.
     """
     record = np.zeros(1, _RECORD)
     record["number"] = _EXIT

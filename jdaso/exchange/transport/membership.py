@@ -65,10 +65,11 @@ class Membership:
         return self._roll_call.post(self._series[series]) if self._roll_call else None
 
     def announce_exit(self, progress: Progress) -> None:
-        """Announces that this process exits, and waits until all that are alive exit as well.
+        """Announces that this process closes the exchange, in ``close`` or at exit.
 
-        MPI_Finalize also waits for them, but occupies a core meanwhile. If one of them dies
-        instead, the heartbeat ends this process.
+        Waits until all processes that are alive close it as well. MPI_Finalize also waits for them,
+        but occupies a core meanwhile. If one of them dies instead, the heartbeat ends this process,
+        unless the job ``shrinks``.
         """
         call = self.call("exits")
         if self._roll_call:

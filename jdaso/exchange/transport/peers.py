@@ -7,6 +7,7 @@ from jdaso.cluster.roll_call import Answer
 from jdaso.cluster.topology import Topology
 from jdaso.core.log import logger
 from jdaso.core.types import JdasoError
+from jdaso.exchange.transport.handshake import closed_without
 from jdaso.exchange.transport.membership import Membership
 from jdaso.exchange.transport.request import Request
 
@@ -74,11 +75,8 @@ class Peers:
     def _cannot_complete(self, request: Request, now: float) -> str | None:
         """Why a request will never complete, if that is known."""
         absent, roll_call = self._answer(request).names, self._roll_call
-        if exited := [process.rank for process in absent if process.closed]:
-            names = name_ranks(exited, self._describe)
-            return (
-                f"{names} exited without taking part. All nodes must take the same number of steps."
-            )
+        if closed := [process.rank for process in absent if process.closed]:
+            return closed_without(name_ranks(closed, self._describe))
         for process in absent if request.blocks else ():
             # Both programs wait, each for an operation that the other one has not posted.
             if roll_call and process.awaited and not roll_call.has_posted(process.awaited):

@@ -53,7 +53,7 @@ def test_only_the_exit_of_a_process_that_is_missing_fails_an_operation(monkeypat
     submitted = progress.submit(waiting_until(lambda: next(looks)), "an exchange", call=call)
     assert progress.wait(submitted) == "done"
     calls.answers = {call: Answer(2, 1, (exited,))}
-    with pytest.raises(JdasoError, match="an exchange cannot complete: rank 1 exited without"):
+    with pytest.raises(JdasoError, match="an exchange cannot complete: rank 1 closed this"):
         progress.wait(progress.submit(waiting_until(lambda: False), "an exchange", call=call))
     progress.close()
     assert left == [progress]
