@@ -202,9 +202,9 @@ class Exchange(NamedTuple):
             earlier state, which are then forgotten.
         sent_leaves: ``(state) -> list`` of :class:`SentLeaf`, given a :class:`HostState`. None if
             the state is not of this exchange.
-        anyone: ``(flag) -> bool``, whether any node has passed True in this or an earlier call.
-            The answer is the same on all nodes. All nodes call it at the same steps, on the host,
-            outside jit.
+        anyone: ``(flag) -> bool``, whether any node passed True in one call: this call, or over MPI
+            the fourth before it. The answer is the same on all nodes. All nodes call it at the same
+            steps, on the host, outside jit.
         compares: whether the exchange compares the agreement numbers of the nodes. If not, the
             engine does not compute them.
         same_bits: whether the last agreement number, the shared state's, must be equal.

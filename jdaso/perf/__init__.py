@@ -1,7 +1,7 @@
 """The cost model of exchanges, and measurements for it.
 
 It imports :mod:`jdaso.exchange`, :mod:`jdaso.algorithms`, :mod:`jdaso.cluster` and
-:mod:`jdaso.core`. Its commands are
+:mod:`jdaso.core`. Only ``jdaso/__init__.py`` and ``__main__.py`` may import it. Its commands are
 ``python -m jdaso tune`` and ``python -m jdaso predict``. In all of its modules, times are in
 seconds, sizes in bytes, bandwidths in bytes per second.
 """

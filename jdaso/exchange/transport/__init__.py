@@ -1,4 +1,7 @@
-"""Moves messages between processes over MPI, from a progress thread. Imports ``exchange/host``.
+"""Moves messages between processes over MPI, from a progress thread.
+
+It imports ``exchange/host``, which must not import it. All other exchange code may, and the entries
+that may import :mod:`jdaso.exchange`.
 
 - ``mpi_transport``: posts and collects exchanges, with their timing.
 - ``progress``: the thread that polls. ``operation``, ``request``, ``deadlines``: what it polls.

@@ -16,7 +16,8 @@ from jdaso.exchange.transport.operation import Operation
 from jdaso.exchange.transport.progress import Progress
 from jdaso.exchange.transport.request import Request, completed
 
-# Calls of ``anyone`` until its answer. One node may be this many steps ahead of another.
+# Calls of ``anyone`` until its answer, which has arrived by then in most cases. One node may be
+# this many steps ahead of another.
 _ANSWER_AFTER = 4
 
 
@@ -40,7 +41,7 @@ class HostCollectives:
         return self._run(current, "comparisons", "the query of the topology", devices_are_busy)
 
     def anyone(self, flag: bool) -> bool:
-        """Whether any process passed True some calls ago. Most answers have arrived by then."""
+        """Whether any process passed True in the fourth call before this one, if there is one."""
         # Operations that are repeated after a repair must complete in order.
         before = self._flags[-1] if self._flags and self._membership.shrinks else None
 
