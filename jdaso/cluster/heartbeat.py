@@ -1,9 +1,9 @@
 """Heartbeats between processes, which tell whether a process is dead, silent, or only slow.
 
-The processes are connected in a tree, see ``tree``. A thread sends a heartbeat over each of a
-process's TCP connections every second. When a process dies, the kernel closes its connections, and
-the processes at their other ends tell all others at once. When a process is stopped, or its host or
-network link is down, its connections are silent. A process that is only slow still sends
+The processes are connected in a tree, see ``heartbeat_tree``. A thread sends a heartbeat over each
+of a process's TCP connections every second. When a process dies, the kernel closes its connections,
+and the processes at their other ends tell all others at once. When a process is stopped, or its
+host or network link is down, its connections are silent. A process that is only slow still sends
 heartbeats. MPI reports none of this, and waits for a dead process forever.
 """
 

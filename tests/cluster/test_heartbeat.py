@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdaso.cluster import heartbeat as heartbeat_module
+from jdaso.cluster import heartbeat_tree, rendezvous
 from jdaso.cluster import links as links_module
-from jdaso.cluster import rendezvous
-from jdaso.cluster import tree as tree_module
 from jdaso.cluster.heartbeat import EXIT_NODE_LOST, Heartbeat, start_heartbeat
 from jdaso.cluster.json_socket import MAX_MESSAGE_BYTES, JsonSocket
 from jdaso.cluster.links import Links
@@ -373,7 +372,7 @@ def started(size):
 
 @pytest.mark.parametrize(("size", "group"), [(4, 32), (8, 2)])
 def test_processes_connect_to_each_other(caplog, monkeypatch, size, group):
-    monkeypatch.setattr(tree_module, "GROUP", group)
+    monkeypatch.setattr(heartbeat_tree, "GROUP", group)
     heartbeats, aborts = started(size)
     assert max(len(heartbeat._links.peers) for heartbeat in heartbeats.values()) <= group + 1
     last, links = size - 1, [heartbeat._links for heartbeat in heartbeats.values()]
@@ -392,7 +391,7 @@ def parent_of(heartbeat):
 
 
 def test_those_below_a_dead_process_report_to_the_next_one_above_it(fast, monkeypatch, caplog):
-    monkeypatch.setattr(tree_module, "GROUP", 2)
+    monkeypatch.setattr(heartbeat_tree, "GROUP", 2)
     heartbeats, aborts = started(9)  # 1 and 2 report to 0, 3 and 4 to 1, 5 and 6 to 2, 7 and 8 to 3
     told, left = {rank: queue.Queue() for rank in heartbeats}, set(heartbeats)
     for rank, heartbeat in heartbeats.items():
@@ -435,7 +434,7 @@ def test_one_that_connects_and_sends_nothing_is_closed_soon(fast, monkeypatch):
 
 
 def test_one_that_can_report_to_nobody_says_so_and_is_not_called_alive(fast, monkeypatch, caplog):
-    monkeypatch.setattr(tree_module, "GROUP", 1)
+    monkeypatch.setattr(heartbeat_tree, "GROUP", 1)
     heartbeats, _ = started(4)  # a chain
     monkeypatch.setattr(links_module, "connect", lambda *_: time.sleep(0.01))
     monkeypatch.setattr(links_module, "CONNECT_SECONDS", 0.1)
@@ -453,7 +452,7 @@ def test_one_that_can_report_to_nobody_says_so_and_is_not_called_alive(fast, mon
 
 
 def test_a_parent_that_exits_says_who_below_it_has_exited(monkeypatch):
-    monkeypatch.setattr(tree_module, "GROUP", 1)
+    monkeypatch.setattr(heartbeat_tree, "GROUP", 1)
     heartbeats, _ = started(4)  # a chain
     heartbeats[3].close()
     wait_until(lambda: 3 in heartbeats[2]._exited)
@@ -464,7 +463,7 @@ def test_a_parent_that_exits_says_who_below_it_has_exited(monkeypatch):
 
 
 def test_one_whose_parent_has_exited_may_have_exited_and_is_not_called_silent(fast, monkeypatch):
-    monkeypatch.setattr(tree_module, "GROUP", 1)
+    monkeypatch.setattr(heartbeat_tree, "GROUP", 1)
     heartbeats, _ = started(3)  # a chain
     monkeypatch.setattr(links_module, "connect", lambda *_: time.sleep(0.01))
     heartbeats[1].close()
@@ -474,7 +473,7 @@ def test_one_whose_parent_has_exited_may_have_exited_and_is_not_called_silent(fa
 
 
 def test_one_that_reports_to_another_process_than_expected_is_not_called_silent(fast, monkeypatch):
-    monkeypatch.setattr(tree_module, "GROUP", 2)
+    monkeypatch.setattr(heartbeat_tree, "GROUP", 2)
     heartbeats, _ = started(9)  # 1 and 2 report to 0, 3 and 4 to 1, 7 and 8 to 3
     contacts = heartbeats[7]._links.contacts
     heartbeats[7]._links.contacts = [contact for contact in contacts if contact.rank == 2]
@@ -490,7 +489,7 @@ def test_one_that_reports_to_another_process_than_expected_is_not_called_silent(
 
 
 def test_an_exit_is_told_to_all_and_those_below_report_to_another_one(fast, monkeypatch, caplog):
-    monkeypatch.setattr(tree_module, "GROUP", 2)
+    monkeypatch.setattr(heartbeat_tree, "GROUP", 2)
     heartbeats, aborts = started(7)
     for exited, parents in ((5, {}), (1, {3: 0, 4: 0}), (0, {2: None, 3: 2, 4: 2})):
         heartbeats[exited].close()

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdaso.cluster import tree
+from jdaso.cluster import heartbeat_tree
 from jdaso.cluster.heartbeat_tree import ancestors, connected, parents, without
 
 
@@ -17,7 +17,7 @@ def groups(hosts):
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=200), st.integers(1, 4))
 def test_every_process_reaches_the_first_one_and_has_few_that_report_to_it(hosts, group):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree, "GROUP", group)
+        patch.setattr(heartbeat_tree, "GROUP", group)
         found = parents(groups(hosts))
     assert found[0] == 0
     assert connected(found, 0, [], []).all()
@@ -29,7 +29,7 @@ def test_every_process_reaches_the_first_one_and_has_few_that_report_to_it(hosts
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=50), st.integers(1, 4), st.data())
 def test_without_some_ranks_each_reports_to_the_next_above_or_to_the_lowest(hosts, group, data):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree, "GROUP", group)
+        patch.setattr(heartbeat_tree, "GROUP", group)
         found = parents(groups(hosts))
     ranks = range(len(hosts))
     gone = data.draw(st.sets(st.sampled_from(ranks), max_size=len(hosts) - 1))
@@ -48,7 +48,7 @@ def test_thousands_of_nodes_are_a_few_levels():
     while top.any():
         top, levels = found[top], levels + 1
     assert levels == 4
-    assert np.bincount(found).max() <= 2 * tree.GROUP + 1
+    assert np.bincount(found).max() <= 2 * heartbeat_tree.GROUP + 1
 
 
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=30), st.data())

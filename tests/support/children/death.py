@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import jdaso
-from jdaso.cluster import heartbeat, tree
+from jdaso.cluster import heartbeat, heartbeat_tree
 from jdaso.cluster.barrier import barrier
 
 case = sys.argv[1]
 # So that the tests are short.
 heartbeat.BEAT_SECONDS, heartbeat.SILENT_SECONDS = 0.2, 1.0
 if case == "killed in a deep tree":  # a chain: each process reports to the one before it
-    tree.GROUP = 1
+    heartbeat_tree.GROUP = 1
 joined = case == "killed joined"
 topology = jdaso.discover_topology(2 if joined else None, join_processes=joined)
 assert topology.joined == joined
