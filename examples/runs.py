@@ -28,7 +28,7 @@ class Run(NamedTuple):
         columns: float64[lines] for each key whose values are numbers, NaN where a line has none.
             Three columns are computed from the totals. ``megabytes_sent`` is ``bytes_sent`` in MB.
             ``epoch_blocked`` and ``epoch_hidden`` are the seconds of an epoch during which
-            exchanges were in flight, with training blocked and with training going on.
+            exchanges were in flight, with training blocked and while training continued.
         exchange: The timeline of an exchange, or None. It is the last one that has a delay.
     """
 

@@ -24,8 +24,8 @@ LABEL = "time since the post, ms"
 def typical(history: Sequence[ExchangeRecord], steps: range, delay: int) -> dict[str, Any] | None:
     """One exchange for metrics.jsonl, in seconds since its post, or None if there is none.
 
-    It is that with the median flight among those that were posted after one of ``steps`` and had
-    ``delay`` steps until their merge.
+    It has the median transfer time among the exchanges that were posted and, ``delay`` steps later,
+    merged within ``steps``.
     """
     found = [
         record

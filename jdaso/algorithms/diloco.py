@@ -169,7 +169,7 @@ def diloco_anchor(params: PyTree, opt_state: PyTree) -> PyTree:
 
 
 def _with_warmup(outer: optax.GradientTransformation, rounds: int) -> optax.GradientTransformation:
-    """The outer optimizer, after so many steps to the mean of the nodes."""
+    """The outer optimizer. In the first ``rounds`` rounds the anchor becomes the nodes' mean."""
 
     def init(params: PyTree) -> WarmupState:
         return WarmupState(jnp.int32(0), outer.init(params))

@@ -32,9 +32,11 @@ def abort(reason: str, status: int, all_abort: bool = True) -> None:
     Launchers report different statuses of the job. MPICH's mpiexec and Open MPI report ``status``
     if MPI_Abort is called with MPI_COMM_WORLD. With another communicator, MPICH tells its mpiexec
     nothing, which then kills the other processes and reports that signal, or hangs. Slurm's plugin
-    pmi2 has no status in its abort. It kills all processes, and srun reports 137. So where
-    ``all_abort`` and none is lost, they exit by themselves, and no signal of ``srun -K`` ends them.
-    A launcher that itself notices a dead process first reports its signal (9 or 137).
+    pmi2 has no status in its abort. It kills all processes, and srun reports 137. Therefore under
+    pmi2, with status 1 and if the reason was sent to all processes (``all_abort``), this process
+    does not call MPI_Abort. It ignores SIGTERM, which ``srun -K`` sends, and exits with the status
+    itself, as the others do. A launcher that itself notices a dead process first reports its signal
+    (9 or 137).
     """
     if not _aborting.acquire(blocking=False):
         threading.Event().wait()  # until the other thread has ended the process
@@ -134,7 +136,7 @@ def abort_on_exception(process_name: str, abort_all: Callable[[str], None]) -> N
 
 
 def _plain(error: BaseException) -> str:
-    """Type and message of an error. XLA puts words of its own around an error of the host."""
+    """Type and message of an error. XLA wraps the text of an error that a host callback raised."""
     text = f"{type(error).__name__}: {error}"
     said = re.search(r"JdasoError: .*", text)
     return said[0] if said and ": INTERNAL: " in text else text

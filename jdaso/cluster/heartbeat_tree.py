@@ -4,7 +4,8 @@ from collections.abc import Collection
 
 import numpy as np
 
-# As many processes of its own host report to a process at most, and as many first ones of others.
+# The most processes of its own host that report to one process, and the most first processes of
+# other hosts that do.
 GROUP = 32
 
 
@@ -46,7 +47,8 @@ def ancestors(tree: np.ndarray, rank: int) -> list[int]:
 def without(tree: np.ndarray, gone: Collection[int]) -> np.ndarray:
     """The tree in which no rank reports to one of ``gone``.
 
-    Those that did report to the nearest rank above that is left, or to the lowest that is left.
+    A rank that reported to one of them reports to its nearest remaining ancestor, or, if there is
+    none, to the lowest remaining rank.
 
     >>> without(np.array([0, 0, 1, 1, 0]), [1]), without(np.array([0, 0, 1, 1, 0]), [0])
     (array([0, 0, 0, 0, 0]), array([1, 1, 1, 1, 1]))

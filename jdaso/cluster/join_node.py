@@ -37,7 +37,7 @@ def join_node(comm: Comm, placement: Placement, per_node: int) -> None:
         local_rank,
         local_device_ids=_device_ids(local_rank, per_node),
         cluster_detection_method="deactivate",
-        # The heartbeat of jdaso notices earlier that a process has died.
+        # jdaso's own heartbeat detects a death earlier than this timeout.
         heartbeat_timeout_seconds=int(LOST_SECONDS),
         shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
         coordinator_bind_address=address,

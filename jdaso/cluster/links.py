@@ -24,9 +24,10 @@ from jdaso.cluster.rendezvous import Acceptor, Secret, connect, new_secret
 from jdaso.core.log import logger
 from jdaso.core.mpi_types import Comm
 
-# Longest time in which a process looks for one to report to, and tries one of several at a time.
+# Seconds for the whole search for a process to report to, and for one attempt if there are several
+# candidates.
 CONNECT_SECONDS, _TRY_SECONDS = 20.0, 0.2
-# If all processes above it in the tree are gone, a process reports to one of so many first ranks.
+# A process whose ancestors are all gone reports to a rank below this number.
 _FIRST_RANKS = 2 * GROUP
 _BACKLOG = 4 * GROUP
 _CONTACT = np.dtype([("port", "<i4"), ("hosts", "S256")])

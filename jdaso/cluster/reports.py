@@ -25,12 +25,15 @@ from jdaso.cluster.roll_call import (
 
 
 class Report(NamedTuple):
-    """Upwards it is about the sender and all that report to it, downwards about all processes."""
+    """A message to a neighbour in the tree.
+
+    To the parent, it covers the sender and all processes below it. To a child, it covers all.
+    """
 
     silent: frozenset[int] = frozenset()
     dead: frozenset[int] = frozenset()
     exited: frozenset[int] = frozenset()
-    guests: frozenset[int] = frozenset()  # that report to another process than expected
+    rerouted: frozenset[int] = frozenset()  # that report to another process than expected
     questions: tuple[Call, ...] = ()
     answers: Mapping[Call, Answer] = MappingProxyType({})
 
@@ -47,7 +50,8 @@ class Reports:
         dead: Ranks whose death all processes tolerate.
         exited: Ranks that have announced that they exit normally.
         unconnected: Ranks that could not connect to their parents at the start.
-        missing: Ranks that should report to this one for some time, and do not.
+        missing: Ranks that should report to this one, and have not connected for
+            ``SILENT_SECONDS``.
     """
 
     def __init__(
@@ -61,8 +65,8 @@ class Reports:
         self._parent: int | None = None
         self.unconnected: frozenset[int] = frozenset()
         self.missing: frozenset[int] = frozenset()
-        self._own_guests: frozenset[int] = frozenset()
-        self._guests: frozenset[int] = frozenset()  # of all processes
+        self._own_rerouted: frozenset[int] = frozenset()
+        self._rerouted: frozenset[int] = frozenset()  # of all processes
         self._heard: dict[int, Report] = {}
         self._sent: dict[int, list[Any]] = {}
         self.silent: frozenset[int] = frozenset()
@@ -77,7 +81,7 @@ class Reports:
     def connected(self) -> np.ndarray:
         """For each rank, whether its heartbeats arrive here, bool[P]."""
         top = {self._rank} if self._parent is None else set()
-        cut = self.unconnected | top | (self.missing - self._guests)
+        cut = self.unconnected | top | (self.missing - self._rerouted)
         tree = without(self._tree, self.gone)
         return connected(tree, self._rank, cut, (self.silent | self.gone) - {self._rank})
 
@@ -88,7 +92,7 @@ class Reports:
         moved = (without(self._tree, gone) == self._rank) & (self._tree != self._rank)
         adopted = frozenset(np.flatnonzero(moved).tolist()) - gone - {self._rank}
         below = {rank for rank in peers if rank > self._rank and self._tree[rank] != self._rank}
-        self._own_guests = frozenset(below - adopted)
+        self._own_rerouted = frozenset(below - adopted)
         return adopted.difference(peers)
 
     def states(self, ranks: frozenset[int]) -> str:
@@ -113,12 +117,12 @@ class Reports:
         """Keeps the report of a peer. What is malformed is left out."""
         size = len(self._tree)
         match message:
-            case [[*silent], [*dead], [*exited], [*guests], [*questions], [*answers]]:
+            case [[*silent], [*dead], [*exited], [*rerouted], [*questions], [*answers]]:
                 self._heard[rank] = report = Report(
                     decode_ranks(silent, size),
                     decode_ranks(dead, size),
                     decode_ranks(exited, size),
-                    decode_ranks(guests, size),
+                    decode_ranks(rerouted, size),
                     tuple(decode_calls(questions)),
                     decode(answers, size),
                 )
@@ -145,9 +149,9 @@ class Reports:
         lost = frozenset(rank for rank in self.missing if self._tree[rank] not in self.exited)
         silent = silent_peers.union(lost, *(report.silent for report in below.values()))
         # A process may report to another one than that which expects it.
-        guests = self._own_guests.intersection(below)
-        guests = guests.union(*(report.guests for report in below.values())) - silent_peers
-        silent -= guests | (below.keys() - silent_peers)
+        rerouted = self._own_rerouted.intersection(below)
+        rerouted = rerouted.union(*(report.rerouted for report in below.values())) - silent_peers
+        silent -= rerouted | (below.keys() - silent_peers)
         asked = self._roll_call.questions()
         asked += [call for report in below.values() for call in report.questions]
         questions = tuple(earliest(asked))
@@ -158,11 +162,11 @@ class Reports:
             )
             for call in (above.questions if above else questions)
         }
-        up = Report(silent - {parent}, self.dead, self.exited, guests, questions, answers)
+        up = Report(silent - {parent}, self.dead, self.exited, rerouted, questions, answers)
         down = up._replace(silent=silent)
         if above:
             down = above._replace(dead=self.dead, exited=self.exited)
-        self.silent, self._guests = down.silent | silent_peers, down.guests
+        self.silent, self._rerouted = down.silent | silent_peers, down.rerouted
         self._roll_call.answers = down.answers
         upwards, downwards = up.message(), down.message()
         messages = {rank: upwards if rank == parent else downwards for rank in peers}

@@ -92,7 +92,7 @@ class RollCall:
         return self._posted[call.series] > call.number
 
     def close(self, series: int) -> None:
-        """No operation will be posted in a series any more."""
+        """Records that this process will post no more operations in a series."""
         self._closed.add(series)
 
     def ask(self, call: Call) -> None:
@@ -102,7 +102,7 @@ class RollCall:
             self._on_question()
 
     def wait(self, call: Call, name: str) -> None:
-        """The program waits for an operation until it is ``done``."""
+        """Records that the program waits for an operation, until it is ``done``."""
         self._awaited[call] = name[:_MAX_TEXT]
 
     def done(self, call: Call) -> None:
@@ -121,7 +121,11 @@ class RollCall:
         return Answer(1, 1, (Absent(self._rank, call.series in self._closed, awaited, name),))
 
     def answer(self, call: Call) -> Answer:
-        """The answer of all processes so far. Who is absent for an earlier call is for this one."""
+        """The answers of all processes so far.
+
+        A process that has not posted an earlier operation of the series has not posted this one, so
+        the latest answered operation up to this one is used.
+        """
         answers = self.answers
         known = [c for c in answers if c.series == call.series and c.number <= call.number]
         return answers[max(known)] if known else Answer()

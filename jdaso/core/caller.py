@@ -1,4 +1,4 @@
-"""The public function that the program has called, for messages of what it calls in turn."""
+"""Names the public function that the program called, for messages about operations inside it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What must be equal on all nodes, as a few numbers that travel with every exchange.
 
-Nodes at different steps would sum unrelated parameters, or wait for each other for ever. Each
+Nodes at different steps would sum unrelated parameters, or wait for each other forever. Each
 node therefore sends its period, delay and phase, and fingerprints of larger things. An exchange
 between processes compares these numbers.
 """

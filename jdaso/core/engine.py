@@ -132,7 +132,8 @@ def _move(
         origin: the parameters, if the tree has updates in their place.
 
     Returns:
-        The tree, in which updates lead from ``origin`` to what was merged, and the new state.
+        The tree and the new state. If ``origin`` is given, the tree holds updates, and ``origin``
+        plus the updates are the merged parameters.
     """
     target = config.sync_target
     leaves, treedef = jax.tree.flatten(tree)

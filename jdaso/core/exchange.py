@@ -130,10 +130,10 @@ class PartOperations(NamedTuple):
 
     Attributes:
         finish: as that of :class:`Exchange`, like the leaves of a part, and the part.
-        after: ``(state, part, lists, into) -> (state, lists)``. What is called with this state
-            comes after the arrays are computed. Array j of each list is like leaf j of the part.
-            If lists ``into`` are given, the arrays are copied into the places of theirs, which
-            nothing may use afterwards.
+        after: ``(state, part, lists, into) -> (state, lists)``, returns the lists unchanged. Calls
+            of the exchange that take the returned state run after the lists have been computed.
+            Array j of each list is like leaf j of the part. With ``into``, the arrays are copied
+            over those of ``into``, which must not be used afterwards.
     """
 
     finish: Callable[[PyTree, Number, Leaves, slice], tuple[Leaves, jax.Array, PyTree]]

@@ -43,11 +43,12 @@ def post_fragment(
     sent = number, context.step, message, header
     exchange_state, following, feedback = _send(config, fragment, sent, wires, choice)
     if config.exchange.parts is not None:
-        # The moves below change the leaves in their places, after they have been read.
+        # ``after`` makes the leaves depend on the post, so that the moves may change them in place.
         whole = slice(0, len(leaves))
         exchange_state, [leaves] = config.exchange.parts.after(exchange_state, whole, [leaves])
         params, moments = leaves[:num_params], leaves[num_params:]
-        # If these passed unchanged, XLA would keep a copy of what the merge before has changed.
+        # Without the barrier, arrays that pass through this branch unchanged would make XLA copy
+        # what the merge before the post has changed in place.
         new_state, feedback = lax.optimization_barrier((new_state, feedback))
     # A node that does not contribute must not move, because the sum does not contain its move.
     moved = [
@@ -138,7 +139,7 @@ def _agreement(config: EngineConfig, context: StepContext, fragment: FragmentSta
         return jnp.zeros((len(AGREEMENT_NAMES),), jnp.float32)
     shared: PyTree = ()
     if config.exchange.same_bits:
-        # int8 and float4 send differences to anchors, so they would never correct a wrong anchor.
+        # int8 and float4 send differences from anchors, so they would never correct a wrong anchor.
         anchor = fragment.feedback.anchor if fragment.feedback else ()
         shared = (context.replicated, fragment.merge if config.merge.shared else (), anchor)
     return agreement_numbers(context.plan, context.schedule, shared)

@@ -145,8 +145,9 @@ def _if(
 ) -> tuple[PyTree, PyTree]:
     """Tree and state of ``local(tree, params, state, grads)``, or both unchanged.
 
-    A conditional leaves both in place. A selection would read the old ones once more, and XLA
-    would keep a copy of them. XLA also keeps one if the branch that changes them is the second.
+    With ``lax.cond``, XLA changes both in place. ``jnp.where`` would read the old values again, so
+    XLA would copy them. XLA also copies them if the changing branch is the second, so ``change`` is
+    the first.
     """
     like = jax.eval_shape(local, tree, params, state, grads)[:2]
 

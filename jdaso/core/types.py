@@ -76,7 +76,7 @@ class Arrival(NamedTuple):
     Attributes:
         total: sums over the contributing nodes, float32 (float64 for float64 leaves).
         mean: ``total`` divided by ``members``. If the merge is ``relative``, both are differences
-            to what this node has posted: ``mean_i x_i - x_posted``.
+            from what this node has posted: ``mean_i x_i - x_posted``.
         members: float32 scalar, the number of members, the nodes whose leaves are in the sum.
         age: int32 scalar, steps since the exchange was posted.
         sound: bool scalar. A node is sound if its parameters have been finite since its last
@@ -114,13 +114,13 @@ class Merge(NamedTuple):
         own_weight: ``(arrival) -> w``, the weight of a node's own optimizer moments m where they
             are averaged as well: ``m <- w m + (1 - w) mean_i m_i``. None if they cannot be.
         shared: whether the state must be the same on all nodes, bit for bit.
-        relative: whether the sums are differences to what this node has posted. The host subtracts
-            it in the staging buffers, so that the device keeps no copy. It excludes int8 and
-            float4. If the node has not contributed, ``leaves`` are zeros.
+        relative: whether the sums are differences from what this node has posted. The host
+            subtracts it in the staging buffers, so that the device keeps no copy. It excludes int8
+            and float4. If the node has not contributed, ``leaves`` are zeros.
         base: ``(state) -> leaves``, one for each floating-point leaf, in the dtype of its sum. They
             must be the same on all nodes (``shared``) and change only in ``merge``. int8 and float4
-            send differences to them. If it is None, int8 and float4 send differences to the last
-            mean, which they keep in addition.
+            send differences from them. If it is None, int8 and float4 send differences from the
+            last mean, which they keep in addition.
 
     If leaf j of each result depends on the leaves j only, ``merge`` may be called with some of the
     leaves. In the state, :class:`optax.MaskedNode` then takes the places of the others.

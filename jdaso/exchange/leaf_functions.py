@@ -21,7 +21,10 @@ from jdaso.exchange.transport.mpi_transport import MpiTransport
 
 
 class LeafFunctions(NamedTuple):
-    """Their methods are those of :class:`jdaso.Exchange`, for the leaves ``bound`` if given."""
+    """The methods are the fields of :class:`jdaso.Exchange` of the same names.
+
+    If ``bound`` is given, they are for these leaves.
+    """
 
     topology: Topology
     program: JitInterface

@@ -41,10 +41,11 @@ def sweep(
     seconds: float,
     sizes: int = 5,
 ) -> Measured:
-    """Measures exchanges of all of the parameters, a 4th, ... down to the number of ``sizes``.
+    """Measures exchanges of all parameters, a quarter, a sixteenth, and so on, the smallest first.
 
-    This is collective. The time of an exchange is the longest over all nodes, so all nodes have
-    the same numbers and stop at the same size when ``seconds`` are over.
+    There are at most ``sizes`` sizes. This is collective. The time of an exchange is the longest
+    over all nodes, so all nodes have the same numbers and stop at the same size when ``seconds``
+    are over.
     """
     comm = topology.duplicate_comm()
 

@@ -32,7 +32,7 @@ def test_workers_come_late_and_are_refused_without_harm_to_others(case):
 def test_a_worker_that_is_stopped_stops_nobody_and_goes_on():
     ended = mpiexec(3, "center.py", "stopped", timeout=120)
     passes(ended)
-    assert "has been silent for 2 s; the others go on" in ended.output
+    assert "has been silent for 2 s; the others continue" in ended.output
     assert "is back" in ended.output
 
 
@@ -40,13 +40,13 @@ def test_a_worker_that_is_killed_stops_nobody():
     ended = mpiexec(3, "center.py", "killed", timeout=120, survive=True)
     assert "rank 0 came to its end" in ended.output, ended.output
     assert "rank 1 came to its end" in ended.output, ended.output
-    assert "has died; the others go on" in ended.output
+    assert "has died; the others continue" in ended.output
 
 
 def test_a_worker_that_fails_stops_nobody():
     ended = mpiexec(3, "center.py", "failed", timeout=120, survive=True)
     assert ended.returncode != 0
     assert "ZeroDivisionError" in ended.output
-    assert "failed; the others go on" in ended.output
+    assert "failed; the others continue" in ended.output
     assert "rank 0 came to its end" in ended.output, ended.output
     assert "rank 1 came to its end" in ended.output, ended.output

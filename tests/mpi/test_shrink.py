@@ -64,7 +64,7 @@ def open_mpi(tmp_path_factory):
 
 def lost(ended):
     """Who has died, as all that are left say."""
-    told = re.findall(r"jdaso: ?(.*) has died; (.*) goes on, nodes left: 2", ended.output)
+    told = re.findall(r"jdaso: ?(.*) has died; (.*) continues, nodes left: 2", ended.output)
     assert len({who for _, who in told}) == 2, ended.output
     (dead,) = {dead for dead, _ in told}
     return dead
@@ -109,7 +109,7 @@ def test_an_error_ends_the_job_all_the_same(open_mpi):
     ended = open_mpi("shrinking.py", 1, 9, "error")
     assert ended.returncode != 0
     assert "ending all processes: rank 1" in ended.output
-    assert "goes on" not in ended.output
+    assert "continues, nodes left" not in ended.output
 
 
 def test_an_mpi_that_cannot_is_named(open_mpi):

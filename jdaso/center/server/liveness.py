@@ -10,11 +10,11 @@ class Liveness:
 
     >>> liveness = Liveness(2, "rank {}".format, gone_after=5, now=0)
     >>> liveness.message_from(0, now=4); liveness.update(now=6)
-    ['rank 1 has been silent for 5 s; the others go on']
+    ['rank 1 has been silent for 5 s; the others continue']
     >>> liveness.message_from(1, now=7); liveness.update(now=8)
     ['rank 1 is back']
     >>> liveness.set_ended(0); liveness.set_died(1); liveness.update(now=9)
-    ['rank 1 has died; the others go on']
+    ['rank 1 has died; the others continue']
     >>> liveness.active()
     frozenset()
     """
@@ -49,7 +49,7 @@ class Liveness:
             if (died or silent) and worker not in self.gone:
                 self.gone.add(worker)
                 how = "died" if died else f"been silent for {self._gone_after:g} s"
-                changes.append(f"{self._describe(worker)} has {how}; the others go on")
+                changes.append(f"{self._describe(worker)} has {how}; the others continue")
             elif not (died or silent) and worker in self.gone:
                 self.gone.remove(worker)
                 changes.append(f"{self._describe(worker)} is back")

@@ -33,7 +33,7 @@ def worker_policy(topology: Topology) -> ExitPolicy:
         status[0] = 1
         sys.stdout.flush()
         own = topology.describe(topology.rank)
-        logger.error("%s failed; the others go on.", own, exc_info=(kind, error, trace))
+        logger.error("%s failed; the others continue.", own, exc_info=(kind, error, trace))
 
     sys.excepthook = hook
     return ExitPolicy(
@@ -50,7 +50,7 @@ def server_exit(topology: Topology, liveness: Liveness) -> Callable[[object], No
 
 def _exit_now(reason: str) -> None:
     sys.stdout.flush()
-    logger.error("%s The others go on.", reason)
+    logger.error("%s The others continue.", reason)
     os._exit(1)
 
 

@@ -26,9 +26,10 @@ class _Reserved:
 
 
 class ReservedExchanges:
-    """Buffers of reserved exchanges, by number. A program may end before its copies do.
+    """Buffers of reserved exchanges, by number.
 
-    ``changed`` is notified when an exchange is posted or discarded.
+    A program may end before its copies do, so an exchange may still be reserved then. ``changed``
+    is notified when an exchange is posted or discarded.
     """
 
     def __init__(self, changed: threading.Condition):

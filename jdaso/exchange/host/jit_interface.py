@@ -57,7 +57,7 @@ class JitInterface:
         self.all_devices = self._mesh.all_devices
         self.per_shard = self._mesh.per_shard
         self.call_host = self._mesh.call_host
-        # Runs before the exit functions of what was created before, which programs may still call.
+        # Registered after the objects that programs call, so it runs before their exit functions.
         self._complete = functools.partial(await_programs, shardings.mesh.local_devices)
         self._forget = at_exit(self._complete)
 

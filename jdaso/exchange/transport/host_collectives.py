@@ -71,7 +71,8 @@ class HostCollectives:
             yield from collectives.broadcast(comm, copies, rank)
             return copies
 
-        # A comparison came before it. Inside jit, its devices are busy with it.
+        # No ``busy``: outside jit, the comparison before it has waited for the devices. Inside jit,
+        # they are busy with this broadcast.
         return self._run(from_root, "broadcasts", caller() or "a broadcast")
 
     def compare(self, outline: Sequence[str]) -> None:

@@ -45,7 +45,7 @@ class Membership:
         return self._log is not None
 
     def needs_repair(self) -> bool:
-        """Whether a process has died, or another one repairs that already."""
+        """Whether a process has died, or another process has started a repair."""
         return self.shrinks and has_failed(self.comparisons)
 
     def repair(self) -> Topology:
@@ -97,8 +97,8 @@ class Membership:
     def _connect(self, topology: Topology) -> None:
         self.topology = topology  # the processes that are alive
         self.exchanges = ExchangeCommunicators(topology, self._options)
-        # Operations of one communicator must have the same order on all processes. That of
-        # different kinds depends on when devices and threads come to them.
+        # All processes must post the operations of one communicator in the same order. The order
+        # between kinds depends on timing, so each kind has its own communicator.
         self.comparisons = topology.duplicate_comm()
         # Joined processes broadcast the shards of their local rank.
         joined = next(filter(None, topology.group_communicators())) if topology.joined else None

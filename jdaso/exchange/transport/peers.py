@@ -13,9 +13,8 @@ from jdaso.exchange.transport.request import Request
 
 _POLL_SECONDS = 0.5
 _ASK_SECONDS = 1.0
-_UNKNOWN = "other processes, it is not known which"
-# Two processes that wait for each other are given this time, because what they say of themselves
-# may be old.
+_UNKNOWN = "other processes (unknown which)"
+# Two processes that wait for each other are given this time, because their reports may be outdated.
 _DEADLOCK_SECONDS = 10.0
 
 
@@ -86,7 +85,8 @@ class Peers:
                 return (
                     f"{self._describe(process.rank)} has not posted it and waits for "
                     f"{process.name}, which {self.own_name} has not posted. All nodes must make "
-                    "the same calls in the same order, also those that an if of one node contains."
+                    "the same calls in the same order. Do not put such a call inside an `if` that "
+                    "only one node enters."
                 )
         request.deadlocked_since = None
         return None

@@ -183,7 +183,7 @@ class Progress:
                 for request in requests:
                     request.postpone(paused)
             self._abort_if_unawaited()
-            # Processes that have exited count as dead. At the end, operations tell what has failed.
+            # Not while closing: exited processes look dead to MPI. Operations report a real death.
             died = not self._closing and self._peers.poll()
             for request in requests:
                 request.step()

@@ -90,7 +90,10 @@ class RepairWatchdog:
 
     @contextlib.contextmanager
     def watch(self, before: Topology) -> Iterator[None]:
-        """Limits the time of the repair in this context, which starts from a topology."""
+        """Aborts the job if the body of the ``with`` statement takes longer than ``timeout``.
+
+        ``before`` names this process in the error.
+        """
         self._set(before)
         try:
             yield
@@ -147,7 +150,7 @@ def repair(
     remaining = {process.rank for process in topology.processes}
     lost = [rank for rank, process in enumerate(before.processes) if process.rank not in remaining]
     dead = name_ranks(lost, before.describe) or "nobody"
-    logger.warning("%s has died; %s goes on, nodes left: %d.", dead, own, topology.num_nodes)
+    logger.warning("%s has died; %s continues, nodes left: %d.", dead, own, topology.num_nodes)
 
 
 def _connect_remaining(

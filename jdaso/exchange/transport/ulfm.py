@@ -21,7 +21,7 @@ def prepare_to_shrink(topology: Topology) -> Topology:
     _check_can_shrink(topology)
     _limit_finalize()
     if topology.heartbeat is not None:
-        # MPI reports a death itself.
+        # MPI itself reports a death to the operations.
         topology.heartbeat.tolerate_deaths(lambda rank: None, silence=False)
     # Each exchange replaces its communicator independently of the others.
     return dataclasses.replace(topology, comm=topology.duplicate_comm())

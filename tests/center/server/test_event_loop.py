@@ -100,7 +100,7 @@ def test_a_silent_worker_is_logged_and_not_waited_for(server, caplog):
     server.now = 40.0
     assert server.sends(0, END) == [(0, REPLY, None)]
     assert server.liveness.gone == {2}
-    assert "center: rank 2 has been silent for 30 s; the others go on" in caplog.text
+    assert "center: rank 2 has been silent for 30 s; the others continue" in caplog.text
     assert server.sends(1, END) == [(1, REPLY, [2])]
     assert server.sends(0, END) == [(0, REPLY, [2])]
     assert server.finished()
@@ -111,7 +111,7 @@ def test_a_dead_worker_is_logged_at_once_and_does_not_come_back(server, caplog):
     server.now = 1.0
     assert not server.finished()
     assert server.liveness.gone == {2}
-    assert "center: rank 2 has died; the others go on" in caplog.text
+    assert "center: rank 2 has died; the others continue" in caplog.text
     server.now = 2.0
     server.sends(2, ALIVE)  # sent before its death
     assert server.liveness.gone == {2}
