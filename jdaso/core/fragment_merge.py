@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jdaso.core.engine_config import EngineConfig, stop_unless_finite
 from jdaso.core.error_feedback import Feedback, anchors, decompress
-from jdaso.core.exchange import FINITE, OWN, Exchange
-from jdaso.core.merge_state import Dependence, dependence, split_state
-from jdaso.core.parts import finish_in_parts
+from jdaso.core.exchange import FINITE, OWN
+from jdaso.core.merge_state import Dependence, SplitState, dependence, split_state
+from jdaso.core.parts import Lists, finish_in_parts, joined
 from jdaso.core.state import FragmentState
 from jdaso.core.tree import division_by, where_tree
 from jdaso.core.types import Arrival, Leaves, PyTree
@@ -30,54 +31,21 @@ def merge_fragment(
     reads = Dependence(leafwise=False, in_place=True)
     if exchange.parts is not None:
         reads = dependence(merge, leaves[:num_params], state)
-    rest = state.rest
-    # Whether the exchange computes the error feedback, in the places of residual and anchor.
-    copied = bool(feedback) and exchange.feedback is not None
-    copied_feedback: list[Leaves] = [[], []]
     anchor = anchors(merge, fragment.merge, feedback) if feedback else []
-    collect = functools.partial(_collect, exchange, fragment, leaves, anchor)
+    posted = _Posted(config, num_params, leaves, fragment, state, anchor)
+    rests: list[Leaves] = []
+    copied_feedback: list[Lists] = []
 
-    def merge_part(part: slice, arrived, header: jax.Array):
-        nonlocal rest
-        members, finite = header[0], header[FINITE] > 0
-        own, count = leaves[part], max(0, min(num_params, part.stop) - part.start)
-        mean, new_feedback = _means(exchange, feedback, anchor[part], part, arrived, members)
-        if copied:
-            copied_feedback[0] += new_feedback.pop(0)
-            copied_feedback[1] += new_feedback.pop(0)
-        total = [members.astype(m.dtype) * m for m in mean] if feedback else arrived
-        wide = [x.astype(t.dtype) for x, t in zip(own, total, strict=True)]
-        # A node whose parameters are not finite continues from the mean of the others.
-        if merge.relative:
-            wide = [jnp.where(header[OWN] > 0, x, 0) for x in wide]
-        else:
-            wide = [jnp.where(fragment.sound, x, m) for x, m in zip(wide, mean, strict=True)]
-        arrival = Arrival(total[:count], mean[:count], members, fragment.age, fragment.sound)
-        old_lists = [each[part] for each in state.lists]
-        old_state = state.rebuild(old_lists, state.rest, part)
-        merged, new_state = merge.merge(wide[:count], arrival, old_state)
-        if merge.own_weight is not None:
-            w, moments = merge.own_weight(arrival), zip(wide[count:], mean[count:], strict=True)
-            merged = [*merged, *(w * x + (1 - w) * m for x, m in moments)]
-        usable = finite & (members > 0)
-        merged = [
-            jnp.where(usable, m.astype(x.dtype), config.sync_target.fallback(x))
-            for x, m in zip(own, merged, strict=True)
-        ]
-        new = split_state(merge.init, new_state)
-        rest = where_tree(usable, new.rest, state.rest)
-        # A sum that is not finite must not stay in the feedback.
-        old_feedback = [feedback.residual[part], feedback.anchor[part]] if new_feedback else []
-        return [
-            merged,
-            *where_tree(usable, new.lists, old_lists),
-            *where_tree(finite, new_feedback, old_feedback),
-        ]
+    def merge_part(*arrived):
+        lists, rest, copied = _merge_part(posted, *arrived)
+        rests.append(rest)
+        copied_feedback.append(copied)
+        return lists
 
-    old_feedback = [] if copied or not feedback else [feedback.residual, feedback.anchor]
+    old_feedback = [feedback.residual, feedback.anchor] if feedback and not posted.copied else []
     in_place = not reads.leafwise or (reads.in_place and not old_feedback)
     results, header, exchange_state = finish_in_parts(
-        *(exchange, fragment.exchange, leaves, collect, merge_part),
+        *(exchange, fragment.exchange, leaves, functools.partial(_collect, posted), merge_part),
         whole=not reads.leafwise,
         into=None if in_place else [leaves, *state.lists, *old_feedback],
     )
@@ -85,31 +53,83 @@ def merge_fragment(
     lost = ~stop_unless_finite(config, header[FINITE] > 0, step)
     if feedback:
         ready = feedback.anchor_ready | (~lost & (header[0] > 0))
-        *lists, residual, anchor = [*lists, *copied_feedback] if copied else lists
+        *lists, residual, anchor = [*lists, *joined(copied_feedback)]
         anchor = anchor[: len(feedback.anchor)]
         feedback = Feedback(residual, anchor, feedback.block_bits, ready)
     fragment = fragment._replace(
         posted=jnp.zeros((), bool),
         sound=jnp.ones((), bool),
         exchange=exchange_state,
-        merge=state.rebuild(lists, rest),
+        merge=state.rebuild(lists, rests[-1]),
         feedback=feedback,
     )
     return leaves, fragment, lost, header[1:3]
 
 
-def _collect(
-    exchange: Exchange,
-    fragment: FragmentState,
-    leaves: Leaves,
-    anchor: Leaves,
-    state: PyTree,
-    part: slice,
-) -> tuple[Leaves, jax.Array, PyTree]:
+class _Posted(NamedTuple):
+    """A posted fragment, with the leaves into which its sums are merged."""
+
+    config: EngineConfig
+    num_params: int
+    leaves: Leaves
+    fragment: FragmentState
+    state: SplitState  # of the merge rule
+    anchor: Leaves
+
+    @property
+    def copied(self) -> bool:
+        """Whether the exchange computes the error feedback, in place of residual and anchor."""
+        return bool(self.fragment.feedback) and self.config.exchange.feedback is not None
+
+
+def _merge_part(
+    posted: _Posted, part: slice, arrived: Leaves, header: jax.Array
+) -> tuple[Lists, Leaves, Lists]:
+    """Merges what :func:`_collect` has returned for a part.
+
+    Returns the leaves and the lists that are like them, the rest of the merge rule's state, which
+    is the same for all parts, and residual and anchor if the exchange has computed them.
+    """
+    config, num_params, leaves, fragment, state, _ = posted
+    merge, feedback = config.merge, fragment.feedback
+    members, finite = header[0], header[FINITE] > 0
+    own, count = leaves[part], max(0, min(num_params, part.stop) - part.start)
+    mean, new_feedback = _means(posted, part, arrived, members)
+    total = [members.astype(m.dtype) * m for m in mean] if feedback else arrived
+    wide = [x.astype(t.dtype) for x, t in zip(own, total, strict=True)]
+    # A node whose parameters are not finite continues from the mean of the others.
+    if merge.relative:
+        wide = [jnp.where(header[OWN] > 0, x, 0) for x in wide]
+    else:
+        wide = [jnp.where(fragment.sound, x, m) for x, m in zip(wide, mean, strict=True)]
+    arrival = Arrival(total[:count], mean[:count], members, fragment.age, fragment.sound)
+    old_lists = [each[part] for each in state.lists]
+    old_state = state.rebuild(old_lists, state.rest, part)
+    merged, new_state = merge.merge(wide[:count], arrival, old_state)
+    if merge.own_weight is not None:
+        w, moments = merge.own_weight(arrival), zip(wide[count:], mean[count:], strict=True)
+        merged = [*merged, *(w * x + (1 - w) * m for x, m in moments)]
+    usable = finite & (members > 0)
+    merged = [
+        jnp.where(usable, m.astype(x.dtype), config.sync_target.fallback(x))
+        for x, m in zip(own, merged, strict=True)
+    ]
+    new = split_state(merge.init, new_state)
+    lists = [merged, *where_tree(usable, new.lists, old_lists)]
+    rest = where_tree(usable, new.rest, state.rest)
+    if posted.copied or not feedback:
+        return lists, rest, new_feedback
+    # A sum that is not finite must not stay in the feedback.
+    old_feedback = [feedback.residual[part], feedback.anchor[part]]
+    return [*lists, *where_tree(finite, new_feedback, old_feedback)], rest, []
+
+
+def _collect(posted: _Posted, state: PyTree, part: slice) -> tuple[Leaves, jax.Array, PyTree]:
     """Waits for a part. Returns its sums, or means and residuals if the exchange computes them."""
-    sent, feedback = (state, fragment.number, leaves[part]), fragment.feedback
+    exchange, feedback = posted.config.exchange, posted.fragment.feedback
+    sent = state, posted.fragment.number, posted.leaves[part]
     if feedback and exchange.feedback is not None:
-        old = feedback.block_bits, feedback.residual[part], anchor[part]
+        old = feedback.block_bits, feedback.residual[part], posted.anchor[part]
         keep = not feedback.anchor  # the merge rule moves its own
         means, residual, header, state = exchange.feedback.finish(*sent, part, *old, keep)
         return [*means, *residual], header, state
@@ -117,20 +137,16 @@ def _collect(
 
 
 def _means(
-    exchange: Exchange,
-    feedback: Feedback | tuple[()],
-    anchor: Leaves,
-    part: slice,
-    arrived: Leaves,
-    members: jax.Array,
-) -> tuple[Leaves, list[Leaves]]:
+    posted: _Posted, part: slice, arrived: Leaves, members: jax.Array
+) -> tuple[Leaves, Lists]:
     """The means of what :func:`_collect` has returned, and the new residual and anchor."""
+    exchange, feedback = posted.config.exchange, posted.fragment.feedback
     if not feedback:
         return [*map(division_by(jnp.maximum(members, 1)), arrived)], []
     if exchange.feedback is not None:
         means, residual = arrived[: len(arrived) // 2], arrived[len(arrived) // 2 :]
         return means, [residual, means]
     expand = exchange.per_shard(decompress, part)
-    old = feedback.residual[part], anchor
+    old = feedback.residual[part], posted.anchor[part]
     means, residual, moved = expand(arrived, members, feedback.block_bits, *old)
     return means, [residual, moved[: len(feedback.anchor[part])]]

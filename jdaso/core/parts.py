@@ -6,7 +6,7 @@ one arrives, this is the memory of the largest part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -65,4 +65,9 @@ def finish_in_parts(
             places = None if into is None else [each[part] for each in into]
             state, lists = exchange.parts.after(state, part, lists, places)
         results.append(lists)
-    return [list(chain.from_iterable(lists)) for lists in zip(*results, strict=True)], header, state
+    return joined(results), header, state
+
+
+def joined(parts: Sequence[Lists]) -> Lists:
+    """The lists for all leaves, from those for each part."""
+    return [list(chain.from_iterable(lists)) for lists in zip(*parts, strict=True)]
