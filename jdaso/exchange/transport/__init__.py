@@ -3,7 +3,7 @@
 It imports ``exchange/host``, which must not import it. All other exchange code may, and the entries
 that may import :mod:`jdaso.exchange`.
 
-- ``mpi_transport``: posts and collects exchanges, with their timing.
+- ``mpi_transport``: posts and collects exchanges. ``statistics``: their timing.
 - ``progress``: the thread that polls. ``operation``, ``request``, ``deadlines``: what it polls.
 - ``collectives``: sums a staging buffer. ``handshake``: compares nodes before that.
 - ``all_reduce``: the sum on MPI's collectives.
