@@ -33,9 +33,9 @@ class Callbacks:
         step,
         header,
         feedback: tuple[Leaves, Leaves],
-        sends: bool,
+        sends: jax.Array | bool,
     ) -> tuple[jax.Array, Leaves]:
-        """As that of :class:`FfiBridge`. XLA computes the error feedback of callbacks."""
+        """As in :class:`HostCalls`. XLA computes the error feedback of callbacks."""
         del choice, feedback, sends
         [layout] = layouts
 
@@ -62,7 +62,7 @@ class Callbacks:
     def collect(
         self, readers: int, device: Number, shapes: Sequence, token, number, *of_copies
     ) -> tuple[Leaves, jax.Array, jax.Array]:
-        """Waits for an exchange. Returns the sums for a device, the header and the token."""
+        """As in :class:`HostCalls`, for all leaves."""
         del of_copies
 
         def call(token, device, number):

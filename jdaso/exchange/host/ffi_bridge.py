@@ -91,17 +91,7 @@ class FfiBridge:
         feedback: tuple[Leaves, Leaves] = ([], []),
         sends: jax.Array | bool = True,
     ) -> tuple[jax.Array, Leaves]:
-        """Copies a device's leaves, or zeros if ``header[0]`` is 0, and posts the exchange.
-
-        Args:
-            layouts: on each wire that may be used.
-            choice: index of the wire to use. It is 0 without error feedback.
-            feedback: residuals and anchors, for which :meth:`computes_feedback` holds.
-            sends: whether this device sends. If not, it computes the new residuals only.
-
-        Returns:
-            The token and the new residuals.
-        """
+        """As in :class:`HostCalls`. :meth:`computes_feedback` must hold for feedback."""
         self._layouts += [x for x in layouts if x not in self._layouts]
         indices = np.array([self._layouts.index(x) for x in layouts], np.int32)
         scalars = [jnp.asarray(x, jnp.int32) for x in (device, number, step, choice, sends)]
@@ -127,13 +117,7 @@ class FfiBridge:
         feedback: tuple[jax.Array, Leaves, Leaves] | None = None,
         keep: bool = False,
     ) -> tuple[Leaves, jax.Array, jax.Array]:
-        """Waits for an exchange. Returns a part of the sums, the header and the token.
-
-        Args:
-            feedback: ``block_bits`` of the exchange, residuals and anchors. The means and the new
-                residuals are then returned in place of the sums.
-            keep: as in :class:`jdaso.core.exchange.FeedbackOperations`.
-        """
+        """As in :class:`HostCalls`."""
         inputs = token, jnp.asarray(device, jnp.int32), jnp.asarray(number, jnp.int32)
         attributes = {"queue": self._queue, "first": part.start, "last": last, "readers": readers}
         return ffi_calls.collect(inputs, shapes, feedback, keep, attributes)

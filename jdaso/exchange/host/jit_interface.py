@@ -25,7 +25,7 @@ from jdaso.exchange.host.ffi_bridge import FfiBridge
 from jdaso.exchange.host.layout import Layout, make_layout
 from jdaso.exchange.host.node_mesh import REPLICATED, NodeMesh, Specs
 from jdaso.exchange.host.shardings import Shardings
-from jdaso.exchange.host.transport_protocol import Transport
+from jdaso.exchange.host.transport_protocol import HostCalls, Transport
 
 
 class Bound(NamedTuple):
@@ -191,7 +191,7 @@ class JitInterface:
             *(token, lists, into),
         )
 
-    def _host_calls(self, bound: Bound) -> FfiBridge | Callbacks:
+    def _host_calls(self, bound: Bound) -> HostCalls:
         if self._bridge is None or not self.copies_parts(bound):
             return self._callbacks
         return self._bridge
@@ -199,7 +199,7 @@ class JitInterface:
 
 def _post(
     mesh: NodeMesh,
-    calls,
+    calls: HostCalls,
     layouts: Sequence[Layout],
     token,
     number,
@@ -211,6 +211,7 @@ def _post(
 ) -> tuple[jax.Array, Leaves]:
     """Posts the leaves of one device. Returns the token and the residuals."""
     device, layout = mesh.device_index(), layouts[0]
+    assert device is not None
 
     def post(token, sends=True):
         sent = layouts, choice, device, leaves, token, number, step, header
@@ -235,7 +236,7 @@ def _post(
 
 def _collect(
     mesh: NodeMesh,
-    calls,
+    calls: HostCalls,
     sums: Sequence,
     part: slice,
     last: bool,
@@ -247,6 +248,7 @@ def _collect(
 ) -> tuple[Leaves, jax.Array, jax.Array]:
     """Collects a part of the sums on one device."""
     device = mesh.device_index()
+    assert device is not None
     total, header, token = calls.collect(
         mesh.local_size, device, sums, token, number, part, last, feedback, keep
     )
@@ -254,7 +256,7 @@ def _collect(
     return list(total), header, mesh.last(token) if uncounted else token
 
 
-def _same_header(header: jax.Array, device: Number | None, axes: Sequence[str]) -> jax.Array:
+def _same_header(header: jax.Array, device: Number, axes: Sequence[str]) -> jax.Array:
     """One header for all devices, whose last number depends on the shared state of all of them.
 
     Inside the user's own ``shard_map``, each device has computed it from its own shards.

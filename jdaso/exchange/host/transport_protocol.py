@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+import jax
 import numpy as np
 
 from jdaso.cluster.topology import Topology
 from jdaso.core.log import logger
+from jdaso.core.types import Leaves, Number
 from jdaso.exchange.host.buffers import StagingBuffers
 from jdaso.exchange.host.exchange_table import ReservedExchanges
 from jdaso.exchange.host.layout import Layout
@@ -37,6 +39,58 @@ class Transport(Protocol):
 
     def abort_on_error(self) -> AbstractContextManager[None]:
         """A context in which an error aborts this process if other devices would wait for it."""
+
+
+class HostCalls(Protocol):
+    """How a device's part of a program calls the transport: by compiled code or by callbacks."""
+
+    def post(
+        self,
+        layouts: Sequence[Layout],
+        choice: Number,
+        device: Number,
+        leaves: Leaves,
+        token: jax.Array,
+        number: Number,
+        step: Number,
+        header: jax.Array,
+        feedback: tuple[Leaves, Leaves],
+        sends: jax.Array | bool,
+        /,
+    ) -> tuple[jax.Array, Leaves]:
+        """Copies a device's leaves, or zeros if ``header[0]`` is 0, and posts the exchange.
+
+        Args:
+            layouts: on each wire that may be used.
+            choice: index of the wire to use. It is 0 without error feedback.
+            feedback: residuals and anchors, if the copies compute error feedback.
+            sends: whether this device sends. If not, it computes the new residuals only.
+
+        Returns:
+            The token and the new residuals.
+        """
+
+    def collect(
+        self,
+        readers: int,
+        device: Number,
+        shapes: Sequence[jax.ShapeDtypeStruct],
+        token: jax.Array,
+        number: Number,
+        part: slice,
+        last: bool,
+        feedback: tuple[jax.Array, Leaves, Leaves] | None,
+        keep: bool,
+        /,
+    ) -> tuple[Leaves, jax.Array, jax.Array]:
+        """Waits for an exchange. Returns a part of the sums, the header and the token.
+
+        Args:
+            readers: devices that collect the exchange.
+            feedback: ``block_bits`` of the exchange, residuals and anchors. The means and the new
+                residuals are then returned in place of the sums.
+            keep: as in :class:`jdaso.core.exchange.FeedbackOperations`.
+        """
 
 
 @contextlib.contextmanager
