@@ -3,6 +3,9 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
 from jdaso.core.exchange import FINITE, HEADER_SIZE, Exchange
 from jdaso.core.types import Leaves, PyTree
 
@@ -18,10 +21,10 @@ class CenterState(NamedTuple):
         clock: int32, the number of updates of c, the master's clock of the paper.
     """
 
-    center: Any
-    velocity: Any
-    average: Any
-    clock: Any
+    center: PyTree
+    velocity: PyTree
+    average: PyTree
+    clock: jax.Array | np.integer
 
 
 def map_state(function: Callable[[Any], Any], state: CenterState) -> CenterState:

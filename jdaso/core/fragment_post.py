@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def post_fragment(
     check = functools.partial(_check, config, context.step, message, fragment.sound)
     sound = lax.switch(choice, [functools.partial(check, wire) for wire in wires])
     header = jnp.concatenate([sound.astype(jnp.float32)[None], context.losses, agreement])
-    sent = number, context.step, message, header
+    sent = _Message(number, context.step, message, header)
     exchange_state, following, feedback = _send(config, fragment, sent, wires, choice)
     if config.exchange.parts is not None:
         # ``after`` makes the leaves depend on the post, so that the moves may change them in place.
@@ -78,20 +78,32 @@ def _check(
     return sound & stop_unless_finite(config, finite, step, describe_narrow_wires(wires))
 
 
+class _Message(NamedTuple):
+    """Arguments of ``start`` of an exchange."""
+
+    number: jax.Array
+    step: jax.Array
+    leaves: Leaves
+    header: jax.Array
+
+
 def _send(
-    config: EngineConfig, fragment: FragmentState, sent: Any, wires: list[str | None], choice
+    config: EngineConfig,
+    fragment: FragmentState,
+    sent: _Message,
+    wires: list[str | None],
+    choice: jax.Array,
 ) -> tuple[PyTree, jax.Array, Feedback | tuple[()]]:
     """Posts a message on the chosen wire.
 
     Returns the state of the exchange, the number of the next one, and the feedback.
     """
     exchange, feedback, copied = config.exchange, fragment.feedback, config.exchange.feedback
-    number, step, message, header = sent
     if not feedback:
         options = {"relative": True} if config.merge.relative else {}
 
         def start(wire, state):
-            return exchange.start(state, number, step, message, header, wire, **options)
+            return exchange.start(state, *sent, wire, **options)
 
         state, following = lax.switch(
             choice, [functools.partial(start, wire) for wire in wires], fragment.exchange
@@ -101,9 +113,9 @@ def _send(
     anchor = anchors(config.merge, fragment.merge, feedback)
 
     def start_compressed(wire, state, residual):
-        run = exchange.per_shard(functools.partial(compress, wire), slice(0, len(message)))
-        rounded, residual = run(header[0] > 0, message, residual, anchor)
-        return *exchange.start(state, number, step, rounded, header, wire), residual
+        run = exchange.per_shard(functools.partial(compress, wire), slice(0, len(sent.leaves)))
+        rounded, residual = run(sent.header[0] > 0, sent.leaves, residual, anchor)
+        return *exchange.start(state, *sent._replace(leaves=rounded), wire), residual
 
     if copied is not None and all(map(copied.supports, wires)):
         state, following, residual = copied.start(
