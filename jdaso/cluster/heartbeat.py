@@ -16,7 +16,7 @@ import numpy as np
 
 from jdaso.cluster.heartbeat_tree import parents
 from jdaso.cluster.json_socket import MAX_MESSAGE_BYTES, JsonSocket
-from jdaso.cluster.links import CONNECT_SECONDS, Links, make_links
+from jdaso.cluster.links import CONNECT_SECONDS, NO_HEARTBEAT_ADVICE, Links, make_links
 from jdaso.cluster.ranks import decode_ranks, is_number, name_ranks
 from jdaso.cluster.reports import Reports
 from jdaso.cluster.roll_call import RollCall
@@ -220,10 +220,8 @@ def start_heartbeat(
     if rank == min(unconnected, default=None):
         parent, hosts, port, _ = links.contacts[0]
         logger.warning(
-            "no heartbeat from %s: %s could not connect to %s at port %d of %s within %g s. If "
-            "one of them dies, it is noticed only when an exchange times out. Allow TCP "
-            "connections between the nodes in their firewalls.",
+            "no heartbeat from %s: %s could not connect to %s at port %d of %s within %g s. %s",
             *(name_ranks(unconnected, describe), describe(rank), describe(parent), port),
-            *(", ".join(hosts) or "no address", CONNECT_SECONDS),
+            *(", ".join(hosts) or "no address", CONNECT_SECONDS, NO_HEARTBEAT_ADVICE),
         )
     return heartbeat

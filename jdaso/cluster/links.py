@@ -31,6 +31,11 @@ CONNECT_SECONDS, _TRY_SECONDS = 20.0, 0.2
 _FIRST_RANKS = 2 * GROUP
 _BACKLOG = 4 * GROUP
 _CONTACT = np.dtype([("port", "<i4"), ("hosts", "S256")])
+#: What a missing heartbeat means, and what to do.
+NO_HEARTBEAT_ADVICE = (
+    "A death may then be noticed only when an exchange times out. Allow TCP connections between "
+    "the nodes in their firewalls."
+)
 
 
 class Contact(NamedTuple):
@@ -191,10 +196,8 @@ class Links:
             self._gives_up = True
             logger.warning(
                 "%s has no heartbeat: the process to which it reported has died or exited, and no "
-                "other one answered within %g s. If another process dies, it may be noticed only "
-                "when an exchange times out. Allow TCP connections between the nodes in their "
-                "firewalls.",
-                *(self._name, CONNECT_SECONDS),
+                "other one answered within %g s. %s",
+                *(self._name, CONNECT_SECONDS, NO_HEARTBEAT_ADVICE),
             )
         self.settled.set()
 

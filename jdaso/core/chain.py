@@ -1,4 +1,4 @@
-"""Chains an optimizer and an averaging, with a rule for the optimizer's moments at a merge."""
+"""Chains of an optimizer and an averaging, and three ways to treat the optimizer's moments."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from jdaso.core.engine_config import EngineConfig, planned
 from jdaso.core.error_feedback import init_feedback
 from jdaso.core.fragments import cut, part
 from jdaso.core.state import AveragingState, FragmentState
-from jdaso.core.tree import check_arrays, float_leaves
+from jdaso.core.tree import check_arrays, float_leaves, is_placeholder
 from jdaso.core.types import ParamsWithMoments, PyTree
 from jdaso.core.validation import check_fragments
 from jdaso.core.wire import block_bits
@@ -17,11 +17,11 @@ from jdaso.core.wire import block_bits
 
 def init_state(config: EngineConfig, params: PyTree) -> AveragingState:
     check_arrays(f"{config.name}: init", params)
-    if jax.tree.leaves(params) and not float_leaves(params):
-        raise ValueError(
-            f"{config.name}: params must have at least one floating-point leaf to average."
-        )
-    if jax.tree.leaves(params):  # optax.tree_map_params calls init on a tree without leaves
+    if not is_placeholder(params):
+        if not float_leaves(params):
+            raise ValueError(
+                f"{config.name}: params must have at least one floating-point leaf to average."
+            )
         config.exchange.restart(config.schedule.total)
     parts = cut(params, config.fragments)
     check_fragments(len(parts), config.schedule)

@@ -57,6 +57,15 @@ def check_arrays(name: str, tree: PyTree) -> None:
             )
 
 
+def is_placeholder(tree: PyTree) -> bool:
+    """Whether a tree has no leaves, and a call of ``init`` with it is not the start of a training.
+
+    ``optax.tree_map_params`` calls ``init`` on such a tree to find the structure of a state. Then
+    nothing is compared between nodes, and no numbers restart.
+    """
+    return not jax.tree.leaves(tree)
+
+
 def is_masked(node: PyTree) -> bool:
     """Whether a node of a tree is an :class:`optax.MaskedNode`."""
     return isinstance(node, optax.MaskedNode)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jdaso.cluster.topology import Topology
 from jdaso.core.exchange import Exchange, HostState, PostedExchange, SentLeaf
 from jdaso.core.log import logger
-from jdaso.core.tree import outline
+from jdaso.core.tree import is_placeholder, outline
 from jdaso.core.types import Leaves, PyTree
 from jdaso.core.validation import check_number
 from jdaso.core.wire import check_wire
@@ -147,7 +147,7 @@ def mpi_exchange(
 
     def compare(tree: PyTree, more: Sequence[str] = ()) -> HostState:
         _wait_until_computed(tree)
-        if jax.tree.leaves(tree):  # optax.tree_map_params calls init on a tree without leaves
+        if not is_placeholder(tree):
             collectives.compare([*outline(tree), *more])
         return HostState(jnp.asarray(keys.key(tree), jnp.int32))
 

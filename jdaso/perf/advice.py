@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from jdaso import perf
 
-#: The wires that are compared.
-WIRES = ("float32", "bfloat16", "int8", "float4")
+#: The wires that ``tune`` and ``predict`` compare.
+COMPARED_WIRES = ("float32", "bfloat16", "int8", "float4")
 # The longest delays in the papers with little loss of accuracy compared to delay 0, same period.
 HARMLESS = {"DASO, Table 2": 4, "DaSGD, Fig. 6(e)": 7}
 # The output mentions a cost per step that exceeds this share of the step time.

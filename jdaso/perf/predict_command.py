@@ -7,7 +7,7 @@ from typing import Any
 
 from jdaso import perf
 from jdaso.core.block_format import FORMATS
-from jdaso.perf.advice import WIRES, advice
+from jdaso.perf.advice import COMPARED_WIRES, advice
 from jdaso.perf.model import Network, Prediction
 from jdaso.perf.network import FLOAT32_WIRES, MODELLED_PATTERNS
 from jdaso.perf.text_table import text_table, wrapped
@@ -167,7 +167,7 @@ def predict_all(args: argparse.Namespace) -> dict[str, list[Prediction]]:
 def wire_costs(args: argparse.Namespace) -> dict[str, perf.WireCosts]:
     """The costs of an exchange between all nodes, on each wire."""
     network = Network(args.latency, args.bandwidth * 1e9 / 8)
-    wires = (args.wire,) if args.wire else WIRES
+    wires = (args.wire,) if args.wire else COMPARED_WIRES
     return {
         wire: perf.WireCosts(
             perf.allreduce_time(

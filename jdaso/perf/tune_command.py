@@ -9,7 +9,7 @@ from jdaso import perf
 from jdaso.cluster.topology import Topology, discover_topology
 from jdaso.exchange.mpi import mpi_exchange
 from jdaso.exchange.settings import SENDERS
-from jdaso.perf.advice import WIRES, advice
+from jdaso.perf.advice import COMPARED_WIRES, advice
 from jdaso.perf.measure import Measured, sweep
 from jdaso.perf.network import FLOAT32_WIRES
 from jdaso.perf.predict_command import add_model
@@ -34,7 +34,7 @@ def add_command(commands: Any) -> None:
     add(
         "--wire",
         choices=FLOAT32_WIRES,
-        help=f"the only one to measure (default: {', '.join(WIRES)})",
+        help=f"the only one to measure (default: {', '.join(COMPARED_WIRES)})",
     )
     add("--senders", choices=SENDERS, default="one", help=as_there)
     add("--repeats", type=int, default=5, help="exchanges of each size (default: 5)")
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
         exchange = mpi_exchange(topology, args.wire, senders=args.senders)
     except ValueError as error:
         raise SystemExit(f"jdaso tune: {error}") from error
-    wires = (args.wire,) if args.wire else WIRES
+    wires = (args.wire,) if args.wire else COMPARED_WIRES
     measured: dict[str, Measured] = {}
     elements, sizes, seconds = args.parameters, 5, args.seconds / len(wires)
     for wire in wires:

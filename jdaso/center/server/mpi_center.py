@@ -19,7 +19,7 @@ from jdaso.center.types import Center, CenterState, ServerRule, map_state, no_br
 from jdaso.cluster.topology import Topology
 from jdaso.core.exchange import Exchange
 from jdaso.core.mpi_types import Comm
-from jdaso.core.tree import outline, split, widened
+from jdaso.core.tree import is_placeholder, outline, split, widened
 from jdaso.core.types import PyTree
 from jdaso.core.validation import check_number
 from jdaso.exchange.host.compiled import use_native
@@ -155,7 +155,7 @@ class _MpiCenter:
         return Exchange(self._num_workers, None, self._init_exchange, start, finish, no_broadcast)
 
     def _init_exchange(self, params: PyTree) -> jax.Array:
-        if jax.tree.leaves(params):  # optax.tree_map_params calls init on an empty tree
+        if not is_placeholder(params):
             self._transport.restart_numbers()
         return jnp.zeros((), jnp.int32)
 
