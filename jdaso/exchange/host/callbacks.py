@@ -13,7 +13,7 @@ from jdaso.core.exchange import HEADER_SIZE
 from jdaso.core.types import Leaves, Number
 from jdaso.core.wire import pack, unpadded
 from jdaso.exchange.host.layout import Layout
-from jdaso.exchange.host.transport_protocol import Transport
+from jdaso.exchange.host.transport_protocol import Message, Transport
 
 
 class Callbacks:
@@ -25,18 +25,13 @@ class Callbacks:
     def post(
         self,
         layouts: Sequence[Layout],
-        choice: Number,
         device: Number,
-        leaves: Leaves,
-        token,
-        number,
-        step,
-        header,
-        feedback: tuple[Leaves, Leaves],
-        sends: jax.Array | bool,
+        token: jax.Array,
+        message: Message,
+        sends: jax.Array | bool = True,
     ) -> tuple[jax.Array, Leaves]:
         """As in :class:`HostCalls`. XLA computes the error feedback of callbacks."""
-        del choice, feedback, sends
+        del sends
         [layout] = layouts
 
         def call(token, device, number, step, header, *leaves):
@@ -56,8 +51,9 @@ class Callbacks:
                 self._transport.post(number, int(step), header)
             return token
 
-        cast = [pack(x, dtype) for x, dtype in zip(leaves, layout.dtypes, strict=True)]
-        return io_callback(call, token, token, device, number, step, header, *cast), []
+        cast = [pack(x, dtype) for x, dtype in zip(message.leaves, layout.dtypes, strict=True)]
+        sent = message.number, message.step, message.header, *cast
+        return io_callback(call, token, token, device, *sent), []
 
     def collect(
         self, readers: int, device: Number, shapes: Sequence, token, number, *of_copies

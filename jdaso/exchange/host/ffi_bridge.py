@@ -24,7 +24,7 @@ from jdaso.core.types import Leaves, Number
 from jdaso.exchange.host import compiled, ffi_calls
 from jdaso.exchange.host.layout import Layout
 from jdaso.exchange.host.pinned_memory import PinnedMemory
-from jdaso.exchange.host.transport_protocol import Transport
+from jdaso.exchange.host.transport_protocol import Message, Transport
 
 # The longest wait at exit until the last exchanges are posted.
 _SHUTDOWN_SECONDS = 5.0
@@ -81,19 +81,15 @@ class FfiBridge:
     def post(
         self,
         layouts: Sequence[Layout],
-        choice: Number,
         device: Number,
-        leaves: Leaves,
-        token,
-        number,
-        step,
-        header,
-        feedback: tuple[Leaves, Leaves] = ([], []),
+        token: jax.Array,
+        message: Message,
         sends: jax.Array | bool = True,
     ) -> tuple[jax.Array, Leaves]:
         """As in :class:`HostCalls`. :meth:`computes_feedback` must hold for feedback."""
         self._layouts += [x for x in layouts if x not in self._layouts]
         indices = np.array([self._layouts.index(x) for x in layouts], np.int32)
+        number, step, choice, header, leaves, feedback = message
         scalars = [jnp.asarray(x, jnp.int32) for x in (device, number, step, choice, sends)]
         dtypes = [layout.dtypes for layout in layouts]
         inputs = token, *scalars, header

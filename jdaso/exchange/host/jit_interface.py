@@ -25,7 +25,7 @@ from jdaso.exchange.host.ffi_bridge import FfiBridge
 from jdaso.exchange.host.layout import Layout, make_layout
 from jdaso.exchange.host.node_mesh import REPLICATED, NodeMesh, Specs
 from jdaso.exchange.host.shardings import Shardings
-from jdaso.exchange.host.transport_protocol import HostCalls, Transport
+from jdaso.exchange.host.transport_protocol import HostCalls, Message, Transport
 
 
 class Bound(NamedTuple):
@@ -131,9 +131,9 @@ class JitInterface:
         token, residual = self._mesh.run(
             ("post", layouts, specs, len(feedback[0]), len(feedback[1]), calls),
             functools.partial(_post, self._mesh, calls, layouts),
-            (*[REPLICATED] * 5, of_leaves, tuple(of_feedback)),
+            (REPLICATED, Message._make([*[REPLICATED] * 4, of_leaves, tuple(of_feedback)])),
             (REPLICATED, of_feedback[0]),
-            *(token, *scalars, header, leaves, tuple(feedback)),
+            *(token, Message._make([*scalars, header, leaves, tuple(feedback)])),
         )
         # The condition always holds. It makes the next exchange depend on this one, so that all
         # nodes post in the same order.
@@ -201,35 +201,27 @@ def _post(
     mesh: NodeMesh,
     calls: HostCalls,
     layouts: Sequence[Layout],
-    token,
-    number,
-    step,
-    choice,
-    header,
-    leaves: Leaves,
-    feedback: tuple[Leaves, Leaves],
+    token: jax.Array,
+    message: Message,
 ) -> tuple[jax.Array, Leaves]:
     """Posts the leaves of one device. Returns the token and the residuals."""
     device, layout = mesh.device_index(), layouts[0]
     assert device is not None
 
-    def post(token, sends=True):
-        sent = layouts, choice, device, leaves, token, number, step, header
-        return calls.post(*sent, feedback, sends)
-
+    post = functools.partial(calls.post, layouts, device)
     if mesh.size == 1:
-        return post(token)
+        return post(token, message)
     residual: Leaves = []
     if layout.replicated and not layout.joined:
-        turn = jnp.maximum(number, 0) % mesh.size
-        if feedback[0]:  # all devices compute it
-            token, residual = post(token, device == turn)
+        turn = jnp.maximum(message.number, 0) % mesh.size
+        if message.feedback[0]:  # all devices compute it
+            token, residual = post(token, message, device == turn)
         else:
-            token = lax.cond(device == turn, lambda t: post(t)[0], lambda t: t, token)
+            token = lax.cond(device == turn, lambda t: post(t, message)[0], lambda t: t, token)
     else:
         # All processes post, also those that send nothing: they receive the sums.
-        header = _same_header(header, device, mesh.axes)
-        token, residual = post(token)
+        header = _same_header(message.header, device, mesh.axes)
+        token, residual = post(token, message._replace(header=header))
     # Another device may be the first to post the next exchange. It has to wait for this one.
     return mesh.last(token), residual
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -41,33 +41,38 @@ class Transport(Protocol):
         """A context in which an error aborts this process if other devices would wait for it."""
 
 
+class Message(NamedTuple):
+    """What a device posts.
+
+    Attributes:
+        choice: index of the wire to use. It is 0 without error feedback.
+        feedback: residuals and anchors, if the copies compute error feedback.
+    """
+
+    number: Number
+    step: Number
+    choice: Number
+    header: jax.Array
+    leaves: Leaves
+    feedback: tuple[Leaves, Leaves] = ([], [])
+
+
 class HostCalls(Protocol):
     """How a device's part of a program calls the transport: by compiled code or by callbacks."""
 
     def post(
         self,
         layouts: Sequence[Layout],
-        choice: Number,
         device: Number,
-        leaves: Leaves,
         token: jax.Array,
-        number: Number,
-        step: Number,
-        header: jax.Array,
-        feedback: tuple[Leaves, Leaves],
-        sends: jax.Array | bool,
-        /,
+        message: Message,
+        sends: jax.Array | bool = True,
     ) -> tuple[jax.Array, Leaves]:
-        """Copies a device's leaves, or zeros if ``header[0]`` is 0, and posts the exchange.
+        """Copies the leaves, or zeros if ``header[0]`` is 0. Returns token and new residuals.
 
         Args:
             layouts: on each wire that may be used.
-            choice: index of the wire to use. It is 0 without error feedback.
-            feedback: residuals and anchors, if the copies compute error feedback.
             sends: whether this device sends. If not, it computes the new residuals only.
-
-        Returns:
-            The token and the new residuals.
         """
 
     def collect(

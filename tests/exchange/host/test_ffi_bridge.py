@@ -18,6 +18,7 @@ from jdaso.exchange.host.buffers import StagingBuffers
 from jdaso.exchange.host.exchange_table import ExchangeTable
 from jdaso.exchange.host.ffi_bridge import FfiBridge
 from jdaso.exchange.host.layout import Layout, LeafSpec, Placement, unsharded
+from jdaso.exchange.host.transport_protocol import Message
 
 pytestmark = pytest.mark.skipif(
     compiled.unavailable_reason() is not None, reason="no compiled code"
@@ -64,7 +65,8 @@ def post(bridge, *leaves, number=0, to=None, header=HEADER):
 
     @jax.jit
     def program(leaves):
-        return bridge.post([unsharded(specs)], 0, 0, leaves, jnp.int32(0), number, 0, header)[0]
+        message = Message(number, 0, 0, header, leaves)
+        return bridge.post([unsharded(specs)], 0, jnp.int32(0), message)[0]
 
     return jax.block_until_ready(program(list(leaves)))
 
@@ -200,10 +202,8 @@ def test_the_persistent_cache_tells_queues_layouts_and_parts_apart(bridge, trans
     x, first, second = jnp.ones(3), slice(0, 1), slice(1, 2)
 
     def count(bridge, *layouts):
-        feedback = ([x], []) if layouts[1:] else ([], [])
-        return cached(
-            lambda token: bridge.post(layouts, 0, 0, [x], token, 0, 0, HEADER, feedback)[0]
-        )
+        message = Message(0, 0, 0, HEADER, [x], ([x], []) if layouts[1:] else ([], []))
+        return cached(lambda token: bridge.post(layouts, 0, token, message)[0])
 
     assert [count(bridge, layout), count(bridge, layout)] == [1, 1]
     assert [count(other, layout), count(bridge, another)] == [2, 3]
@@ -358,8 +358,8 @@ def test_feedback_is_computed_while_leaves_are_copied(bridge, transport, name, v
 
     @functools.partial(jax.jit, donate_argnums=1)
     def program(leaves, residual, anchor):
-        sent = layouts, 1, 0, leaves, jnp.int32(0), 0, 0, HEADER
-        return bridge.post(*sent, (residual, anchor))[1]
+        message = Message(0, 0, 1, HEADER, leaves, (residual, anchor))
+        return bridge.post(layouts, 0, jnp.int32(0), message)[1]
 
     kept = program(leaves, [jnp.array(r) for r in residual], anchor)
     base = anchor if has_anchor and name in FORMATS else [np.float32(0)] * len(leaves)
@@ -412,10 +412,11 @@ def test_feedback_is_computed_while_sums_are_copied(
 
 def test_a_device_that_does_not_contribute_keeps_its_residuals(bridge):
     layout, header = unsharded([LeafSpec((1, 65), np.dtype("int8"))]), HEADER.at[0].set(0)
-    sent = [layout], 0, 0, [jnp.array([jnp.nan])], jnp.int32(0), 0, 0, header
+    sent = Message(0, 0, 0, header, [jnp.array([jnp.nan])])
 
     def program(residual, sends):
-        return bridge.post(*sent, ([residual], []), sends)[1]
+        message = sent._replace(feedback=([residual], []))
+        return bridge.post([layout], 0, jnp.int32(0), message, sends)[1]
 
     # The second device would not send in any case.
     for sends in (False, True):
@@ -424,7 +425,13 @@ def test_a_device_that_does_not_contribute_keeps_its_residuals(bridge):
 
 def test_a_device_that_does_not_send_computes_its_residuals(bridge, transport):
     layout = unsharded([LeafSpec((1, 65), np.dtype("int8"))])
-    sent = [layout], 0, 0, [jnp.array([127.0, 0.6])], jnp.int32(0), 0, 0, HEADER
-    [kept] = jax.jit(lambda r: bridge.post(*sent, ([r], []), jnp.bool_(False))[1])(jnp.zeros(2))
+    sent = Message(0, 0, 0, HEADER, [jnp.array([127.0, 0.6])])
+
+    @jax.jit
+    def program(residual):
+        message = sent._replace(feedback=([residual], []))
+        return bridge.post([layout], 0, jnp.int32(0), message, jnp.bool_(False))[1]
+
+    [kept] = program(jnp.zeros(2))
     np.testing.assert_array_equal(kept, [0, np.float32(0.6) - 1])
     assert not transport.posted
