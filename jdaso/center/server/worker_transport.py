@@ -13,7 +13,7 @@ from jdaso.center.types import reply_header
 from jdaso.cluster.topology import Topology
 from jdaso.core.exchange import empty_report
 from jdaso.core.types import JdasoError
-from jdaso.exchange.host.buffers import BufferPool, StagingBuffers
+from jdaso.exchange.host.buffers import StagingBuffers
 from jdaso.exchange.host.exchange_table import ExchangeTable
 from jdaso.exchange.host.layout import Layout
 from jdaso.exchange.host.transport_protocol import abort_on_error
@@ -37,15 +37,13 @@ class WorkerTransport:
         self._abort = abort
         self._name = topology.describe(topology.rank)
         self.rule_name = ""  # of the rule that the server must apply
-        self._pool = BufferPool()
         self._table: ExchangeTable[_Posted] = ExchangeTable()
         self.pending = self._table.pending
         self._report = empty_report()
 
     def restart_numbers(self) -> None:
-        """Allows the numbers of exchanges to start again."""
-        with self._table.lock:
-            self._table.highest = -1
+        """Allows the numbers of exchanges to start again, once."""
+        self._table.restart()
 
     def report(self) -> dict[str, Any]:
         """Exchanges collected, bytes sent for them, seconds in flight, and seconds waited."""
@@ -59,19 +57,12 @@ class WorkerTransport:
         )
 
     def reserve(self, number: int, layout: Layout) -> StagingBuffers:
-        table = self._table
-        with table.lock:
-            if number <= table.highest:
-                raise JdasoError(
-                    f"exchange {number} with the centre was posted twice in {self._name}: one "
-                    "optimizer state was stepped twice (as optax.MultiSteps does), or two states "
-                    "share this centre. To return to an earlier state, call tx.init first."
-                )
-            # Exchanges with higher numbers belong to a state that was discarded. One with a lower
-            # number may still be collected by another device of this node.
-            table.abandon(lambda posted: posted >= number)
-            table.highest = number
-            return self.pending.add(number, self._pool.acquire(layout.specs), layout)
+        posted_twice = (
+            f"exchange {number} with the centre was posted twice in {self._name}: one optimizer "
+            "state was stepped twice (as optax.MultiSteps does), or two states share this centre. "
+            "To return to an earlier state, call tx.init first."
+        )
+        return self._table.reserve(number, layout, posted_twice)
 
     def post(self, number: int, step: int, header: np.ndarray) -> None:
         with self._table.lock:
@@ -109,7 +100,7 @@ class WorkerTransport:
                 self._report["seconds_blocked"] += seconds
                 self._report["seconds_in_flight"] += posted.request.seconds
             if last:
-                self._pool.release(posted.staging, readers, reuse=True)
+                self._table.pool.release(posted.staging, readers, reuse=True)
         return posted.staging, np.array(reply_header(posted.staging.finite()), np.float32)
 
     def abort_on_error(self) -> AbstractContextManager[None]:

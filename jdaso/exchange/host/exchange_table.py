@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from jdaso.core.exchange import UNCOUNTED
 from jdaso.core.types import JdasoError
-from jdaso.exchange.host.buffers import StagingBuffers
+from jdaso.exchange.host.buffers import BufferPool, StagingBuffers
 from jdaso.exchange.host.layout import Layout
 
 # The longest wait for another device of this node, or for copies.
@@ -100,24 +99,42 @@ class ExchangeTable(Generic[T]):
         lock: Reentrant; notified when an exchange is posted or discarded.
         pending: The exchanges that are reserved and not yet posted.
         posted: The exchanges that are posted and not yet collected.
-        highest: The highest number that was reserved.
+        pool: The buffers of completed exchanges.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Condition()
         self.pending = ReservedExchanges(self.lock)
         self.posted: dict[int, T] = {}
-        self.highest = UNCOUNTED
+        self.pool = BufferPool()
         self._collections: dict[int, int] = {}
+        self._highest, self._restarted = UNCOUNTED, False
 
-    def __contains__(self, number: int) -> bool:
-        return number in self.posted or number in self.pending
+    def restart(self) -> None:
+        """Allows the numbers of exchanges to start again, once."""
+        self._restarted = True
 
-    def abandon(self, select: Callable[[int], bool]) -> None:
-        """Forgets posted exchanges, which belong to a state that the program has discarded."""
-        for number in [n for n in self.posted if select(n)]:
-            del self.posted[number]
-            self._collections.pop(number, None)
+    def reserve(self, number: int, layout: Layout, posted_twice: str) -> StagingBuffers:
+        """Buffers for an exchange, the same for all its senders.
+
+        Raises:
+            JdasoError: With the text ``posted_twice``, for a number that is not new.
+        """
+        with self.lock:
+            if (staging := self.pending.join(number)) is not None:
+                return staging
+            known = number in self.posted or number in self.pending
+            if (known or UNCOUNTED < number <= self._highest) and not self._restarted:
+                raise JdasoError(posted_twice)
+            if number == UNCOUNTED:
+                return self.pending.add(number, StagingBuffers(layout.specs), layout)
+            # Posted exchanges with these numbers belong to a state that the program has discarded.
+            # One with a lower number may still be collected by another device of this node.
+            for old in [n for n in self.posted if n >= number]:
+                del self.posted[old]
+                self._collections.pop(old, None)
+            self._highest, self._restarted = number, False
+            return self.pending.add(number, self.pool.acquire(layout.specs), layout)
 
     def post(self, number: int, exchange: T) -> None:
         """Adds an exchange that has been posted."""
@@ -153,4 +170,4 @@ class ExchangeTable(Generic[T]):
         with self.lock:
             self.posted.clear()
             self._collections.clear()
-            self.highest = UNCOUNTED
+            self._highest = UNCOUNTED

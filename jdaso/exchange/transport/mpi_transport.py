@@ -45,16 +45,14 @@ class MpiTransport:
         self._table: ExchangeTable[_Posted] = ExchangeTable()
         self.pending = self._table.pending
         self._last_of_queue: dict[int, Request] = {}
-        self._pool = BufferPool()
         self._left_out = 0
-        self._restarted = False
         self._total = math.inf  # steps of the schedule
         self.statistics = Statistics()
 
     def forget(self) -> None:
         self._table.clear()
         self._last_of_queue.clear()
-        self._pool = BufferPool()
+        self._table.pool = BufferPool()
 
     def abort_on_error(self) -> AbstractContextManager[None]:
         topology = self._membership.topology
@@ -62,29 +60,18 @@ class MpiTransport:
 
     def restart(self, total: int | None = None) -> None:
         """Allows the numbers of exchanges to start again, once, for a run of ``total`` steps."""
-        self._restarted, self._total = True, math.inf if total is None else total
+        self._table.restart()
+        self._total = math.inf if total is None else total
 
     def reserve(self, number: int, layout: Layout) -> StagingBuffers:
-        table = self._table
-        with table.lock:
-            if (staging := self.pending.join(number)) is not None:
-                return staging
-            repeated = number in table or UNCOUNTED < number <= table.highest
-            if repeated and not self._restarted:
-                raise JdasoError(
-                    f"{exchange_name(number)} was posted twice in {self._name}: one optimizer "
-                    "state was stepped twice (as optax.MultiSteps does: accumulate gradients in "
-                    "the training step), two states share this exchange, or tx.update ran once "
-                    "per device. Step each state once, make an mpi_exchange for each, and call "
-                    "tx.update outside shard_map, or inside one over all devices. To return "
-                    "to an earlier state, call tx.init first."
-                )
-            if number != UNCOUNTED:
-                # Exchanges with these numbers belong to a state from before a restart.
-                table.abandon(lambda posted: posted >= number)
-                table.highest, self._restarted = number, False
-            make = StagingBuffers if number == UNCOUNTED else self._pool.acquire
-            return self.pending.add(number, make(layout.specs), layout)
+        posted_twice = (
+            f"{exchange_name(number)} was posted twice in {self._name}: one optimizer state was "
+            "stepped twice (as optax.MultiSteps does: accumulate gradients in the training step), "
+            "two states share this exchange, or tx.update ran once per device. Step each state "
+            "once, make an mpi_exchange for each, and call tx.update outside shard_map, or inside "
+            "one over all devices. To return to an earlier state, call tx.init first."
+        )
+        return self._table.reserve(number, layout, posted_twice)
 
     def post(self, number: int, step: int, header: np.ndarray) -> None:
         with self._table.lock:
@@ -143,7 +130,7 @@ class MpiTransport:
                 record = ExchangeRecord(number, posted.step, sent, never, transfer, waited, never)
                 self.statistics.note(record, posted.staging.record)
             if last:
-                self._pool.release(posted.staging, readers, reuse=number != UNCOUNTED)
+                self._table.pool.release(posted.staging, readers, reuse=number != UNCOUNTED)
         if first:
             name, seconds = exchange_name(number), posted.request.seconds
             text = "%s completed %s posted after step %d; transfer %.6f s, training blocked %.6f s"
