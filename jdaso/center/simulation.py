@@ -16,6 +16,8 @@ from jdaso.core.wire import sum_dtype
 
 
 class SimulatedState(NamedTuple):
+    """The state of a worker's exchange with a simulated centre."""
+
     center: Any  # the state of the server; () outside this worker's turns
     reply: Leaves  # to this worker's last message
     of: Any  # an empty array [num_workers, 0], whose shape is known while a program is traced

@@ -30,6 +30,8 @@ _HEAD = ("node", "arrays", "MB", "step", "exchanges", "in flight", "skipped", "l
 
 
 class Summary(NamedTuple):
+    """What one part of a checkpoint contains, and its defects."""
+
     row: tuple[str, ...]  # of the table
     shapes: dict[str, str]  # shape and dtype of each array
     shared: dict[str, str]  # value or digest of each array that must be equal on all nodes

@@ -15,6 +15,8 @@ _COUNT = re.compile(r"[0-9]{1,9}")
 
 
 class Launch(NamedTuple):
+    """How a process was launched."""
+
     processes: int  # that the launcher started, including this one
     launcher: str  # "srun", "mpiexec" or "none"
     plugin: str = ""  # of srun, its MPI plugin (--mpi); of mpiexec, the MPI that it belongs to

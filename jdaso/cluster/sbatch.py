@@ -87,6 +87,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Prints the job script. An option that is not valid ends the program with its error."""
     options = vars(arguments) | {"command": arguments.words}
     try:
         given = {name: options[name] for name in JobOptions._fields if name in options}

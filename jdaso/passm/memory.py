@@ -103,6 +103,7 @@ def settled(memory: Memory) -> PyTree:
 
 
 def shapes(params: PyTree) -> PyTree:
+    """The parameters with a ``jax.ShapeDtypeStruct`` in place of each array."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
 
 
@@ -122,6 +123,7 @@ def leaf_views(buffer: np.ndarray, params: PyTree) -> list[np.ndarray]:
 
 
 def write_leaves(arrays: Sequence[np.ndarray], params: PyTree) -> None:
+    """Copies the leaves of a tree to arrays of the same shapes."""
     for array, leaf in zip(arrays, jax.tree.leaves(params), strict=True):
         array[...] = leaf
 

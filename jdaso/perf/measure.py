@@ -18,6 +18,8 @@ _WIDTH = 512  # of the matrices whose products simulate training
 
 
 class Measured(NamedTuple):
+    """Measurements on one wire."""
+
     exchanges: list[tuple[float, float]]  # bytes and seconds in the background of each exchange
     overhead: float  # seconds of copies before and after one of the largest exchanges
     slowdown: float  # seconds by which one of the largest exchanges in flight slows computing

@@ -28,6 +28,8 @@ _HEAD = struct.Struct("<4i2q")
 
 
 class Frame(NamedTuple):
+    """A parsed frame: the fields of its head, and its content."""
+
     kind: int  # one of the kinds above
     request: int  # number of the request, which its reply repeats
     contributes: bool  # whether the server applies the message

@@ -16,6 +16,8 @@ from jdaso.exchange.transport.request import Request, completed
 
 
 class IndexCommunicators(NamedTuple):
+    """The communicators that transfer the exchanges, or their parts, of one local index."""
+
     nodes: Comm | None  # one process of each node; None in one that does not send for this index
     within_node: Comm | None  # the processes of this node; None if a node is one process
     sender: int  # local rank of the processes that send for this index

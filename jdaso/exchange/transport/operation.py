@@ -14,6 +14,8 @@ _POLL_SECONDS = 1e-4
 
 
 class WaitState(NamedTuple):
+    """What an operation waits for."""
+
     ranks: frozenset[int] = frozenset()  # whose messages are missing, where that is known
     progressed: bool = False  # since its previous state
     requests: tuple[MpiRequest, ...] = ()  # if not empty, it waits for one of them to complete
