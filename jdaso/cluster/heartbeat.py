@@ -95,10 +95,7 @@ class Heartbeat:
         return bool(self._reports.connected().all())
 
     def tolerate_deaths(
-        self,
-        on_death: Callable[[int], None],
-        silence: bool,
-        needed: frozenset[int] = frozenset(),
+        self, on_death: Callable[[int], None], silence: bool, needed: frozenset[int] = frozenset()
     ) -> None:
         """From now on a death, and with ``silence`` a long silence, does not abort the job.
 

@@ -55,11 +55,7 @@ class Reports:
     """
 
     def __init__(
-        self,
-        rank: int,
-        tree: np.ndarray,
-        describe: Callable[[int], str],
-        roll_call: RollCall,
+        self, rank: int, tree: np.ndarray, describe: Callable[[int], str], roll_call: RollCall
     ):
         self._rank, self._tree, self._describe, self._roll_call = rank, tree, describe, roll_call
         self._parent: int | None = None

@@ -166,12 +166,7 @@ def _move(
         left_out, observed = jnp.zeros((), jnp.int32), jnp.zeros((2,), jnp.float32)
         for i, context in enumerate(contexts):
             parts[i], fragments[i], result = lax.cond(
-                context.due | context.post,
-                steps[i],
-                skip_fragment,
-                parts[i],
-                fragments[i],
-                number,
+                context.due | context.post, steps[i], skip_fragment, parts[i], fragments[i], number
             )
             number, left_out = result.number, left_out + result.left_out
             observed = result.losses if i == 0 else observed

@@ -166,10 +166,6 @@ class Nodes(Protocol):
     """What the core knows of a :class:`jdaso.Topology`."""
 
     @property
-    def node(self) -> int:
-        """Index of this process's node."""
-
-    @property
     def num_nodes(self) -> int:
         """Number of nodes."""
 

@@ -33,14 +33,11 @@ def merge_fragment(
         reads = dependence(merge, leaves[:num_params], state)
     anchor = anchors(merge, fragment.merge, feedback) if feedback else []
     posted = _Posted(config, num_params, leaves, fragment, state, anchor)
-    rests: list[Leaves] = []
-    copied_feedback: list[Lists] = []
+    merged: list[tuple[Lists, Leaves, Lists]] = []
 
     def merge_part(*arrived):
-        lists, rest, copied = _merge_part(posted, *arrived)
-        rests.append(rest)
-        copied_feedback.append(copied)
-        return lists
+        merged.append(_merge_part(posted, *arrived))
+        return merged[-1][0]
 
     old_feedback = [feedback.residual, feedback.anchor] if feedback and not posted.copied else []
     in_place = not reads.leafwise or (reads.in_place and not old_feedback)
@@ -53,14 +50,14 @@ def merge_fragment(
     lost = ~stop_unless_finite(config, header[FINITE] > 0, step)
     if feedback:
         ready = feedback.anchor_ready | (~lost & (header[0] > 0))
-        *lists, residual, anchor = [*lists, *joined(copied_feedback)]
+        *lists, residual, anchor = [*lists, *joined([copied for _, _, copied in merged])]
         anchor = anchor[: len(feedback.anchor)]
         feedback = Feedback(residual, anchor, feedback.block_bits, ready)
     fragment = fragment._replace(
         posted=jnp.zeros((), bool),
         sound=jnp.ones((), bool),
         exchange=exchange_state,
-        merge=state.rebuild(lists, rests[-1]),
+        merge=state.rebuild(lists, merged[-1][1]),
         feedback=feedback,
     )
     return leaves, fragment, lost, header[1:3]

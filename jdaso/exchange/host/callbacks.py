@@ -23,12 +23,7 @@ class Callbacks:
         self._transport = transport
 
     def post(
-        self,
-        layouts: Sequence[Layout],
-        device: Number,
-        token: jax.Array,
-        message: Message,
-        sends: jax.Array | bool = True,
+        self, layouts: Sequence[Layout], device: Number, token, message: Message, sends=True
     ) -> tuple[jax.Array, Leaves]:
         """As in :class:`HostCalls`. XLA computes the error feedback of callbacks."""
         del sends

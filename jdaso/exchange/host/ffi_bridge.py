@@ -79,12 +79,7 @@ class FfiBridge:
         self._forget = at_exit(self.close)
 
     def post(
-        self,
-        layouts: Sequence[Layout],
-        device: Number,
-        token: jax.Array,
-        message: Message,
-        sends: jax.Array | bool = True,
+        self, layouts: Sequence[Layout], device: Number, token, message: Message, sends=True
     ) -> tuple[jax.Array, Leaves]:
         """As in :class:`HostCalls`. :meth:`computes_feedback` must hold for feedback."""
         self._layouts += [x for x in layouts if x not in self._layouts]

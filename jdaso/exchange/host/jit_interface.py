@@ -198,11 +198,7 @@ class JitInterface:
 
 
 def _post(
-    mesh: NodeMesh,
-    calls: HostCalls,
-    layouts: Sequence[Layout],
-    token: jax.Array,
-    message: Message,
+    mesh: NodeMesh, calls: HostCalls, layouts: Sequence[Layout], token: jax.Array, message: Message
 ) -> tuple[jax.Array, Leaves]:
     """Posts the leaves of one device. Returns the token and the residuals."""
     device, layout = mesh.device_index(), layouts[0]
