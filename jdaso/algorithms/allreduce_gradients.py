@@ -31,9 +31,8 @@ def allreduce_gradients(
 
     Returns:
         An averaging for :func:`jdaso.chain`, which applies it before the optimizer. In an
-        ``optax.chain`` it must be the first. Nodes that start from equal
-        parameters stay equal. If ``update`` is given ``params``, an MPI exchange raises an error
-        when they differ.
+        ``optax.chain`` it must be the first. Nodes that start from equal parameters stay equal. If
+        ``update`` is given ``params``, an MPI exchange raises an error when they differ.
 
     Raises:
         ValueError: for an unknown wire.

@@ -84,8 +84,7 @@ def resolve_wire(name: str, wire: str | None, exchange: Exchange, default: str) 
     """Returns the given wire, the one of the exchange, or the algorithm's default.
 
     Raises:
-        ValueError: for an unknown wire, for an exchange of the wrong type, or if the exchange was
-            made for another wire.
+        ValueError: for an unknown wire, or an exchange of the wrong type or for another wire.
     """
     if not isinstance(exchange, Exchange):
         raise ValueError(

@@ -53,9 +53,8 @@ def diloco(
         a <- outer(a, a - (1/P) sum_i x_i)           (DiLoCo Alg. 1, lines 12 and 14)
         x <- mix x + (1 - mix) a                     (Streaming DiLoCo, its alpha; mix = 0: DiLoCo)
 
-    where ``outer(a, g)`` is a step of an optimizer with the outer gradient g. With a delay, the
-    x_i are those of ``delay`` steps before. With ``outer=optax.sgd(1.0)`` and no delay this is
-    Local SGD.
+    where ``outer(a, g)`` is a step of an optimizer with the outer gradient g. With a delay, the x_i
+    are those of ``delay`` steps before. With ``outer=optax.sgd(1.0)`` and no delay it is Local SGD.
 
     The papers have no warm-up. Here the first ``warmup`` rounds of a fragment replace the first
     line by
@@ -100,9 +99,8 @@ def diloco(
         wire, nonfinite: As in :func:`jdaso.daso`.
 
     Returns:
-        An optax transformation. Put it last in a chain. ``update`` requires ``params``. The
-        ``params`` given to ``init`` must be the same on all nodes. An MPI exchange raises an
-        error if anchors differ.
+        An optax transformation. Put it last in a chain. ``update`` requires ``params``. Those given
+        to ``init`` must be equal on all nodes. An MPI exchange raises an error if anchors differ.
 
     Raises:
         ValueError: for a warmup below 0, a mix outside [0, 1), a delay above the period or, with

@@ -31,8 +31,7 @@ def assign_nodes(
 ) -> tuple[int, tuple[Placement, ...]]:
     """The number of processes per node, and the placement of each process.
 
-    ``processes_per_node`` and errors are those of :func:`jdaso.discover_topology`. Messages name
-    the hosts.
+    Argument and errors are those of :func:`jdaso.discover_topology`. Messages name the hosts.
     """
     about = {
         name: np.array(values) for name, *values in zip(Process._fields, *processes, strict=True)

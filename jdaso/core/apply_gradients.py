@@ -15,12 +15,10 @@ def apply_gradients(
 
     It computes what ``tx.update`` and ``optax.apply_updates`` compute, up to rounding. But the
     averaging changes the parameters in place, in one conditional after the optimizer's update. If
-    parameters and state are donated, steps without an exchange need no memory and hardly any time
-    for it.
+    parameters and state are donated, it costs no memory and little time at steps without exchange.
 
     Args:
-        tx: an optimizer from :func:`jdaso.chain`, or one that contains its averaging, such as
-            :func:`jdaso.eamsgd`.
+        tx: from :func:`jdaso.chain`, or one with its own averaging, such as :func:`jdaso.eamsgd`.
         grads: a tree like ``params``.
         opt_state: the state that ``tx.init`` or this function returned.
         params: arrays.

@@ -31,8 +31,7 @@ import numpy as np
 
 #: Numbers in a block.
 BLOCK_SIZE = 64
-# XLA flushes numbers below 2^-126 to 0, and NumPy does not. Exponents of at least -100 avoid such
-# numbers.
+# XLA flushes numbers below 2^-126 to 0, and NumPy does not. Exponents of at least -100 avoid them.
 MIN_EXPONENT = -100
 
 

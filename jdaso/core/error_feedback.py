@@ -111,8 +111,7 @@ def decompress(
     """The mean of the leaves, from what the exchange has returned.
 
     Args:
-        total: s where this node has summed and C(s) elsewhere. If ``bits`` is 0, sums of the leaves
-            themselves.
+        total: s where this node has summed and C(s) elsewhere. With ``bits`` 0, sums of the leaves.
         members: float32 scalar, the number of nodes that contributed, may be 0.
         bits: int32 scalar, ``block_bits`` of the exchange.
 

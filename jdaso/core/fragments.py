@@ -21,13 +21,11 @@ def cut(tree: PyTree, fragments: Fragments) -> list[list[int]]:
     """Assigns the leaves of a tree to fragments.
 
     With a number of fragments, the floating-point leaves of a fragment are consecutive. Integers
-    and booleans belong to the first fragment, and the moments of a parameter to the fragment of the
-    parameter.
+    and booleans belong to the first fragment, and moments to the fragment of their parameter.
 
     Args:
         tree: arrays, or :class:`jdaso.core.types.ParamsWithMoments`.
-        fragments: number of fragments, or a function. Each fragment gets at least one
-            floating-point leaf.
+        fragments: their number, or a function. Each gets at least one floating-point leaf.
 
     Returns:
         For each fragment the positions of its leaves in ``jax.tree.leaves(tree)``.

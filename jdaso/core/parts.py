@@ -17,8 +17,7 @@ from jdaso.core.exchange import Exchange
 from jdaso.core.fragments import near_equal
 from jdaso.core.types import Leaves, PyTree
 
-# More parts take less memory and more time to compile. Parts that fit a cache are also merged
-# faster.
+# More parts take less memory and more time to compile. Those that fit a cache are merged faster.
 _COUNT, _LEAST_BYTES = 16, 1 << 18
 
 #: Lists of arrays. Array j of each has the shape of leaf j of a part.

@@ -19,8 +19,7 @@ class FragmentState(NamedTuple):
         delay: int32, steps after which to merge it.
         number: int32, its number.
         sound: bool, whether this node's parameters have been finite since the last merge.
-        feedback: :class:`jdaso.core.error_feedback.Feedback`, () unless a wire is int8 or
-            float4.
+        feedback: :class:`jdaso.core.error_feedback.Feedback`, or () without int8 and float4.
     """
 
     posted: jax.Array

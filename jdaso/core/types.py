@@ -26,8 +26,7 @@ class Plan(NamedTuple):
         delay: int32, optimizer steps between posting an exchange and merging its result.
         clock: int32, steps since the periods are counted from, including this step.
         flush: bool, whether to complete all exchanges at this step.
-        blocking: bool, whether the step belongs to a phase with blocking exchanges. These phases
-            may use another wire.
+        blocking: bool, whether exchanges block in this phase, which may use another wire.
         epoch_end: bool, whether to average all parameters at this step. This exchange also
             carries the losses of the epoch.
     """

@@ -173,8 +173,7 @@ def faulty_gradients(faults: Iterable[Fault], rank: int) -> optax.GradientTransf
 class FaultyCheckpoints(Checkpoints):
     """Checkpoints whose process suffers KILL_IN_CHECKPOINT or DISK_FULL when it saves.
 
-    A full disk is simulated by a limit on the size of files, which holds for all files that the
-    process writes.
+    A full disk is simulated by a limit on the size of all files that the process writes.
 
     Args:
         checkpoints: The checkpoints to wrap. Do not use them directly afterwards.

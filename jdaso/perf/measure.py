@@ -46,8 +46,7 @@ def sweep(
     """Measures exchanges of all parameters, a quarter, a sixteenth, and so on, the smallest first.
 
     There are at most ``sizes`` sizes. This is collective. The time of an exchange is the longest
-    over all nodes, so all nodes have the same numbers and stop at the same size when ``seconds``
-    are over.
+    over all nodes, so all have the same numbers and stop at the same size after ``seconds``.
     """
     comm = topology.duplicate_comm()
 
@@ -106,8 +105,7 @@ def prepare(
     engine = averaging.engine
     assert engine is not None
 
-    # The steps of a training after the optimizer's update. Every second one posts, and the next
-    # one merges.
+    # The steps of a training after the optimizer's update, which post and merge in turn.
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state):
         return engine.move(params, state, jnp.bool_(True))

@@ -46,8 +46,7 @@ class StagingBuffers:
     """Host buffers of one exchange: one vector per wire dtype for the leaves, and one for the sums.
 
     Args:
-        specs: Shapes and dtypes of the leaves on the wire, in order. A sharded leaf has one for
-            each of its shards.
+        specs: Shapes and dtypes of the leaves, or of their shards, on the wire, in order.
 
     Attributes:
         layout: Which devices fill and read which leaves. One device, unless it is replaced.

@@ -2,8 +2,7 @@
 
 MPI makes progress only inside its own calls. A plain ``Iallreduce`` therefore hides almost nothing,
 and a thread in a blocking call occupies a core that training needs. This thread polls every posted
-operation and sleeps in between. Each poll takes time from training, so it polls less often on a
-slow network.
+operation and sleeps in between, longer on a slow network, as each poll takes time from training.
 """
 
 import math
