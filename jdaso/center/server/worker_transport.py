@@ -9,9 +9,9 @@ import numpy as np
 
 from jdaso.center.server import frames
 from jdaso.center.server.connection import Connection
-from jdaso.center.types import reply_header
+from jdaso.center.types import no_broadcast, reply_header
 from jdaso.cluster.topology import Topology
-from jdaso.core.exchange import empty_report
+from jdaso.core.exchange import UNCOUNTED, empty_report
 from jdaso.core.types import JdasoError
 from jdaso.exchange.host.buffers import StagingBuffers
 from jdaso.exchange.host.exchange_table import ExchangeTable
@@ -57,6 +57,8 @@ class WorkerTransport:
         )
 
     def reserve(self, number: int, layout: Layout) -> StagingBuffers:
+        if number == UNCOUNTED:
+            no_broadcast([], 0)
         posted_twice = (
             f"exchange {number} with the centre was posted twice in {self._name}: one optimizer "
             "state was stepped twice (as optax.MultiSteps does), or two states share this centre. "

@@ -5,7 +5,7 @@ import pytest
 
 import jdaso
 from jdaso.center.server.worker_transport import WorkerTransport
-from jdaso.core.exchange import HEADER_SIZE
+from jdaso.core.exchange import HEADER_SIZE, UNCOUNTED
 from jdaso.exchange.host.layout import LeafSpec, unsharded
 
 LAYOUT = unsharded([LeafSpec((3,), np.dtype("float32"))])
@@ -47,6 +47,11 @@ def test_a_reply_is_collected_once(transport):
     assert report["seconds_in_flight"] == 0.5
     with pytest.raises(jdaso.JdasoError, match=r"exchange 3 .* is not in flight in rank 0"):
         transport.collect(3, readers=1)
+
+
+def test_a_consensus_is_an_error(transport):
+    with pytest.raises(ValueError, match="broadcast and consensus are not available"):
+        transport.reserve(UNCOUNTED, LAYOUT)
 
 
 @pytest.mark.parametrize("number", [2, 3])
