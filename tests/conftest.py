@@ -23,6 +23,8 @@ collect_ignore_glob = ["support/*"]
 # XLA's older code generator for CPUs compiles the programs of these tests three times faster. Their
 # functions are few, so that splitting them between threads costs a third of the compilation.
 FAST = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+# Every Python process that a test starts imports sitecustomize.py from this folder.
+START = Path(__file__).parent / "support" / "start"
 CACHE = Path(__file__).parents[1] / ".pytest_cache" / "jax"
 
 
@@ -43,6 +45,8 @@ def pytest_configure(config):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     if not hasattr(config, "workerinput"):  # workers of xdist inherit the variables
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(START), before]))
         kept = os.environ.get("JDASO_TEST_CACHE")
         if kept:
             Path(kept).mkdir(parents=True, exist_ok=True)
@@ -64,10 +68,9 @@ def pytest_unconfigure(config):
 
 
 def pytest_collection_finish():
-    """Looks for cyclic garbage less often, and never among what the imports made."""
+    """Never looks for cyclic garbage among what the imports made."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20000, 20, 50)
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ def open_mpi(tmp_path_factory):
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("MPI")},
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         "JAX_PLATFORMS": "cpu",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
