@@ -90,14 +90,14 @@ CASES = {
 # For a fault in a worker around a centre: the pattern of the line that shows the detection, and
 # whether the worker itself reaches the end of the training.
 CENTER_CASES = {
-    "FAIL_BEFORE_POST": ("rank 1 .* has died; the others go on", False),
-    "FAIL_IN_FLIGHT": ("rank 1 .* has died; the others go on", False),
-    "FAIL_IN_FINISH": ("rank 1 .* has died; the others go on", False),
+    "FAIL_BEFORE_POST": ("rank 1 .* has died; the others continue", False),
+    "FAIL_IN_FLIGHT": ("rank 1 .* has died; the others continue", False),
+    "FAIL_IN_FINISH": ("rank 1 .* has died; the others continue", False),
     "STUCK": ("stopped .SIGSTOP", True),  # continued when the other worker has ended
     "SLOW_POST": ("sleeps for some seconds", True),
     "NAN": ("rank 1 ended, finite: True, left out: 1", True),
-    "WRONG_SHAPE": ("rank 1 .* failed; the others go on", False),
-    "SIGTERM": ("rank 1 .* has died; the others go on", False),
+    "WRONG_SHAPE": ("rank 1 .* failed; the others continue", False),
+    "SIGTERM": ("rank 1 .* has died; the others continue", False),
 }
 
 

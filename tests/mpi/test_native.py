@@ -107,7 +107,7 @@ def stand_in(folder, tmp_path_factory):
     compiler = shutil.which("g++") or pytest.skip("no g++")
     library = tmp_path_factory.mktemp("stand_in") / "copies_cuda.so"
     sources = [
-        *(SOURCES / f"{name}.cc" for name in ("ffi_queue", "blocks", "copies_cuda")),
+        *(SOURCES / f"{name}.cc" for name in ("ffi_queue", "block_kernels", "copies_cuda")),
         HERE / "driver.cc",
     ]
     defines = ["-include", HERE / "stand_in.h", "-DJDASO_STREAM=stand_in::Program"]

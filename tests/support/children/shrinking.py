@@ -1,4 +1,4 @@
-"""One of the processes is killed in training; the others go on, on an MPI that can."""
+"""One of the processes is killed in training; the others continue, on an MPI that can."""
 
 import os
 import signal
