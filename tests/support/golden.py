@@ -171,7 +171,7 @@ def daso(
         period, delay = (1, 0) if blocking else (cycle.period, 0 if finish else cycle.delay)
         ages.append([])
 
-        v = momentum * v + grads[t] if momentum else grads[t]  # 0 * inf would stay for ever
+        v = momentum * v + grads[t] if momentum else grads[t]  # 0 * inf would stay forever
         x = x - lr * v
 
         # Merge first, then post: with S = B, what is posted is the merged value.

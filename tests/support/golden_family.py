@@ -33,7 +33,7 @@ def sgd(grads: np.ndarray, lr: float, momentum: float = 0.0) -> np.ndarray:
     """Updates of gradients that are known beforehand: ``v <- m v + g``, ``u = -lr v``."""
     updates, v = [], np.zeros_like(grads[0])
     for g in grads:
-        v = momentum * v + g if momentum else g  # 0 * inf would stay for ever
+        v = momentum * v + g if momentum else g  # 0 * inf would stay forever
         updates.append(-lr * v)
     return np.array(updates)
 
