@@ -73,7 +73,7 @@ def from_host_arrays(arrays: dict[str, np.ndarray], like: PyTree, source: str) -
     wrong += [f"{name} is not in the state" for name in arrays if name not in wanted]
     for name in wanted.keys() & arrays.keys():
         old, new = arrays[name], wanted[name]
-        shape, dtype = np.shape(new), getattr(new, "dtype", np.result_type(new))
+        shape, dtype = np.shape(new), new.dtype if hasattr(new, "dtype") else np.result_type(new)
         if old.shape != shape or (isinstance(new, jax.Array) and old.dtype != dtype):
             wrong.append(f"{name} is {old.dtype}{old.shape}, the state has {dtype}{shape}")
     if wrong:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +12,9 @@ import optax
 from jdaso.core.tree import float_leaves, is_float
 from jdaso.core.types import Arrival, Leaves, Merge, PyTree
 from jdaso.core.wire import sum_dtype
+
+#: Places of arrays: the list of each, and its index.
+Reads = set[tuple[int, int]]
 
 
 class SplitState(NamedTuple):
@@ -94,21 +97,25 @@ def dependence(merge: Merge, leaves: Leaves, state: SplitState) -> Dependence:
     # Each array has a list and an index. The sums are list -1.
     places = [(k, j) for k, each in enumerate(lists) for j in range(len(each))]
     inputs = [*places, *((-1, j % count) for j in range(2 * count))]
-    none: frozenset[tuple[int, int]] = frozenset()
-    reads: dict[Any, frozenset[tuple[int, int]]] = {
-        variable: frozenset([place]) for variable, place in zip(jaxpr.invars, inputs, strict=False)
-    }
-
-    def reads_of(variables: Iterable[Any]) -> frozenset[tuple[int, int]]:
-        # Literals, which have a value, read nothing.
-        return none.union(*(reads.get(v, none) for v in variables if not hasattr(v, "val")))
-
-    for equation in jaxpr.eqns:
-        reads |= dict.fromkeys(equation.outvars, reads_of(equation.invars))
-    results = [reads_of([variable]) for variable in jaxpr.outvars]
+    rest = len(jaxpr.invars) - len(inputs)
+    results = _reads(jaxpr, [*({place} for place in inputs), *[set()] * rest])
     of_lists = list(zip(places, results, strict=False))
     return Dependence(
         leafwise=all(own == j for (_, own), read in of_lists for _, j in read)
         and not any(results[len(places) :]),
         in_place=all(k in (-1, own) for (own, _), read in of_lists for k, _ in read),
     )
+
+
+def _reads(jaxpr: Any, inputs: Sequence[Reads]) -> list[Reads]:
+    """What each result of a jaxpr depends on, for what each of its arguments depends on."""
+    reads = dict(zip(jaxpr.invars, inputs, strict=True))
+    for equation in jaxpr.eqns:
+        # Literals, which have a value, read nothing. Neither do constants.
+        of = [set() if hasattr(v, "val") else reads.get(v, set()) for v in equation.invars]
+        if equation.primitive.name in ("jit", "pjit"):
+            results = _reads(equation.params["jaxpr"].jaxpr, of)
+        else:
+            results = [set().union(*of)] * len(equation.outvars)
+        reads |= dict(zip(equation.outvars, results, strict=True))
+    return [set() if hasattr(v, "val") else reads.get(v, set()) for v in jaxpr.outvars]
