@@ -3,10 +3,10 @@
     bench/lab/lab.py run --pin -- python bench/tokens.py [--only "Streaming|local"] [--pairs 5]
 
 Every process trains the model of examples/language_model.py with AdamW, on one core. A pair is two
-periods of steps without exchanges and two with. The first period with exchanges is not timed, so
-that an exchange is in flight when the timed steps begin. The slowest node counts in both. The table
-has the median of the pairs' ratios of tokens per second, its range, the mean time for which an
-exchange blocks training, and the megabytes that a node sends at each step.
+periods of steps without exchanges, and three with, of which the first is not timed, so that the
+timed steps have as many merges as posts. The slowest node counts in both. The table has the median
+of the pairs' ratios of tokens per second, its range, the mean time for which an exchange blocks
+training on the slowest node, and the megabytes that a node sends at each step.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def pytest_configure(config):
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     if not hasattr(config, "workerinput"):  # workers of xdist inherit the variables
         before = os.environ.get("PYTHONPATH")
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(START), before]))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [before, str(START)]))
         kept = os.environ.get("JDASO_TEST_CACHE")
         if kept:
             Path(kept).mkdir(parents=True, exist_ok=True)

@@ -186,7 +186,7 @@ def mpi_exchange(
 
 def _once(*functions: Callable[[], None]) -> Callable[[], None]:
     """Calls all functions the first time. Other threads wait for that. Later it does nothing."""
-    lock, remaining = threading.Lock(), list(functions)
+    lock, remaining = threading.RLock(), list(functions)  # a signal handler may call it again
 
     def run() -> None:
         with lock:

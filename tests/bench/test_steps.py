@@ -21,6 +21,8 @@ SMALL = "--megabytes 0.1 --leaves 6 --pairs 8"
 SLEEPS = "--millions 0.01 --leaves 2 --seconds 0.001 --pairs 2 --wires bfloat16"
 TOKENS = "--nodes 2 --seeds 1 --steps 30 --layers 1 --width 8 --heads 1 --context 8 --batch-size 2"
 TOKENS += " --test-tokens 64 --warmup 0 --only data|local|^DiLoCo"
+MODEL = "--layers 2 --width 16 --context 8 --batch-size 2 --period 6 --pairs 1 --only local"
+FLOOR = "--millions 0.01 --leaves 2 --seconds 0.001 --rounds 1"
 # Script -> number of processes that it needs, its arguments, and the rows of its table.
 SCRIPTS = {
     "tax.py": (2, f"{SMALL} --only daso", 1),
@@ -28,6 +30,8 @@ SCRIPTS = {
     "accelerator.py": (2, SLEEPS, 2),
     "bandwidth.py": (1, "--utilization 0.8 0.95", 30),
     "equal_tokens.py": (1, TOKENS, 3),
+    "tokens.py": (2, MODEL, 1),
+    "floor.py": (2, FLOOR, 3),
     "gpu.py": (1, "--sections shared", 2),  # one row is about the section
 }
 

@@ -15,8 +15,9 @@ def test_too_many_open_exchanges_are_an_error_that_says_what_has_run_out():
     assert "call exchange.close()" in ended.output
 
 
-def test_exchanges_that_are_closed_in_different_orders_are_an_error():
-    ended = mpiexec(2, "closing.py", "other order")
+@pytest.mark.parametrize("where", ["other order", "at exit"])
+def test_exchanges_that_are_closed_in_different_orders_are_an_error(where):
+    ended = mpiexec(2, "closing.py", where)
     assert ended.returncode != 0
     assert "the closing of an exchange, by rank" in ended.output
     assert "All nodes must make the same calls in the same order" in ended.output

@@ -5,6 +5,7 @@ and a thread in a blocking call occupies a core that training needs. This thread
 operation and sleeps in between, longer on a slow network, as each poll takes time from training.
 """
 
+import functools
 import math
 import threading
 import time
@@ -102,7 +103,7 @@ class Progress:
         self._waiters, self._polling = 0, Polling()
         self._thread = threading.Thread(target=self._run, name="jdaso-progress", daemon=True)
         self._thread.start()
-        self._forget = at_exit(self.close)
+        self._forget = at_exit(functools.partial(_close_at_exit, self))
 
     def submit(
         self,
@@ -231,3 +232,11 @@ class Progress:
                     f"{self._peers.own_name} failed, and its program does not wait for the "
                     f"result: {request.error}"
                 )
+
+
+def _close_at_exit(progress: Progress) -> None:
+    """Ends the job if closing fails: Python would print an error at exit and report success."""
+    try:
+        progress.close()
+    except JdasoError as error:
+        progress._abort(f"{progress._peers.own_name} failed: {error}")

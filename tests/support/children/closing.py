@@ -1,6 +1,6 @@
 """Exchanges that are closed give everything back; one too many that are not is an error.
 
-closing.py closed|open|"other order"|"steps not awaited" [DEVICES]
+closing.py closed|open|"other order"|"at exit"|"steps not awaited" [DEVICES]
 """
 
 import sys
@@ -51,6 +51,11 @@ if sys.argv[1] == "open":
 if sys.argv[1] == "other order":
     pair = [jdaso.mpi_exchange(topology) for _ in range(2)]
     pair[topology.rank].close()  # raises
+if sys.argv[1] == "at exit":
+    pair = [jdaso.mpi_exchange(topology) for _ in range(2)]
+    if topology.rank == 1:
+        pair[0].close()  # rank 0 closes the other one first
+    sys.exit()
 first = jdaso.mpi_exchange(topology)
 threads = threading.active_count()
 for number in range(MANY):
