@@ -13,8 +13,8 @@ export PATH := $(BIN):$(PATH)
 # As root, Open MPI asks to be told twice; other launchers ignore these.
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
-# Containers often set it. Without compiled modules the import of JAX takes 3 s of CPU time instead
-# of 1, in each of the hundreds of processes that the tests start.
+# Containers often set this variable. Python then keeps no compiled modules, and each of the hundreds
+# of processes that the tests start takes 3 s of CPU time to import JAX instead of 1.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo demo-lm test-fast test test-all lint docs bench clean

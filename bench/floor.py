@@ -1,4 +1,4 @@
-"""What the bytes of an exchange take from a step on a node of one core, whoever moves them.
+"""Measures what TCP alone costs a step when it moves the bytes of an exchange.
 
     bench/lab/lab.py run --pin -- python bench/floor.py [--millions 4.04] [--period 3] [--delay 2]
 

@@ -14,13 +14,12 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
-import time
 
 import jax
 import jax.numpy as jnp
 import optax
 from machine import keep_memory, machine
-from step import apply_gradients
+from step import apply_gradients, timed
 
 import jdaso
 
@@ -46,13 +45,7 @@ def prepare(tx, width, rows):
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
         return apply_gradients(tx, grads, opt_state, params, value=loss)
 
-    def run(steps):
-        start = time.perf_counter()
-        for _ in range(steps):
-            state[:] = step(*state, batch)
-        jax.block_until_ready(state)
-        return (time.perf_counter() - start) / steps
-
+    run = timed(step, state, batch)
     run(2)
     return run
 

@@ -34,6 +34,19 @@ def make_step(tx, matmuls):
     return step
 
 
+def timed(step, state, *inputs):
+    """Returns a function that takes a number of steps and returns the seconds of one step."""
+
+    def run(steps):
+        start = time.perf_counter()
+        for _ in range(steps):
+            state[:] = step(*state, *inputs)
+        jax.block_until_ready(state)
+        return (time.perf_counter() - start) / steps
+
+    return run
+
+
 class ReportTotals:
     """Sums what an exchange reports about the periods inside ``with totals:``."""
 

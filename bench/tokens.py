@@ -2,11 +2,11 @@
 
     bench/lab/lab.py run --pin -- python bench/tokens.py [--only "Streaming|local"] [--pairs 5]
 
-Every process trains the model of examples/language_model.py with AdamW, on one core. A pair is two
-periods of steps without exchanges, and three with, of which the first is not timed, so that the
-timed steps have as many merges as posts. The slowest node counts in both. The table has the median
-of the pairs' ratios of tokens per second, its range, the mean time for which an exchange blocks
-training on the slowest node, and the megabytes that a node sends at each step.
+Every process trains the model of examples/language_model.py with AdamW, on one core. A pair has two
+periods of steps without exchanges and three with them. The first of these three is not timed, so
+the timed steps have as many merges as posts. The slowest node counts in both. The table has the
+median of the pairs' ratios of tokens per second, its range, the mean time for which an exchange
+blocks training on the slowest node, and the megabytes that a node sends at each step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import os
 import re
 import statistics
 import sys
-import time
 from pathlib import Path
 
 from machine import keep_memory, machine, own_core
@@ -30,7 +29,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from flax import nnx  # noqa: E402
-from step import ReportTotals, apply_gradients, settle  # noqa: E402
+from step import ReportTotals, apply_gradients, settle, timed  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -84,29 +83,23 @@ def main():
             value, grads = jax.value_and_grad(loss)(params, text)
             return apply_gradients(tx, grads, opt_state, params, value=value)
 
-        def run(steps):
-            start = time.perf_counter()
-            for _ in range(steps):
-                state[:] = step(*state, text)
-            jax.block_until_ready(state)
-            return (time.perf_counter() - start) / steps
-
+        run = timed(step, state, text)
         run(arguments.period + 6)  # compilation, and the first use of memory
         return run
 
     adamw = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3, weight_decay=0.1))
     alone = prepare(adamw)
-    timed = 2 * arguments.period
+    steps = 2 * arguments.period
 
     def pair(run, exchange, totals):
         """Tokens per second of all nodes, without and with exchanges."""
         settle(exchange)
         comm.Barrier()
-        base = alone(timed)
+        base = alone(steps)
         comm.Barrier()
         run(arguments.period)
         with totals:
-            both = base, run(timed)
+            both = base, run(steps)
         slowest = map(max, zip(*comm.allgather(both), strict=True))
         return [tokens / seconds for seconds in slowest]
 
@@ -114,7 +107,7 @@ def main():
     count = sum(x.size for x in jax.tree.leaves(params))
     say(
         f"{topology.num_nodes} nodes, one core each; {count} parameters, "
-        f"period {arguments.period}, {arguments.pairs} pairs of {timed} steps\n"
+        f"period {arguments.period}, {arguments.pairs} pairs of {steps} steps\n"
     )
     say("| method | alone, tokens/s | with | ratio | range | blocked, ms | MB per step |")
     say("|---|---|---|---|---|---|---|")
@@ -126,7 +119,7 @@ def main():
         pairs = [pair(run, exchange, totals) for _ in range(arguments.pairs)]
         ratios = [with_exchange / base for base, with_exchange in pairs]
         blocked = 1e3 * max(comm.allgather(totals.per_exchange("seconds_blocked")))
-        sent = totals["bytes_sent"] / arguments.pairs / timed / 1e6
+        sent = totals["bytes_sent"] / arguments.pairs / steps / 1e6
         cells = [f"{statistics.median(column):.0f}" for column in zip(*pairs, strict=True)]
         cells += [f"{statistics.median(ratios):.3f}", f"{min(ratios):.3f}..{max(ratios):.3f}"]
         say(f"| {name} | {' | '.join(cells)} | {blocked:.1f} | {sent:.3f} |", flush=True)

@@ -68,7 +68,7 @@ def pytest_unconfigure(config):
 
 
 def pytest_collection_finish():
-    """Never looks for cyclic garbage among what the imports made."""
+    """Excludes what the imports have created from later searches for cyclic garbage."""
     gc.collect()
     gc.freeze()
 

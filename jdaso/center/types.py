@@ -9,6 +9,12 @@ import numpy as np
 from jdaso.core.exchange import FINITE, HEADER_SIZE, Exchange
 from jdaso.core.types import Leaves, PyTree
 
+#: What is wrong with a collective call of the workers of a centre, and what to do.
+ONLY_WITH_THE_SERVER = (
+    "workers of a centre do not communicate with each other: broadcast and consensus are not "
+    "available. Use center.join and center.read."
+)
+
 
 class CenterState(NamedTuple):
     """The state of the server. Fields are lists of leaves on the server, trees for workers.
@@ -102,10 +108,7 @@ class Center(NamedTuple):
 
 def no_broadcast(leaves: Leaves, root: int) -> Leaves:
     """Raises ValueError, as workers exchange messages with the server only."""
-    raise ValueError(
-        "workers of a centre do not communicate with each other: broadcast and consensus are not "
-        "available. Use center.join and center.read."
-    )
+    raise ValueError(ONLY_WITH_THE_SERVER)
 
 
 def reply_header(finite: Any) -> list[Any]:

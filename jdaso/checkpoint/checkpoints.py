@@ -7,7 +7,7 @@ the state. One node's state is therefore not a checkpoint. Nodes do not communic
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from jdaso.checkpoint import folder
 from jdaso.checkpoint.agreement import from_first
@@ -197,7 +197,7 @@ class Checkpoints:
     def _update_topology(self) -> None:
         """Uses the topology of the remaining processes after a death that the job survived."""
         for exchange in self._exchanges:
-            self._topology = cast("Topology | None", exchange.topology()) or self._topology
+            self._topology = exchange.topology() or self._topology
 
     @contextlib.contextmanager
     def _write_errors(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -162,14 +162,6 @@ class FeedbackOperations(NamedTuple):
     finish: Callable[..., tuple[Leaves, Leaves, jax.Array, PyTree]]
 
 
-class Nodes(Protocol):
-    """What the core knows of a :class:`jdaso.Topology`."""
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of nodes."""
-
-
 class Exchange(NamedTuple):
     """How nodes communicate. This is the only part of an algorithm that knows a network.
 
@@ -250,7 +242,7 @@ class Exchange(NamedTuple):
     anyone: Callable[[bool], bool] = lambda flag: flag
     compares: bool = False
     same_bits: bool = True
-    topology: Callable[[], Nodes | None] = lambda: None
+    topology: Callable[[], Any] = lambda: None  # the core must not import Topology
     bind: Callable[[Sequence[str], Leaves], Exchange] | None = None
     parts: PartOperations | None = None
     feedback: FeedbackOperations | None = None

@@ -185,7 +185,7 @@ def mpi_exchange(
 
 
 def _once(*functions: Callable[[], None]) -> Callable[[], None]:
-    """Calls all functions the first time. Other threads wait for that. Later it does nothing."""
+    """A function that calls all functions once. Threads that call it meanwhile wait for the end."""
     lock, remaining = threading.RLock(), list(functions)  # a signal handler may call it again
 
     def run() -> None:

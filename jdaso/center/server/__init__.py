@@ -1,6 +1,6 @@
 """The parameter server over MPI: its processes, its messages, and its workers' side.
 
-Like all of :mod:`jdaso.center`, only ``jdaso/__init__.py`` and ``__main__.py`` may import it.
+Only :mod:`jdaso.center`, ``jdaso/__init__.py`` and ``__main__.py`` may import it.
 
 - ``mpi_center``: the public function, which starts the server on node 0.
 - ``state_machine``: the server's replies to frames. ``frames``: their wire format.

@@ -9,7 +9,7 @@ import numpy as np
 
 from jdaso.center.server import frames
 from jdaso.center.server.connection import Connection
-from jdaso.center.types import no_broadcast, reply_header
+from jdaso.center.types import ONLY_WITH_THE_SERVER, reply_header
 from jdaso.cluster.topology import Topology
 from jdaso.core.exchange import UNCOUNTED, empty_report
 from jdaso.core.types import JdasoError
@@ -58,7 +58,7 @@ class WorkerTransport:
 
     def reserve(self, number: int, layout: Layout) -> StagingBuffers:
         if number == UNCOUNTED:
-            no_broadcast([], 0)
+            raise ValueError(ONLY_WITH_THE_SERVER)
         posted_twice = (
             f"exchange {number} with the centre was posted twice in {self._name}: one optimizer "
             "state was stepped twice (as optax.MultiSteps does), or two states share this centre. "

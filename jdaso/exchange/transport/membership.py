@@ -84,13 +84,7 @@ class Membership:
         own = self.topology.describe(self.topology.rank)
         name = f"the closing of an exchange, by {own},"
         request = progress.submit(barrier, name, call=call, last=True)
-        if threading.current_thread() is threading.main_thread():
-            request.wait(busy=None)
-            return
-        # The main thread may go on posting, so this is no sign of a deadlock.
-        request.done.wait()
-        if request.error is not None:
-            raise request.error
+        request.wait(_in_other_thread)
 
     def _communicators(self) -> list[Comm]:
         return [*self.exchanges.all(), self.comparisons, self.broadcasts, self.flags]
@@ -117,3 +111,8 @@ class Membership:
         assert topology.comm is not None
         self._connect(topology)
         self._log.share(topology.comm)
+
+
+def _in_other_thread() -> bool:
+    """Whether the main thread may post other operations while this thread waits."""
+    return threading.current_thread() is not threading.main_thread()

@@ -235,7 +235,7 @@ class Progress:
 
 
 def _close_at_exit(progress: Progress) -> None:
-    """Ends the job if closing fails: Python would print an error at exit and report success."""
+    """Closes, and ends the job if that fails. Python would print the error and exit with 0."""
     try:
         progress.close()
     except JdasoError as error:

@@ -1,4 +1,7 @@
-"""Python imports this at its start. The import of JAX takes a fifth less time with it."""
+"""Makes the import of JAX a fifth faster, by fewer searches for cyclic garbage.
+
+Python imports this module when it starts.
+"""
 
 import gc
 
