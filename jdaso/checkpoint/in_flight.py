@@ -81,6 +81,30 @@ def describe_posted(posted: InFlight) -> dict[str, str]:
     return texts
 
 
+def awaited_names(arrays: dict[str, np.ndarray]) -> list[tuple[Key, str]]:
+    """The exchanges between processes that saved states wait for, and the names of the states."""
+    found = []
+    for name, posted in arrays.items():
+        if (match := re.fullmatch(r"(.*fragments\.\d+)\.posted", name)) and posted.all():
+            # A virtual cluster has the sums in its state, and no key.
+            names = (f"{match[1]}.exchange.key", f"{match[1]}.number")
+            numbers = [int(arrays[x]) for x in names if x in arrays and arrays[x].size == 1]
+            if len(numbers) == 2:
+                found.append(((numbers[0], numbers[1]), match[1]))
+    return found
+
+
+def other_bits(arrays: dict[str, np.ndarray], posted: InFlight) -> list[str]:
+    """A text for each exchange in flight that is rounded to other bits than its state says."""
+    texts = []
+    for key, fragment in awaited_names(arrays):
+        said = arrays.get(f"{fragment}.feedback.block_bits")
+        if said is not None and key in posted and posted[key].block_bits != said:
+            bits = posted[key].block_bits
+            texts.append(f"exchange {key[1]} has block_bits of {bits}, {fragment} of {said}")
+    return texts
+
+
 def remove_exchange_states(tree: PyTree) -> PyTree:
     """A tree without the states of its exchanges, which are of no use to another set of nodes."""
     return map_states(FragmentState, lambda fragment: fragment._replace(exchange=()), tree)

@@ -41,7 +41,8 @@ def read_checkpoint(
         sent = awaited(state, exchanges)
 
         def check_posted() -> None:
-            if texts := differences([key for key, _ in sent], part.in_flight):
+            texts = differences([key for key, _ in sent], part.in_flight)
+            if texts := texts + in_flight.other_bits(part.state, part.in_flight):
                 raise JdasoError(f"{source} cannot be restored: {'; '.join(texts)}")
 
         on_all(topology, purpose, check_posted)

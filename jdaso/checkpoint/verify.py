@@ -16,7 +16,7 @@ import numpy as np
 from jdaso.checkpoint.checksums import raw_bytes
 from jdaso.checkpoint.flight_check import differences
 from jdaso.checkpoint.folder import SavedCheckpoint, describe_incomplete, list_checkpoints
-from jdaso.checkpoint.in_flight import Key, describe_posted
+from jdaso.checkpoint.in_flight import awaited_names, describe_posted, other_bits
 from jdaso.checkpoint.node_part import NodePart, checkpointer, is_finite, read_part
 from jdaso.core.types import JdasoError
 
@@ -130,7 +130,8 @@ def _summary(node: int, part: NodePart) -> Summary:
     }
     defects = [f"{name} is not finite" for name, x in arrays.items() if not is_finite(x)]
     finite = "no" if defects else "yes"
-    defects += differences(_awaited(arrays), part.in_flight)
+    defects += differences([key for key, _ in awaited_names(arrays)], part.in_flight)
+    defects += other_bits(arrays, part.in_flight)
 
     def number(field: str) -> str:
         return ",".join(str(arrays[root + field]) for root in roots if root + field in arrays)
@@ -148,19 +149,6 @@ def _digest(array: np.ndarray) -> str:
     if array.ndim == 0:
         return str(array)
     return hashlib.sha256(raw_bytes(array)).hexdigest()[:16]
-
-
-def _awaited(arrays: dict[str, np.ndarray]) -> list[Key]:
-    """The exchanges between processes that the saved states wait for."""
-    keys = []
-    for name, posted in arrays.items():
-        if (match := re.fullmatch(r"(.*fragments\.\d+)\.posted", name)) and posted.all():
-            # A virtual cluster has the sums in its state, and no key.
-            names = (f"{match[1]}.exchange.key", f"{match[1]}.number")
-            numbers = [int(arrays[x]) for x in names if x in arrays and arrays[x].size == 1]
-            if len(numbers) == 2:
-                keys.append((numbers[0], numbers[1]))
-    return keys
 
 
 def _differences(first: Summary, other: Summary) -> list[str]:

@@ -23,9 +23,10 @@ AT = "opt_state.1."
 
 def state(node):
     """EASGD with an exchange in flight over MPI. Parameters, counts and losses differ by node."""
-    averaging = jdaso.easgd(jdaso.single_exchange(), period=4)
+    averaging = jdaso.easgd(jdaso.single_exchange(), period=4, wire="int8")
     optimizer, state = optax.chain(optax.sgd(0.1, momentum=0.9), averaging).init(PARAMS)
     fragment = state.fragments[0]._replace(posted=jnp.array(True), exchange=HostState(jnp.int32(0)))
+    fragment = fragment._replace(feedback=fragment.feedback._replace(block_bits=jnp.int32(8)))
     state = state._replace(
         step=jnp.int32(9),
         exchanges=jnp.int32(2),
@@ -41,7 +42,7 @@ def state(node):
 
 def posted():
     leaves = [np.ones((2, 3), np.float32)]
-    return {(0, 1): PostedExchange(8, np.ones(HEADER_SIZE, np.float32), leaves)}
+    return {(0, 1): PostedExchange(8, np.ones(HEADER_SIZE, np.float32), leaves, block_bits=8)}
 
 
 def write(folder, change=lambda arrays, posted: None, name="000003_step_9"):
@@ -110,6 +111,10 @@ CHANGES = {
     "another exchange": (
         lambda _, posted: posted.update({(1, 1): posted.pop((0, 1))}),
         "node 1: exchange 1 of the exchange at position 1 is in flight, and no state waits",
+    ),
+    "exchange of other bits": (
+        lambda _, posted: posted.update({(0, 1): posted[0, 1]._replace(block_bits=4)}),
+        f"node 1: exchange 1 has block_bits of 4, {AT}fragments.0 of 8",
     ),
     "exchange of another shape": (
         lambda _, posted: posted.update(

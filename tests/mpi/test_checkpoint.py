@@ -20,6 +20,7 @@ REFUSED = {
     "earlier state": "Save the state that the last step returned",
     "other moments": "exchange 1, in flight, has 3 leaves, the state sends 6",
     "other fragments": "fragments.1.age is not in the checkpoint",
+    "other bits": "exchange 0 has block_bits of 4, 1.1.averaging.fragments.0 of 0",
     "other order": "pass the exchanges in the same order as when it was saved",
 }
 

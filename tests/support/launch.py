@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import fork_server
 import pytest
 
 CHILDREN = Path(__file__).parent / "children"
@@ -62,7 +63,9 @@ def mpiexec(
             pytest.skip("needs MPICH's launcher, which can let the others live")
         environment["OMPI_ALLOW_RUN_AS_ROOT"] = environment["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
         environment["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
-    program = [*between, sys.executable, str(CHILDREN / child)]
+    python, variables = fork_server.command(env)
+    environment |= variables
+    program = [*between, *python, str(CHILDREN / child)]
     command = [launcher, *options, "-n", str(processes), *program]
     return run([*command, *map(str, arguments)], environment, timeout)
 

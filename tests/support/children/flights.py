@@ -10,7 +10,7 @@ import numpy as np
 from common import SGD, first_params, gradients, make_step, saved_leaves
 
 import jdaso
-from jdaso.checkpoint import Checkpoints
+from jdaso.checkpoint import Checkpoints, restore
 
 STEPS, SAVED_AT = 12, 6
 folder, case = sys.argv[1:]
@@ -21,9 +21,10 @@ def fresh(moments="local", fragments=1):
     """Two optimizers with exchanges of their own; two steps after a post, the first one's lands."""
     exchanges = [jdaso.mpi_exchange(topology) for _ in range(2)]
     schedules = [jdaso.constant(3, 2), jdaso.constant(5, 4)]
+    wires = [None, "int8" if case == "other bits" else None]
     txs = [
-        jdaso.chain(SGD, jdaso.daso(x, s, fragments=fragments), moments=moments)
-        for x, s in zip(exchanges, schedules, strict=True)
+        jdaso.chain(SGD, jdaso.daso(x, s, fragments=fragments, wire=wire), moments=moments)
+        for x, s, wire in zip(exchanges, schedules, wires, strict=True)
     ]
     params = [first_params() for _ in txs]
     return exchanges, txs, (params, [tx.init(p) for tx, p in zip(txs, params, strict=True)])
@@ -59,6 +60,15 @@ options = {"other moments": {"moments": "average"}, "other fragments": {"fragmen
 exchanges, txs, like = fresh(**options.get(case, {}))
 if case == "other order":
     exchanges.reverse()
+if case == "other bits":
+    read = restore.read_part
+
+    def altered(reader, path):
+        part = read(reader, path)
+        flights = {key: posted._replace(block_bits=4) for key, posted in part.in_flight.items()}
+        return part._replace(in_flight=flights)
+
+    restore.read_part = altered
 restored = Checkpoints(folder, topology, exchanges).restore(like)
 found = train(txs, restored.state, range(SAVED_AT, STEPS))
 for want, got in zip(*map(saved_leaves, (expected, found)), strict=True):
