@@ -34,6 +34,7 @@ autodoc_typehints = "none"  # signatures stay short; Args of each docstring says
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+napoleon_attr_annotations = False  # they are those of the NamedTuples, and shown there
 
 html_theme = "sphinx_book_theme"
 html_static_path = ["_static"]

@@ -147,7 +147,7 @@ def exchange():
     box(axes, 5.15, y["host memory"], 1.4, 0.45, "sum, float32", FLIGHT, 9)
     box(axes, 2.6, y["thread"], 3.1, 0.45, "compare with others, send, add", FLIGHT, 9)
     box(axes, 2.9, y["network"], 2.5, 0.45, "messages between nodes", FLIGHT, 9)
-    arrow(axes, (2.35, 3.1), (2.35, 2.66), "post: copy and cast", offset=(-0.72, 0.0))
+    arrow(axes, (2.35, 3.1), (2.35, 2.66), "post: copy and cast", offset=(-0.72, -0.12))
     arrow(axes, (2.9, 2.2), (2.9, 1.76))
     arrow(axes, (3.7, 1.3), (3.7, 0.86))
     arrow(axes, (4.7, 0.86), (4.7, 1.29))

@@ -16,8 +16,9 @@ class Metrics(NamedTuple):
 
     Attributes:
         step: int32, optimizer steps taken.
-        phase, period, delay: as in :class:`jdaso.core.Plan`. The phase is an index of
-            :data:`jdaso.schedules.PHASES`.
+        phase: int32, index of :data:`jdaso.schedules.PHASES`.
+        period: int32, as in :class:`jdaso.core.Plan`.
+        delay: int32, as in :class:`jdaso.core.Plan`.
         in_flight: int32, exchanges in flight, at most one for each fragment.
         exchanges: int32, exchanges posted. It is also the number of the next one.
         merged: bool, whether an exchange was merged at the last step.

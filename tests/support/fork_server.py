@@ -7,6 +7,7 @@ ignored signals to the server, forwards the signals it gets, and ends as the for
 the server kills the fork.
 """
 
+import atexit
 import contextlib
 import fcntl
 import functools
@@ -47,7 +48,7 @@ def _start() -> str:
         listener.bind(f"\0{name}")
         listener.listen(100)
         number = listener.fileno()
-        subprocess.Popen(
+        server = subprocess.Popen(
             [sys.executable, __file__, str(number)],
             stdin=subprocess.PIPE,  # its end tells the server that this process has ended
             stdout=subprocess.DEVNULL,
@@ -55,6 +56,7 @@ def _start() -> str:
             env={**os.environ, "JAX_PLATFORMS": "cpu"},
             start_new_session=True,
         )
+    atexit.register(server.communicate)  # closes its standard input, and waits for its end
     return name
 
 
