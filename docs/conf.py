@@ -62,5 +62,11 @@ def link_to_files(app, name, source):
     source[0] = OUTSIDE.sub(replace, source[0])
 
 
+def shorten(app, what, name, found, options, signature, returns):
+    """Prints ``...`` for a default that is a function, in place of its representation."""
+    return signature and re.sub(r"<function .*?>(?=[,)])", "...", signature), returns
+
+
 def setup(app):
     app.connect("source-read", link_to_files)
+    app.connect("autodoc-process-signature", shorten)
