@@ -30,7 +30,7 @@ def test_workers_come_late_and_are_refused_without_harm_to_others(case):
 
 
 def test_a_worker_that_is_stopped_stops_nobody_and_goes_on():
-    ended = mpiexec(3, "center.py", "stopped", timeout=120)
+    ended = mpiexec(3, "center.py", "stopped", timeout=120, forked=False)
     passes(ended)
     assert "has been silent for 2 s; the others continue" in ended.output
     assert "is back" in ended.output

@@ -5,10 +5,14 @@ place of ``python PROGRAM``, a launcher starts ``python -IS forked.py PROGRAM``.
 stays the one that the launcher knows: it passes its arguments, environment, file descriptors and
 ignored signals to the server, forwards the signals it gets, and ends as the fork ends. If it dies,
 the server kills the fork.
+
+There are two servers, for even and odd ranks, so that the processes of a job differ in the order of
+their sets and in the addresses of their memory, as they do in production.
 """
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import functools
 import gc
@@ -16,18 +20,23 @@ import importlib
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import types
 import warnings
 from pathlib import Path
 
-NAME = "JDASO_TEST_FORK_SERVER"
+FOLDER = "JDASO_TEST_FORK_SERVERS"  # variable with the folder of the servers' sockets
+SERVERS = 2
 CLIENT = [sys.executable, "-IS", str(Path(__file__).with_name("forked.py"))]
 IMPORTED = ("jdaso", "jdaso.checkpoint", "flax.nnx", "grain")
 MOST_DESCRIPTORS = 250  # of one message; descriptors of forks are below this number
+_REQUEST_SECONDS = 10.0
+_PR_SET_PDEATHSIG = 1
 # A program gets a process of its own if the test sets one of these, which imports read.
 READ_BY_IMPORTS = ("JAX_", "JDASO_", "MPI4PY_", "PYTHON")
 
@@ -37,27 +46,27 @@ def command(env: dict[str, str]) -> tuple[list[str], dict[str, str]]:
     reads = any(name.startswith(READ_BY_IMPORTS) for name in env)
     if reads or "JDASO_TEST_OPTIMIZED" in os.environ or not hasattr(os, "pidfd_open"):
         return [sys.executable], {}
-    return CLIENT, {NAME: _start()}
+    return CLIENT, {FOLDER: _start()}
 
 
 @functools.cache
 def _start() -> str:
-    """Starts the server of this process, which ends with it; returns the name of its socket."""
-    name = f"jdaso-tests-{os.getpid()}"
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"\0{name}")
-        listener.listen(100)
-        number = listener.fileno()
-        server = subprocess.Popen(
-            [sys.executable, __file__, str(number)],
-            stdin=subprocess.PIPE,  # its end tells the server that this process has ended
-            stdout=subprocess.DEVNULL,
-            pass_fds=[number],
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
-            start_new_session=True,
-        )
-    atexit.register(server.communicate)  # closes its standard input, and waits for its end
-    return name
+    """Starts the servers of this process, which end with it; returns their sockets' folder."""
+    folder = tempfile.mkdtemp(prefix="jdaso-tests-")  # which other users cannot enter
+    for index in range(SERVERS):
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"{folder}/{index}")
+            listener.listen(100)
+            server = subprocess.Popen(
+                [sys.executable, __file__, str(listener.fileno())],
+                stdin=subprocess.PIPE,  # its end tells the server that this process has ended
+                stdout=subprocess.DEVNULL,
+                pass_fds=[listener.fileno()],
+                env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": str(1 + index)},
+                start_new_session=True,
+            )
+        atexit.register(server.communicate)  # closes its standard input, and waits for its end
+    return folder
 
 
 def serve(listener: socket.socket) -> dict | None:
@@ -70,7 +79,11 @@ def serve(listener: socket.socket) -> dict | None:
         for key, _ in selector.select():
             if key.fileobj is listener:
                 connection, _ = listener.accept()
-                request, descriptors = _receive(connection)
+                received = _receive(connection)
+                if received is None:
+                    connection.close()
+                    continue
+                request, descriptors = received
                 with warnings.catch_warnings(action="ignore"):
                     process = os.fork()
                 if process == 0:
@@ -85,9 +98,7 @@ def serve(listener: socket.socket) -> dict | None:
                 _send(connection, process)
                 selector.register(os.pidfd_open(process), selectors.EVENT_READ, process)
                 selector.register(connection, selectors.EVENT_READ, process)
-            elif key.data == "owner":  # has ended
-                for process in connections:
-                    os.kill(process, signal.SIGKILL)
+            elif key.data == "owner":  # has ended, and the forks end with this process
                 return None
             elif key.data not in connections:  # the fork and its client have ended together
                 continue
@@ -108,14 +119,23 @@ def _send(connection: socket.socket, number: int) -> None:
         connection.sendall(number.to_bytes(4, "big"))
 
 
-def _receive(connection: socket.socket) -> tuple[dict, list[int]]:
-    size, descriptors, _, _ = socket.recv_fds(connection, 4, MOST_DESCRIPTORS)
-    with connection.makefile("rb") as file:
-        return json.loads(file.read(int.from_bytes(size, "big"))), descriptors
+def _receive(connection: socket.socket) -> tuple[dict, list[int]] | None:
+    """A request and its descriptors, or None if the client has died before it sent all of it."""
+    connection.settimeout(_REQUEST_SECONDS)
+    descriptors: list[int] = []
+    try:
+        size, descriptors, _, _ = socket.recv_fds(connection, 4, MOST_DESCRIPTORS)
+        with connection.makefile("rb") as file:
+            return json.loads(file.read(int.from_bytes(size, "big"))), descriptors
+    except (OSError, ValueError):
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return None
 
 
 def _take(request: dict, descriptors: list[int]) -> None:
     """Makes this fork what the client would have been."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # when the server dies
     above = [fcntl.fcntl(fd, fcntl.F_DUPFD, MOST_DESCRIPTORS) for fd in descriptors]
     os.closerange(3, MOST_DESCRIPTORS)
     for fd, number in zip(above, request["descriptors"], strict=True):
@@ -133,8 +153,11 @@ def main() -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    request = serve(socket.socket(fileno=int(sys.argv[1])))
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    folder = Path(listener.getsockname()).parent
+    request = serve(listener)
     if request is None:
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
     program, *_ = sys.argv = request["arguments"]
     sys.path[0] = str(Path(program).parent)

@@ -1,5 +1,6 @@
-"""``python -IS forked.py PROGRAM ...``: see fork_server.py, whose server runs the program."""
+"""``python -IS forked.py PROGRAM ...``: see fork_server.py, which runs the program in a fork."""
 
+import contextlib
 import json
 import os
 import resource
@@ -8,9 +9,23 @@ import socket
 import sys
 
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
 
+
+def forward(number, _):
+    with contextlib.suppress(ProcessLookupError):  # its status arrives next
+        os.kill(process, number)
+
+
+def received():
+    if not (data := server.recv(4, socket.MSG_WAITALL)):
+        sys.exit("the fork server of the tests has ended")
+    return int.from_bytes(data, "big")
+
+
+rank = next((int(os.environ[name]) for name in RANKS if name in os.environ), 0)
 server = socket.socket(socket.AF_UNIX)
-server.connect("\0" + os.environ["JDASO_TEST_FORK_SERVER"])
+server.connect(f"{os.environ['JDASO_TEST_FORK_SERVERS']}/{rank % 2}")
 opened = [int(name) for name in os.listdir("/proc/self/fd")]
 # Without the descriptors of the list itself, which is closed, and of the server.
 opened = [fd for fd in opened if fd != server.fileno() and os.path.exists(f"/proc/self/fd/{fd}")]
@@ -25,17 +40,13 @@ request = {
 text = json.dumps(request).encode()
 socket.send_fds(server, [len(text).to_bytes(4, "big")], opened)
 server.sendall(text)
-process = int.from_bytes(server.recv(4), "big")
-for number in FORWARDED:
-    if number not in ignored:
-        signal.signal(number, lambda number, _: os.kill(process, number))
-status = server.recv(4)
-if not status:
-    sys.exit("the fork server of the tests has ended")
-status = int.from_bytes(status, "big")
+process = received()
+for number in {*FORWARDED} - {*ignored}:
+    signal.signal(number, forward)
+status = received()
 if os.WIFSIGNALED(status):
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if (number := os.WTERMSIG(status)) in FORWARDED:
+    if (number := os.WTERMSIG(status)) != signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 os._exit(os.waitstatus_to_exitcode(status))

@@ -43,13 +43,14 @@ def mpiexec(
     timeout: float = 180,
     deaths_are_noticed: bool = True,
     survive: bool = False,
+    forked: bool = True,
     **env: str,
 ):
     """Runs tests/support/children/<child> and returns how it ended.
 
     The job gets a process group of its own, which is killed when the time is over; the test then
     fails and shows what the job has printed until then. With ``survive`` a process that dies does
-    not end the others.
+    not end the others. ``forked=False`` starts new processes, of which mpiexec is an ancestor.
     """
     path = os.pathsep.join([BESIDE_PYTHON, os.environ.get("PATH", "")])
     launcher = shutil.which("mpiexec", path=path)
@@ -58,13 +59,16 @@ def mpiexec(
     environment = {**os.environ, "PATH": path, "JAX_PLATFORMS": "cpu", **env}
     options = ["-disable-auto-cleanup"] if survive else []
     between = OUTLIVED if survive else [] if deaths_are_noticed else UNNOTICED
-    if "Open MPI" in subprocess.run([launcher, "--version"], capture_output=True, text=True).stdout:
+    version = subprocess.run([launcher, "--version"], capture_output=True, text=True).stdout
+    if open_mpi := "Open MPI" in version:
         if survive:
             pytest.skip("needs MPICH's launcher, which can let the others live")
         environment["OMPI_ALLOW_RUN_AS_ROOT"] = environment["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
         environment["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
-    python, variables = fork_server.command(env)
-    environment |= variables
+    python = [sys.executable]
+    if forked and not open_mpi:
+        python, variables = fork_server.command(env)
+        environment |= variables
     program = [*between, *python, str(CHILDREN / child)]
     command = [launcher, *options, "-n", str(processes), *program]
     return run([*command, *map(str, arguments)], environment, timeout)
