@@ -98,10 +98,11 @@ def other_bits(arrays: dict[str, np.ndarray], posted: InFlight) -> list[str]:
     """A text for each exchange in flight that is rounded to other bits than its state says."""
     texts = []
     for key, fragment in awaited_names(arrays):
-        said = arrays.get(f"{fragment}.feedback.block_bits")
-        if said is not None and key in posted and posted[key].block_bits != said:
-            bits = posted[key].block_bits
-            texts.append(f"exchange {key[1]} has block_bits of {bits}, {fragment} of {said}")
+        said = arrays.get(f"{fragment}.feedback.block_bits", np.zeros(()))  # without feedback
+        if key in posted and (bits := posted[key].block_bits) != said.max():
+            texts.append(
+                f"exchange {key[1]} has block_bits of {bits}, {fragment} of {int(said.max())}"
+            )
     return texts
 
 

@@ -98,12 +98,15 @@ def _exit_later(status: int, seconds: float) -> None:
     """
     try:
         libc = ctypes.CDLL(None)
+        timers = libc if hasattr(libc, "timer_create") else ctypes.CDLL("librt.so.1")  # old glibc
         exit_function = ctypes.cast(libc._exit, ctypes.c_void_p)
         event = _Event(value=status, notify=_NEW_THREAD, function=exit_function)
         timer, limit = ctypes.c_void_p(), (ctypes.c_long * 4)()  # interval and time
         limit[2], limit[3] = int(seconds), int(seconds % 1 * 1e9)
-        created = libc.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer))
-        if created == 0 and libc.timer_settime(timer, 0, ctypes.byref(limit), None) == 0:
+        created = timers.timer_create(
+            time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)
+        )
+        if created == 0 and timers.timer_settime(timer, 0, ctypes.byref(limit), None) == 0:
             return
     except (OSError, AttributeError):  # another C library
         pass

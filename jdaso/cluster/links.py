@@ -181,8 +181,11 @@ class Links:
                 self.wake()
 
         thread = threading.Thread(target=search, name="jdaso-links", daemon=True)
-        with contextlib.suppress(RuntimeError):  # the interpreter is exiting
+        try:
             thread.start()
+        except RuntimeError:  # the limit of threads is reached, and the next beat tries again
+            self.settled.set()
+        else:
             self._searching = True
 
     def _end_search(self, found: JsonSocket | None) -> None:

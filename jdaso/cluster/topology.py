@@ -151,9 +151,9 @@ def _created(create: Callable[[], Comm]) -> Comm:
         return create()
     except Exception as error:
         raise JdasoError(
-            f"MPI cannot create another communicator: {error}. Every mpi_exchange and mpi_center "
-            "needs several until it is closed: create exchanges once and use them again, or call "
-            "exchange.close() on all processes."
+            f"MPI cannot create another communicator: {error}. Every exchange and mpi_center needs "
+            "several: create them once and use them again, or call exchange.close() on all "
+            "processes. An mpi_center keeps its own until the end."
         ) from error
 
 
@@ -229,9 +229,16 @@ def _start_heartbeat(comm: Comm, hosts: np.ndarray) -> Heartbeat:
     def describe(rank: int) -> str:
         return f"rank {rank} ({hosts['host'][rank].decode()})"
 
-    heartbeat = start_heartbeat(comm, hosts["memory_group"], describe, abort)
+    own = describe(comm.Get_rank())
+    try:
+        heartbeat = start_heartbeat(comm, hosts["memory_group"], describe, abort)
+    except Exception as error:
+        if comm.Get_size() > 1:  # the others wait for this one
+            reason = f"{own} failed: its heartbeat cannot start: {type(error).__name__}: {error}"
+            abort(reason, 1, all_abort=False)
+        raise
     at_exit(heartbeat.close)
-    abort_on_exception(describe(comm.Get_rank()), functools.partial(_abort_all, heartbeat))
+    abort_on_exception(own, functools.partial(_abort_all, heartbeat))
     return heartbeat
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from jdaso.core.types import Leaves, PyTree
 from jdaso.core.validation import check_number
 from jdaso.core.wire import check_wire
 from jdaso.exchange.axis import one_node
+from jdaso.exchange.closing import once
 from jdaso.exchange.host.compiled import use_native
 from jdaso.exchange.host.jit_interface import JitInterface
 from jdaso.exchange.host.keys import Keys
@@ -178,24 +178,10 @@ def mpi_exchange(
         topology=collectives.topology,
         bind=bind,
         all_devices=program.all_devices,
-        close=_once(program.close, progress.close, membership.free, transport.forget),
+        close=once(program.close, progress.close, membership.free, transport.forget),
         **functions.fields(),
     )
     return exchange
-
-
-def _once(*functions: Callable[[], None]) -> Callable[[], None]:
-    """A function that calls all functions once. Threads that call it meanwhile wait for the end."""
-    lock, remaining = threading.RLock(), list(functions)  # a signal handler may call it again
-
-    def run() -> None:
-        with lock:
-            calls = remaining.copy()
-            remaining.clear()
-            for function in calls:
-                function()
-
-    return run
 
 
 def _wait_until_computed(tree: PyTree) -> None:
@@ -218,7 +204,7 @@ def _single_node(topology: Topology, wire: str | None, sharded: Shardings | None
         _say_alone()
         return exchange
     comm = topology.duplicate_comm()
-    return exchange._replace(anyone=lambda flag: any(comm.allgather(flag)))
+    return exchange._replace(anyone=lambda flag: any(comm.allgather(flag)), close=once(comm.Free))
 
 
 @functools.cache  # once per process

@@ -6,13 +6,14 @@ import functools
 import operator
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jdaso.cluster.local_devices import await_programs
 from jdaso.cluster.topology import Topology
 from jdaso.core.block_format import FORMATS, format_of
 from jdaso.core.exchange import Exchange
@@ -21,6 +22,7 @@ from jdaso.core.tree import is_placeholder, outline
 from jdaso.core.types import Leaves, PyTree
 from jdaso.core.wire import check_wire, pack_sum, sum_dtype, unpack_sum
 from jdaso.exchange.axis import one_node
+from jdaso.exchange.closing import once
 from jdaso.exchange.synchronous import stored_exchange
 from jdaso.exchange.transport.collectives import check_alike
 
@@ -82,7 +84,11 @@ def mpi4jax_exchange(topology: Topology, wire: str | None = None) -> Exchange:
             check_alike(host_comm.allgather(outline(params)), topology.describe)
 
     exchange = stored_exchange(size, wire, all_reduce, broadcast, compare)
-    return exchange._replace(anyone=lambda flag: any(host_comm.allgather(flag)))
+    complete = functools.partial(await_programs, topology.devices)
+    return exchange._replace(
+        anyone=lambda flag: any(host_comm.allgather(flag)),
+        close=once(complete, cast(Comm, comm).Free, host_comm.Free),
+    )
 
 
 def process_mean(topology: Topology) -> Callable[[PyTree], PyTree] | None:

@@ -15,18 +15,20 @@ from jdaso.checkpoint.host_arrays import to_host_arrays
 from jdaso.checkpoint.node_part import checkpointer, part_tree
 from jdaso.checkpoint.verify import run, verify
 from jdaso.core.exchange import HEADER_SIZE, HostState, PostedExchange
+from jdaso.core.wire import block_bits
 
 NODES = 2
 PARAMS = {"w": jnp.linspace(-1, 1, 6).reshape(2, 3), "half": jnp.ones(3, jnp.bfloat16)}
 AT = "opt_state.1."
 
 
-def state(node):
+def state(node, wire):
     """EASGD with an exchange in flight over MPI. Parameters, counts and losses differ by node."""
-    averaging = jdaso.easgd(jdaso.single_exchange(), period=4, wire="int8")
+    averaging = jdaso.easgd(jdaso.single_exchange(), period=4, wire=wire)
     optimizer, state = optax.chain(optax.sgd(0.1, momentum=0.9), averaging).init(PARAMS)
     fragment = state.fragments[0]._replace(posted=jnp.array(True), exchange=HostState(jnp.int32(0)))
-    fragment = fragment._replace(feedback=fragment.feedback._replace(block_bits=jnp.int32(8)))
+    if wire == "int8":
+        fragment = fragment._replace(feedback=fragment.feedback._replace(block_bits=jnp.int32(8)))
     state = state._replace(
         step=jnp.int32(9),
         exchanges=jnp.int32(2),
@@ -40,16 +42,18 @@ def state(node):
     )
 
 
-def posted():
-    leaves = [np.ones((2, 3), np.float32)]
-    return {(0, 1): PostedExchange(8, np.ones(HEADER_SIZE, np.float32), leaves, block_bits=8)}
+def posted(wire):
+    leaves, header = [np.ones((2, 3), np.float32)], np.ones(HEADER_SIZE, np.float32)
+    return {(0, 1): PostedExchange(8, header, leaves, block_bits(wire))}
 
 
-def write(folder, change=lambda arrays, posted: None, name="000003_step_9"):
+def write(
+    folder, change=lambda arrays, posted: None, name="000003_step_9", wire: str | None = None
+):
     """Writes a checkpoint of two nodes with a change in the second part."""
     writer = checkpointer()
     for node in range(NODES):
-        arrays, in_flight = state(node), posted()
+        arrays, in_flight = state(node, wire), posted(wire)
         if node == 1:
             change(arrays, in_flight)
         writer.save(folder / name / f"node_{node}_of_{NODES}", part_tree(arrays, in_flight))
@@ -112,10 +116,6 @@ CHANGES = {
         lambda _, posted: posted.update({(1, 1): posted.pop((0, 1))}),
         "node 1: exchange 1 of the exchange at position 1 is in flight, and no state waits",
     ),
-    "exchange of other bits": (
-        lambda _, posted: posted.update({(0, 1): posted[0, 1]._replace(block_bits=4)}),
-        f"node 1: exchange 1 has block_bits of 4, {AT}fragments.0 of 8",
-    ),
     "exchange of another shape": (
         lambda _, posted: posted.update(
             {(0, 1): posted[0, 1]._replace(leaves=posted[0, 1].leaves * 2)}
@@ -130,6 +130,17 @@ def test_a_defect_is_named(tmp_path, case):
     change, message = CHANGES[case]
     _, defects = verify(write(tmp_path, change))
     assert any(message in defect for defect in defects), defects
+
+
+@pytest.mark.parametrize(("wire", "said", "bits"), [(None, 0, 8), ("int8", 8, 4)])
+def test_an_exchange_of_other_bits_than_its_state_says_is_named(tmp_path, wire, said, bits):
+    def change(_, posted):
+        posted[0, 1] = posted[0, 1]._replace(block_bits=bits)
+
+    assert verify(write(tmp_path / "sound", wire=wire))[1] == []
+    _, defects = verify(write(tmp_path / "changed", change, wire=wire))
+    text = f"node 1: exchange 1 has block_bits of {bits}, {AT}fragments.0 of {said}"
+    assert text in defects
 
 
 def test_a_missing_part_is_named_and_the_checkpoint_before_is_chosen(tmp_path, sound):

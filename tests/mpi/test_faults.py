@@ -53,6 +53,7 @@ ERRORS = {
     "restored in flight": ["exchange 0 is not in flight", "drain"],
     "not finite, raise": ["updates or parameters are not finite at step 0"],
     "thread level": ["thread level SINGLE", "MPI_THREAD_MULTIPLE"],
+    "no thread": ["rank 1", "its heartbeat cannot start: RuntimeError: can't start new thread"],
     "unequal devices": ["unequal numbers of devices", "node 0", "node 1", "CUDA_VISIBLE_DEVICES"],
 }
 ALL = Batch(2, {case: ("fault.py", case) for case in ERRORS_OF_ALL}, raises=True)

@@ -115,11 +115,14 @@ class StagingBuffers:
                 np.copyto(self.leaves[shard], leaf)
         self.record["copy_to_host"][1] = time.monotonic()
 
-    def read(self, device: int, copy: bool) -> list[np.ndarray]:
+    def sums_of(self, device: int) -> list[np.ndarray]:
         """The sums of a device's shards."""
+        return [self.sums[shard] for shard in self.layout.shards_of(device)]
+
+    def read(self, device: int, copy: bool) -> list[np.ndarray]:
+        """The sums of a device's shards, which count as read by one more device."""
         self.record["copy_to_device"][0] = time.monotonic()
-        own = [self.sums[shard] for shard in self.layout.shards_of(device)]
-        sums = [total.copy() if copy else total for total in own]
+        sums = [total.copy() if copy else total for total in self.sums_of(device)]
         self.record["copy_to_device"][1] = time.monotonic()
         self.record["reads"] += 1
         return sums

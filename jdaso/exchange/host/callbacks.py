@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -10,10 +11,27 @@ import numpy as np
 from jax.experimental import io_callback
 
 from jdaso.core.exchange import HEADER_SIZE
-from jdaso.core.types import Leaves, Number
+from jdaso.core.types import JdasoError, Leaves, Number
 from jdaso.core.wire import pack, unpadded
+from jdaso.exchange.host.buffers import StagingBuffers
 from jdaso.exchange.host.layout import Layout
 from jdaso.exchange.host.transport_protocol import Message, Transport
+
+
+def _check_sizes(number: int, staging: StagingBuffers, device: int, shapes: Sequence) -> None:
+    """Raises JdasoError unless a program may copy sums in these shapes, as compiled code does."""
+    sums, places = staging.sums_of(device), staging.places_to_read(device)[:-1]
+    if len(sums) != len(shapes):
+        raise JdasoError(
+            f"exchange {number} has {len(sums)} leaves, the program copies {len(shapes)}"
+        )
+    for i, (place, total, x) in enumerate(zip(places, sums, shapes, strict=True)):
+        size = math.prod(x.shape) * total.itemsize
+        if not place["least_bytes"] <= size <= place["most_bytes"]:
+            raise JdasoError(
+                f"leaf {i} of exchange {number} has {place['most_bytes']} bytes, the program "
+                f"copies {size}"
+            )
 
 
 class Callbacks:
@@ -59,8 +77,9 @@ class Callbacks:
         def call(token, device, number):
             with self._transport.abort_on_error():
                 staging, header = self._transport.collect(int(number), readers)
-            # One device may post the next exchange while another still reads this one.
-            sums = staging.read(int(device), copy=readers > 1)
+                _check_sizes(int(number), staging, int(device), shapes)
+                # One device may post the next exchange while another still reads this one.
+                sums = staging.read(int(device), copy=readers > 1)
             # A float64 leaf on a narrower wire arrives as float32.
             wide = [
                 unpadded(s, x.shape).astype(x.dtype, copy=False)

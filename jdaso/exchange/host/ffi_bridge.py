@@ -148,7 +148,7 @@ class FfiBridge:
                 if call.pin and call.number != UNCOUNTED:  # whose buffers are used only once
                     self._pinned.add(staging)
         except BaseException as error:  # the program waits for an answer in any case
-            message = f"{type(error).__name__}: {error}".encode()
+            message = f"{type(error).__name__}: {error}".encode(errors="backslashreplace")
         # The places live as long as the buffers.
         at, count = (None, 0) if places is None else (places.ctypes.data, len(places))
         pointer = None if header is None else header.ctypes.data

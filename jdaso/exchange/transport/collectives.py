@@ -1,7 +1,7 @@
 """Collective operations on host memory, advanced by the progress thread."""
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import zip_longest
 from typing import NamedTuple, cast
 
@@ -73,7 +73,7 @@ def share_sums(
         pieces = part(shards(len(segment.vector), nodes), index, parts)
         requests.append(_broadcast_pieces(comm, segment.arrived, pieces, root))
         if format_of(segment.vector.dtype):  # those of the own pieces are not rounded
-            requests.append(comm.Ibcast(_bytes(segment.sums[pieces.of(node)]), root=root))
+            requests += _broadcast_whole(comm, segment.sums[pieces.of(node)], root)
     yield from wait_for(requests)
 
 
@@ -95,9 +95,7 @@ def subtract_own(staging: StagingBuffers, members: float) -> Operation:
 def broadcast(comm: Comm, arrays: Sequence[np.ndarray], root: int) -> Operation:
     """Overwrites the arrays with those of rank ``root``."""
     yield from wait_for(
-        comm.Ibcast(raw[start : start + _BROADCAST_BYTES], root=root)
-        for raw in map(_bytes, arrays)
-        for start in range(0, len(raw), _BROADCAST_BYTES)
+        request for array in arrays for request in _broadcast_whole(comm, array, root)
     )
 
 
@@ -165,6 +163,13 @@ def gather(comm: Comm, own: np.ndarray) -> Operation:
 
 def _bytes(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view(np.uint8)
+
+
+def _broadcast_whole(comm: Comm, array: np.ndarray, root: int) -> Iterator[MpiRequest]:
+    """Starts broadcasts of an array, none of more bytes than MPI can count."""
+    raw = _bytes(array)
+    for start in range(0, len(raw), _BROADCAST_BYTES):
+        yield comm.Ibcast(raw[start : start + _BROADCAST_BYTES], root=root)
 
 
 def _broadcast_pieces(comm: Comm, array: np.ndarray, pieces: Pieces, root: int) -> MpiRequest:

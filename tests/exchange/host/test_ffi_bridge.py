@@ -15,6 +15,7 @@ from jdaso.core.block_format import FORMATS
 from jdaso.core.exchange import HEADER_SIZE
 from jdaso.exchange.host import compiled, ffi_bridge
 from jdaso.exchange.host.buffers import StagingBuffers
+from jdaso.exchange.host.callbacks import Callbacks
 from jdaso.exchange.host.exchange_table import ExchangeTable
 from jdaso.exchange.host.ffi_bridge import FfiBridge
 from jdaso.exchange.host.layout import Layout, LeafSpec, Placement, unsharded
@@ -228,11 +229,13 @@ def test_the_persistent_cache_tells_queues_layouts_and_parts_apart(bridge, trans
         ([(3,), (2, 2), (1,)], "exchange 7 has 2 leaves, the program copies 3"),
     ],
 )
-def test_sums_of_other_leaves_are_an_error(bridge, shapes, message):
-    post(bridge, jnp.arange(3.0), jnp.ones((2, 2)), number=7)
+@pytest.mark.parametrize("native", [True, False])
+def test_sums_of_other_leaves_are_an_error(bridge, transport, shapes, message, native):
+    calls = bridge if native else Callbacks(transport)
+    post(calls, jnp.arange(3.0), jnp.ones((2, 2)), number=7)
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        collect(bridge, *shapes, number=7)
-    assert collect(bridge, (3,), (2, 2), number=7)[0].tolist() == [0, 1, 2]
+        collect(calls, *shapes, number=7)
+    assert collect(calls, (3,), (2, 2), number=7)[0].tolist() == [0, 1, 2]
 
 
 def test_buffers_of_other_leaves_are_an_error(bridge, transport):

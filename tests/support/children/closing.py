@@ -63,6 +63,9 @@ for number in range(MANY):
         if number % 100 == 0:
             mean = jdaso.consensus(exchange, jnp.float32(topology.node))
             assert mean == (topology.num_nodes - 1) / 2
+for _ in range(2 * MANY):
+    with jdaso.exchange.mpi4jax_exchange(topology):
+        pass
 assert threading.active_count() == threads
 with pytest.raises(Exception, match="the exchange is closed"):
     np.asarray(jdaso.consensus(exchange, jnp.float32(0)))

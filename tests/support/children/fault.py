@@ -1,6 +1,7 @@
 """One thing goes wrong between nodes; how the job ends is for the test to judge."""
 
 import sys
+import threading
 import time
 
 import compile_in_turn  # noqa: F401
@@ -18,10 +19,20 @@ from jdaso.exchange.transport import peers
 case = sys.argv[1]
 if case == "thread level":
     mpi4py.rc.thread_level = "single"
-if case == "unequal devices":
+if case in ("unequal devices", "no thread"):
     from mpi4py import MPI
-
+if case == "unequal devices":
     jdaso.cluster.use_virtual_devices(1 + MPI.COMM_WORLD.Get_rank())
+if case == "no thread":
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name == "jdaso-heartbeat":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    if MPI.COMM_WORLD.Get_rank() == 1:
+        threading.Thread.start = refuse
 if case.endswith("two devices"):
     jdaso.cluster.use_virtual_devices(2)
 processes_per_node = 2 if case == "uneven nodes" else None
