@@ -28,8 +28,8 @@ from jdaso import (
     single_exchange,
 )
 from jdaso.core.exchange import Exchange
+from jdaso.core.text_table import text_table
 from jdaso.core.types import PyTree
-from jdaso.perf.text_table import text_table
 
 HEAD = ("", "final loss", "accuracy", "exchanges", "waits", "bytes/step", "of sync")
 NOTES = """\

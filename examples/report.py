@@ -23,7 +23,7 @@ import timeline
 from runs import Run, names, read
 from runs import read_lines as read_lines
 
-from jdaso.perf.text_table import text_table
+from jdaso.core.text_table import text_table
 from jdaso.schedules import PHASES
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from jdaso.checkpoint.flight_check import differences
 from jdaso.checkpoint.folder import SavedCheckpoint, describe_incomplete, list_checkpoints
 from jdaso.checkpoint.in_flight import awaited_names, describe_posted, other_bits
 from jdaso.checkpoint.node_part import NodePart, checkpointer, is_finite, read_part
+from jdaso.core.text_table import text_table
 from jdaso.core.types import JdasoError
 
 # Fields of an averaging state that may differ between nodes. Of the state of a merge, only the
@@ -58,11 +59,9 @@ def verify(path: Path) -> tuple[str, list[str]]:
         defects += [f"node {summary.row[0]}: {text}" for text in summary.defects]
         defects += _differences(summaries[0], summary)
     rows = [_HEAD, *(summary.row for summary in summaries)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     head = [f"{checkpoint.path}, step {checkpoint.step}"]
     head += [f"newer, {name} is not complete" for name in _incomplete(checkpoint, path)]
-    return "\n".join(head + lines), defects
+    return "\n".join([*head, text_table(rows, numbers=False)]), defects
 
 
 def add_command(commands: Any) -> None:

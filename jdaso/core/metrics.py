@@ -49,7 +49,8 @@ def metrics(opt_state: PyTree) -> Metrics:
         opt_state: an optax state, with any nesting of chains and wrappers.
 
     Returns:
-        Arrays on the device. ``jax.device_get`` fetches all of them at once.
+        :class:`jdaso.core.Metrics`, which explains the fields: arrays on the device.
+        ``jax.device_get`` fetches all of them at once.
 
     Raises:
         ValueError: if the state holds no averaging, or more than one.

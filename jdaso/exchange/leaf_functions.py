@@ -12,10 +12,12 @@ from jax.experimental import io_callback
 
 from jdaso.cluster.topology import Topology
 from jdaso.core.block_format import FORMATS
-from jdaso.core.exchange import FeedbackOperations, HostState, PartOperations
+from jdaso.core.consistency import fingerprint
+from jdaso.core.exchange import UNCOUNTED, FeedbackOperations, HostState, PartOperations
 from jdaso.core.types import Leaves
 from jdaso.exchange.host.jit_interface import Bound, JitInterface
 from jdaso.exchange.settings import check_feedback
+from jdaso.exchange.transport.handshake import WITHIN_NODE
 from jdaso.exchange.transport.host_collectives import HostCollectives
 from jdaso.exchange.transport.mpi_transport import MpiTransport
 
@@ -54,6 +56,9 @@ class LeafFunctions(NamedTuple):
     def start(self, state: HostState, number, step, leaves: Leaves, header, wire, relative=False):
         if wire in FORMATS:
             check_feedback(wire, self.same_bits)
+        several = self.topology.processes_per_node > 1 and not self.topology.joined
+        if several and isinstance(number, int) and number == UNCOUNTED:
+            header = header.at[WITHIN_NODE].set(fingerprint(leaves).astype(jnp.float32))
         sent = state.key, number, step, leaves, header, wire
         token, number = self.program.start(*sent, self.bound, relative)
         return HostState(token), number

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from jdaso import perf
+from jdaso.core.wire import block_bits
 
 #: The wires that ``tune`` and ``predict`` compare.
 COMPARED_WIRES = ("float32", "bfloat16", "int8", "float4")
@@ -41,11 +42,16 @@ makes up for DASO's.
             f"papers ({'; '.join(beyond)}). Choose a larger batch per node, or diloco, which is "
             "made for long periods."
         )
-    if best.wire == "float4":
+    if bits := block_bits(best.wire):
         lines.append(
-            "float4 keeps 4 bits of each change, and sends rounding errors later. Compare the loss "
-            "with that of int8 before a long training."
+            f"{best.wire} rounds changes to {bits} bits, and sends the errors later. In the "
+            "measurements of jdaso this cost half a point of accuracy on images, and nothing on "
+            "text."
         )
+        exact = {wire: each for wire, each in costs.items() if not block_bits(wire)}
+        if exact:
+            found = perf.recommend(step_time, exact, nodes)[0]
+            lines.append(f"Without that, choose {expected(found, step_time)}")
     overhead, slowdown = costs[best.wire].overhead, costs[best.wire].slowdown
     if overhead > COSTLY * step_time * best.period:
         lines.append(

@@ -7,10 +7,10 @@ from typing import Any
 
 from jdaso import perf
 from jdaso.core.block_format import FORMATS
+from jdaso.core.text_table import text_table, wrapped
 from jdaso.perf.advice import COMPARED_WIRES, advice
 from jdaso.perf.model import Network, Prediction
 from jdaso.perf.network import FLOAT32_WIRES, MODELLED_PATTERNS
-from jdaso.perf.text_table import text_table, wrapped
 
 ALGORITHMS = ("allreduce_gradients", "local_sgd", "dasgd", "easgd", "daso", "diloco")
 DILOCO_PERIOD = 500  # H of its paper, arXiv:2311.08105

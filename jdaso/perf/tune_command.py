@@ -7,13 +7,13 @@ from typing import Any
 
 from jdaso import perf
 from jdaso.cluster.topology import Topology, discover_topology
+from jdaso.core.text_table import text_table, wrapped
 from jdaso.exchange.mpi import mpi_exchange
 from jdaso.exchange.settings import SENDERS
 from jdaso.perf.advice import COMPARED_WIRES, advice
 from jdaso.perf.measure import Measured, sweep
 from jdaso.perf.network import FLOAT32_WIRES
 from jdaso.perf.predict_command import add_model
-from jdaso.perf.text_table import text_table, wrapped
 
 HELP = "measure the network between nodes and recommend a wire, a period and a delay"
 # (slowest - fastest) / median of equal exchanges. A larger ratio means a disturbed measurement.

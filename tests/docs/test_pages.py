@@ -103,6 +103,7 @@ def anchors(path: Path) -> set[str]:
 @pytest.mark.parametrize("file", FILES, ids=id_of)
 def test_links_lead_to_files_and_headings(file):
     text = re.sub(r"^```.*?^```", "", file.read_text(), flags=re.M | re.S)
+    assert "[](" not in text, "GitHub shows nothing for a link without a text"
     for target, anchor in LINK.findall(text):
         path = file.parent / target if target else file
         assert path.exists(), f"{target} does not exist"

@@ -111,6 +111,10 @@ def test_job_ends_well(case):
     passes(ENDS_WELL.ended())
 
 
+def test_processes_of_a_node_that_differ_are_named_once():
+    passes(mpiexec(4, "fault.py", "processes of a node differ"))
+
+
 def test_uneven_nodes_are_named():
     ended = mpiexec(3, "fault.py", "uneven nodes")
     assert ended.returncode != 0

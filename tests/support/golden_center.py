@@ -44,9 +44,9 @@ def eamsgd(
     centers = []
     for turn, i in enumerate(order):
         g = gradient(turn, x[i] + momentum * v[i])
-        arrived, flying = np.zeros_like(c), force[i]
-        if flying is not None and t[i] == flying[0] + delay:
-            arrived, force[i] = flying[1], None
+        arrived, posted = np.zeros_like(c), force[i]
+        if posted is not None and t[i] == posted[0] + delay:
+            arrived, force[i] = posted[1], None
         if t[i] > 0 and t[i] % period == 0:
             sent = x[i] - arrived
             pull = alpha * (sent - c)
@@ -81,9 +81,9 @@ def downpour(
     for turn, i in enumerate(order):
         step = -lr * gradient(turn, x[i])
         x[i], v[i] = x[i] + step, v[i] + step
-        flying = reply[i]
-        if flying is not None and t[i] == flying[0] + delay:
-            x[i], reply[i] = flying[1] + v[i], None
+        posted = reply[i]
+        if posted is not None and t[i] == posted[0] + delay:
+            x[i], reply[i] = posted[1] + v[i], None
         if (t[i] + 1) % period == 0:
             z, clock = (1 - rate(clock)) * z + rate(clock) * c, clock + 1
             c = c + v[i]

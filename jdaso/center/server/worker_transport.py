@@ -12,6 +12,7 @@ from jdaso.center.server.connection import Connection
 from jdaso.center.types import ONLY_WITH_THE_SERVER, reply_header
 from jdaso.cluster.topology import Topology
 from jdaso.core.exchange import UNCOUNTED, empty_report
+from jdaso.core.log import logger
 from jdaso.core.types import JdasoError
 from jdaso.exchange.host.buffers import StagingBuffers
 from jdaso.exchange.host.exchange_table import ExchangeTable
@@ -77,8 +78,11 @@ class WorkerTransport:
                 contributes=bool(header[0] > 0),
                 fingerprint=frames.fingerprint(self.rule_name, staging.specs),
             )
-            self._report["bytes_sent"] += sum(vector.nbytes for vector, _ in staging.pairs)
+            size = sum(vector.nbytes for vector, _ in staging.pairs)
+            self._report["bytes_sent"] += size
             self._table.post(number, _Posted(request, staging))
+        text = "%s posted exchange %d with the centre after step %d, %d bytes"
+        logger.debug(text, self._name, number, step, size)
 
     def collect(self, number: int, readers: int) -> tuple[StagingBuffers, np.ndarray]:
         """The staging buffers, which hold the reply as sums, and the header.
@@ -103,6 +107,9 @@ class WorkerTransport:
                 self._report["seconds_in_flight"] += posted.request.seconds
             if last:
                 self._table.pool.release(posted.staging, readers, reuse=True)
+        if first:
+            text = "%s completed exchange %d with the centre; reply after %.6f s, blocked %.6f s"
+            logger.debug(text, self._name, number, posted.request.seconds, seconds)
         return posted.staging, np.array(reply_header(posted.staging.finite()), np.float32)
 
     def abort_on_error(self) -> AbstractContextManager[None]:

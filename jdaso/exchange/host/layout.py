@@ -39,7 +39,7 @@ class LeafSpec(NamedTuple):
         return self.dtype, self.holders
 
 
-class Placement(NamedTuple):
+class HeldShard(NamedTuple):
     """A device's shard of a leaf.
 
     Attributes:
@@ -72,14 +72,14 @@ class Layout(NamedTuple):
     """
 
     specs: tuple[LeafSpec, ...]
-    placements: tuple[tuple[Placement, ...], ...]
+    placements: tuple[tuple[HeldShard, ...], ...]
     bounds: tuple[tuple[int, Bounds], ...]
     shapes: tuple[tuple[int, ...], ...] = ()
     fingerprint: int = 0
     relative: bool = False
 
     @property
-    def _own(self) -> list[tuple[Placement, ...]]:
+    def _own(self) -> list[tuple[HeldShard, ...]]:
         """The placements of the devices of this process."""
         return [placements for placements in self.placements if placements]
 
@@ -154,7 +154,7 @@ def unsharded(specs: Sequence[LeafSpec]) -> Layout:
     >>> layout.senders, layout.shards_of(0), layout.sent_by(0, number=5)
     (1, [0], [True])
     """
-    placements = tuple(Placement(i, 0, 1) for i in range(len(specs)))
+    placements = tuple(HeldShard(i, 0, 1) for i in range(len(specs)))
     bounds = tuple((i, tuple((0, n) for n in spec.shape)) for i, spec in enumerate(specs))
     shapes = tuple(spec.shape for spec in specs)
     return Layout(tuple(specs), (placements,), bounds, shapes, _checksum(specs))
@@ -191,7 +191,7 @@ def make_layout(
     all_specs: list[LeafSpec] = []
     leaf_specs: list[LeafSpec] = []
     all_bounds: list[tuple[int, Bounds]] = []
-    placements: list[list[Placement]] = [[] for _ in devices]
+    placements: list[list[HeldShard]] = [[] for _ in devices]
     for leaf, (shape, dtype, spec) in enumerate(zip(shapes, dtypes, specs, strict=True)):
         index = NamedSharding(mesh, spec).devices_indices_map(shape)
         bounds = [
@@ -207,7 +207,7 @@ def make_layout(
                 continue
             for copy, device in enumerate(copies):
                 if processes[device] == own_process:
-                    placements[device].append(Placement(len(leaf_specs), copy, len(copies)))
+                    placements[device].append(HeldShard(len(leaf_specs), copy, len(copies)))
             leaf_specs.append(all_specs[-1])
             all_bounds.append((leaf, own))
     return Layout(

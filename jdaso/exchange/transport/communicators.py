@@ -74,6 +74,7 @@ class ExchangeCommunicators:
             step,
             header,
             self._members[used[0].sender],
+            self._members[:, self._topology.node],
             self._topology.describe,
         )
         yield from completed(before)

@@ -1,10 +1,12 @@
 """Compares what the processes are about to exchange, and sums the headers."""
 
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jdaso.core.exchange import AGREEMENT_NAMES, HEADER_SIZE, UNCOUNTED
+from jdaso.core.log import logger
 from jdaso.core.mpi_types import Comm
 from jdaso.core.types import JdasoError
 from jdaso.exchange.transport.all_reduce import add_in_order
@@ -36,6 +38,9 @@ _EXIT = -2
 # The last entries of a header are agreement numbers, which are compared and not summed.
 _AGREEMENT = slice(-len(AGREEMENT_NAMES), None)
 _SUMMED = slice(None, -len(AGREEMENT_NAMES))
+#: Where the header of a consensus, which has no losses, has the fingerprint of the own leaves, if a
+#: node consists of several programs.
+WITHIN_NODE = 1
 
 
 def exchange_name(number: int) -> str:
@@ -57,6 +62,7 @@ def handshake(
     step: int,
     header: np.ndarray,
     contributors: np.ndarray,
+    same_node: np.ndarray,
     describe: Callable[[int], str],
 ) -> Operation:
     """Sends a record of the exchange to all members, compares theirs, and sums the headers.
@@ -69,6 +75,8 @@ def handshake(
         fingerprint: Checksum of the shapes and dtypes of the exchanged arrays.
         step: Optimizer step after which it was posted.
         contributors: Ranks whose headers are summed, one per node.
+        same_node: Ranks of the processes of this node. It is logged if they call a consensus of
+            different arrays.
 
     Returns:
         The header, float32[HEADER_SIZE], with the sums and this process's agreement numbers.
@@ -93,6 +101,8 @@ def handshake(
     for rank in np.flatnonzero(differs.any(axis=1))[:1]:
         other = records["header"][rank]
         _raise_disagreement(name, header, other, [describe(own), describe(rank)])
+    if number == UNCOUNTED:
+        _warn_if_different(records["header"][same_node, WITHIN_NODE], same_node, describe)
     total = header.copy()
     # All members add in the same order and therefore get the same bits.
     add_in_order(records["header"][contributors][:, _SUMMED], total[_SUMMED])
@@ -111,6 +121,25 @@ def exit_barrier(comm: Comm) -> Operation:
         records = yield from gather(comm, record)
         if (records["number"] == _EXIT).all():
             return
+
+
+def _warn_if_different(
+    fingerprints: np.ndarray, ranks: np.ndarray, describe: Callable[[int], str]
+) -> None:
+    """Logs the first process of a node whose arrays differ from those of the node's first one."""
+    for i in np.flatnonzero(fingerprints != fingerprints[0])[:1]:
+        _log_once(describe(int(ranks[0])), describe(int(ranks[i])))
+
+
+@functools.cache
+def _log_once(first: str, other: str) -> None:
+    logger.warning(
+        "a consensus or drift takes the arrays of the first process of each node, and those of %s "
+        "differ from those of %s, which belongs to the same node. If they are parameters, pass "
+        "across=jdaso.exchange.process_mean(topology) to jdaso.local_value_and_grad, or call "
+        "discover_topology(join_processes=True).",
+        *(other, first),
+    )
 
 
 def _plan(header: np.ndarray) -> str:

@@ -18,7 +18,7 @@ from jdaso.exchange.host.buffers import StagingBuffers
 from jdaso.exchange.host.callbacks import Callbacks
 from jdaso.exchange.host.exchange_table import ExchangeTable
 from jdaso.exchange.host.ffi_bridge import FfiBridge
-from jdaso.exchange.host.layout import Layout, LeafSpec, Placement, unsharded
+from jdaso.exchange.host.layout import HeldShard, Layout, LeafSpec, unsharded
 from jdaso.exchange.host.transport_protocol import Message
 
 pytestmark = pytest.mark.skipif(
@@ -137,7 +137,7 @@ def test_parts_are_collected_one_after_the_other(bridge, transport):
 def test_devices_copy_their_parts_in_any_order(bridge, transport):
     """Leaves of 1 and 2 numbers for each of two devices, which copy each leaf as a part."""
     specs = [LeafSpec((n,), np.dtype("float32")) for n in (1, 1, 2, 2)]
-    placements = [[Placement(i + device, 0, 1) for i in (0, 2)] for device in (0, 1)]
+    placements = [[HeldShard(i + device, 0, 1) for i in (0, 2)] for device in (0, 1)]
     layout = Layout(tuple(specs), tuple(map(tuple, placements)), unsharded(specs).bounds)
     staging = transport.posted[0] = StagingBuffers(specs)
     staging.layout = layout

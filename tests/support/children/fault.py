@@ -1,5 +1,6 @@
 """One thing goes wrong between nodes; how the job ends is for the test to judge."""
 
+import logging
 import sys
 import threading
 import time
@@ -35,7 +36,7 @@ if case == "no thread":
         threading.Thread.start = refuse
 if case.endswith("two devices"):
     jdaso.cluster.use_virtual_devices(2)
-processes_per_node = 2 if case == "uneven nodes" else None
+processes_per_node = 2 if case in ("uneven nodes", "processes of a node differ") else None
 
 topology = jdaso.discover_topology(processes_per_node)
 rank = topology.rank
@@ -228,6 +229,19 @@ elif case == "not finite, skip":
     np.testing.assert_allclose(params["kernel"], 1.0 - 2 * 0.1, rtol=1e-6)
     averaging = jdaso.core.averaging_state(state)
     assert (int(averaging.skipped), int(averaging.left_out)) == (rank, rank)
+elif case == "processes of a node differ":
+    said: list = []
+    logging.getLogger("jdaso").addFilter(said.append)
+    equal = [jnp.float32(topology.node), jnp.ones(2)]
+    for _ in range(2):
+        jax.block_until_ready(jdaso.consensus(exchange, equal))
+    assert not said
+    for _ in range(2):
+        assert jdaso.consensus(exchange, [jnp.float32(rank), jnp.ones(2)])[0] == 1  # of 0 and 2
+    [record] = said
+    first = 2 * topology.node
+    assert f"those of rank {first + 1} (" in record.getMessage()
+    assert f"differ from those of rank {first} (" in record.getMessage()
 elif case == "not finite, raise":
     train(2, jdaso.constant(2), bad_step=rank - 1, nonfinite="raise")
 elif case not in ("thread level", "unequal devices", "uneven nodes"):

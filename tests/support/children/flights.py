@@ -18,7 +18,7 @@ topology = jdaso.discover_topology()
 
 
 def fresh(moments="local", fragments=1):
-    """Two optimizers with exchanges of their own; two steps after a post, the first one's lands."""
+    """Two optimizers with exchanges of their own, of which the first has the shorter delay."""
     exchanges = [jdaso.mpi_exchange(topology) for _ in range(2)]
     schedules = [jdaso.constant(3, 2), jdaso.constant(5, 4)]
     wires = [None, "int8" if case == "other bits" else None]
@@ -40,13 +40,13 @@ def train(txs, state, steps):
     return jax.block_until_ready((params, states))
 
 
-def flying(exchanges):
+def in_flight(exchanges):
     return [len(exchange.posted()) for exchange in exchanges]
 
 
 exchanges, txs, first = fresh()
 half = train(txs, first, range(SAVED_AT))
-assert flying(exchanges) == [1, 1], flying(exchanges)
+assert in_flight(exchanges) == [1, 1], in_flight(exchanges)
 if case == "one of two":
     Checkpoints(folder, topology, exchanges[0]).save(SAVED_AT, half)
 checkpoints = Checkpoints(folder, topology, exchanges)

@@ -40,7 +40,7 @@ def main(action, folder, saved, wire):
             state = step(state, t)
         jax.block_until_ready(state)  # or the last step may not have posted yet
         assert exchange.posted()
-        # What is compared afterwards is simple; what flies stays in flight.
+        # What is compared afterwards is simple; exchanges stay in flight.
         simple = jax.tree.map(lambda x: x + topology.node, params)
         checkpoints.save(4, {**state, "params": simple})
         checkpoints.close()

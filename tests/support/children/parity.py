@@ -85,8 +85,8 @@ def check(build, steps):
         grads = jax.device_put(gradients(params, topology.node, t), replicated)
         params, state = step(params, state, grads, loss(topology.node, t))
         averaging = jdaso.core.averaging_state(state)
-        flying = sum(bool(flight.posted) for flight in averaging.fragments)
-        history.append((int(averaging.plan.period), flying))
+        in_flight = sum(bool(flight.posted) for flight in averaging.fragments)
+        history.append((int(averaging.plan.period), in_flight))
 
     expected, expected_state = computed_once(
         topology,
@@ -126,7 +126,7 @@ for name in names:
         periods = {period for period, _ in check(phases, STEPS)}
         assert {4, 2, 1} <= periods, "the run had no plateaus, it proves too little"
     elif name == "all in flight":
-        most = max(flying for _, flying in check(all_in_flight, STEPS))
+        most = max(in_flight for _, in_flight in check(all_in_flight, STEPS))
         assert most == LEAVES > 4, f"no more than {most} were in flight"
     else:
         check(ALGORITHMS[name], 22)

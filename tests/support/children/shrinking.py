@@ -71,7 +71,7 @@ assert all(np.array_equal(together[0], other) for other in together)
 expected = 0.0
 for goal, taken in ((np.mean(targets), step_to_die), (np.mean(left), steps - step_to_die)):
     expected = goal + 0.8**taken * (expected - goal)
-# What flies lags behind, by less than the others' mean and that of all differ.
+# An exchange in flight lags behind, by less than the mean of the others and that of all differ.
 tolerance = 1e-5 if method in ("daso blocking", "sync") else 0.2
 np.testing.assert_allclose(together[0], expected, atol=tolerance)
 copied = "compiled code" if native else "host callbacks"
