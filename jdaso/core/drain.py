@@ -11,7 +11,8 @@ from jdaso.core.types import PyTree
 def drain(transformation: Averaging, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
     """Waits for the exchanges in flight and merges them, with their actual age.
 
-    Use it at the end of training if the schedule does not know the end, and before a checkpoint.
+    Use it at the end of training if the schedule does not know the end, and before the state is
+    saved by other means than :class:`jdaso.checkpoint.Checkpoints`, which saves what is in flight.
     It changes nothing if no exchange is in flight. The merge has the algorithm's own weight, so
     nodes still differ after that of :func:`jdaso.dasgd`. :func:`jdaso.consensus` gives the mean.
 
