@@ -73,7 +73,17 @@ def awaited(tree: PyTree, exchanges: Sequence[Exchange]) -> list[tuple[Key, list
             position, leaves = _owner(fragment.exchange, exchanges)
             if fragment.posted:
                 found.append(((position, int(fragment.number)), leaves))
+        elif _is_scalar(fragment.exchange) and fragment.posted:
+            raise JdasoError(
+                "a state waits for an exchange with a centre, which a checkpoint does not hold: "
+                "call jdaso.drain before you save it, and save the centre itself, center.read."
+            )
     return found
+
+
+def _is_scalar(state: PyTree) -> bool:
+    """Whether this is the state of an exchange with a centre over MPI."""
+    return isinstance(state, jax.Array) and state.ndim == 0
 
 
 def differences(expected: Iterable[Key], posted: Iterable[Key]) -> list[str]:

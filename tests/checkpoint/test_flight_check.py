@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdaso.checkpoint.flight_check import check_leaves
+import jdaso
+from jdaso.checkpoint.flight_check import check_leaves, exchanges_in_flight
 from jdaso.core.exchange import HEADER_SIZE, PostedExchange, SentLeaf
 
 KEY = (0, 7)
@@ -38,3 +39,15 @@ def test_leaves_of_the_same_shapes_may_be_on_any_wire(wire):
 def test_other_leaves_are_named(leaves, message):
     with pytest.raises(ValueError, match=f"the checkpoint does not fit .* exchange 7.*{message}"):
         check(*leaves)
+
+
+def test_an_exchange_with_a_centre_is_refused():
+    state = jdaso.dasgd(jdaso.single_exchange(), 4, 3).init({"w": jnp.ones(3)})
+    for posted in (False, True):
+        fragment = state.fragments[0]._replace(posted=jnp.array(posted), exchange=jnp.int32(0))
+        waiting = state._replace(fragments=(fragment,))
+        if posted:
+            with pytest.raises(jdaso.JdasoError, match="centre, .* call jdaso.drain before"):
+                exchanges_in_flight(waiting, [])
+        else:
+            assert exchanges_in_flight(waiting, []) == {}
