@@ -47,7 +47,7 @@ def test_an_exchange_with_a_centre_is_refused():
         fragment = state.fragments[0]._replace(posted=jnp.array(posted), exchange=jnp.int32(0))
         waiting = state._replace(fragments=(fragment,))
         if posted:
-            with pytest.raises(jdaso.JdasoError, match="centre, .* call jdaso.drain before"):
+            with pytest.raises(jdaso.JdasoError, match=r"centre, .* call jdaso.drain before"):
                 exchanges_in_flight(waiting, [])
         else:
             assert exchanges_in_flight(waiting, []) == {}
