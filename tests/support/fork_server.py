@@ -44,9 +44,18 @@ READ_BY_IMPORTS = ("JAX_", "JDASO_", "MPI4PY_", "PYTHON")
 def command(env: dict[str, str]) -> tuple[list[str], dict[str, str]]:
     """What starts a Python program with additional variables, and the variables that this needs."""
     reads = any(name.startswith(READ_BY_IMPORTS) for name in env)
-    if reads or "JDASO_TEST_OPTIMIZED" in os.environ or not hasattr(os, "pidfd_open"):
+    if reads or "JDASO_TEST_OPTIMIZED" in os.environ or not _has_pidfds():
         return [sys.executable], {}
     return CLIENT, {FOLDER: _start()}
+
+
+@functools.cache
+def _has_pidfds() -> bool:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):  # of Linux before 5.3, and of some sandboxes
+        return False
+    return True
 
 
 @functools.cache
