@@ -76,7 +76,7 @@ def awaited(tree: PyTree, exchanges: Sequence[Exchange]) -> list[tuple[Key, list
         elif _is_scalar(fragment.exchange) and fragment.posted:
             raise JdasoError(
                 "a state waits for an exchange with a centre, which a checkpoint does not hold: "
-                "call jdaso.drain before you save it, and save the centre itself, center.read."
+                "call jdaso.drain before you save the state, and save what center.read returns."
             )
     return found
 

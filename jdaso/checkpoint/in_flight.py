@@ -82,7 +82,7 @@ def describe_posted(posted: InFlight) -> dict[str, str]:
 
 
 def awaited_names(arrays: dict[str, np.ndarray]) -> list[tuple[Key, str]]:
-    """The exchanges between processes that saved states wait for, and the names of the states."""
+    """Returns the exchanges between processes that states wait for, with the states' names."""
     found = []
     for name, posted in arrays.items():
         if (match := re.fullmatch(r"(.*fragments\.\d+)\.posted", name)) and posted.all():
@@ -95,7 +95,7 @@ def awaited_names(arrays: dict[str, np.ndarray]) -> list[tuple[Key, str]]:
 
 
 def other_bits(arrays: dict[str, np.ndarray], posted: InFlight) -> list[str]:
-    """A text for each exchange in flight that is rounded to other bits than its state says."""
+    """Returns a text for each exchange in flight whose bits are not those of its state."""
     texts = []
     for key, fragment in awaited_names(arrays):
         said = arrays.get(f"{fragment}.feedback.block_bits", np.zeros(()))  # without feedback

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 
 def once(*functions: Callable[[], None]) -> Callable[[], None]:
-    """A function that calls all functions once. Threads that call it meanwhile wait for the end."""
+    """Returns a function that calls all functions once. Other threads wait until it has ended."""
     lock, remaining = threading.RLock(), list(functions)  # a signal handler may call it again
 
     def run() -> None:

@@ -51,7 +51,7 @@ makes up for DASO's.
         exact = {wire: each for wire, each in costs.items() if not block_bits(wire)}
         if exact:
             found = perf.recommend(step_time, exact, nodes)[0]
-            lines.append(f"Without that, choose {expected(found, step_time)}")
+            lines.append(f"Without this rounding, choose {expected(found, step_time)}")
     overhead, slowdown = costs[best.wire].overhead, costs[best.wire].slowdown
     if overhead > COSTLY * step_time * best.period:
         lines.append(

@@ -139,9 +139,11 @@ def test_advice_takes_four_bits_only_where_they_help():
     text = "\n".join(advice(0.1, slow, nodes=2))
     assert text.startswith("Choose wire float4, period 2, delay 1")
     assert "float4 rounds changes to 4 bits" in text
-    assert "Without that" not in text  # every other wire rounds as well
+    assert "Without this rounding" not in text  # every other wire rounds as well
     more = "\n".join(advice(0.1, {"bfloat16": perf.WireCosts(0.4), **slow}, nodes=2))
-    assert "Without that, choose wire bfloat16, period 5, delay 4: a step takes 0.1 s" in more
+    assert (
+        "Without this rounding, choose wire bfloat16, period 5, delay 4: a step takes 0.1 s" in more
+    )
     fast = {"int8": perf.WireCosts(0.001, 0.001), "float4": perf.WireCosts(0.001, 0.001)}
     assert "float4" not in advice(0.1, fast, nodes=2)[0]
 

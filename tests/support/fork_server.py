@@ -42,7 +42,10 @@ READ_BY_IMPORTS = ("JAX_", "JDASO_", "MPI4PY_", "PYTHON")
 
 
 def command(env: dict[str, str]) -> tuple[list[str], dict[str, str]]:
-    """What starts a Python program with additional variables, and the variables that this needs."""
+    """Returns the command that starts a Python program, and the variables that it needs.
+
+    ``env`` has the variables that a test adds to those of this process.
+    """
     reads = any(name.startswith(READ_BY_IMPORTS) for name in env)
     if reads or "JDASO_TEST_OPTIMIZED" in os.environ or not _has_pidfds():
         return [sys.executable], {}
@@ -129,7 +132,7 @@ def _send(connection: socket.socket, number: int) -> None:
 
 
 def _receive(connection: socket.socket) -> tuple[dict, list[int]] | None:
-    """A request and its descriptors, or None if the client has died before it sent all of it."""
+    """Returns a request and its descriptors, or None if the client died before it sent them."""
     connection.settimeout(_REQUEST_SECONDS)
     descriptors: list[int] = []
     try:
@@ -143,7 +146,7 @@ def _receive(connection: socket.socket) -> tuple[dict, list[int]] | None:
 
 
 def _take(request: dict, descriptors: list[int]) -> None:
-    """Makes this fork what the client would have been."""
+    """Gives this fork the descriptors, ignored signals, environment and folder of the client."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # when the server dies
     above = [fcntl.fcntl(fd, fcntl.F_DUPFD, MOST_DESCRIPTORS) for fd in descriptors]
     os.closerange(3, MOST_DESCRIPTORS)

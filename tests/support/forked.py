@@ -9,7 +9,6 @@ import socket
 import sys
 
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
 
 
 def forward(number, _):
@@ -23,9 +22,8 @@ def received():
     return int.from_bytes(data, "big")
 
 
-rank = next((int(os.environ[name]) for name in RANKS if name in os.environ), 0)
 server = socket.socket(socket.AF_UNIX)
-server.connect(f"{os.environ['JDASO_TEST_FORK_SERVERS']}/{rank % 2}")
+server.connect(f"{os.environ['JDASO_TEST_FORK_SERVERS']}/{int(os.environ['PMI_RANK']) % 2}")
 opened = [int(name) for name in os.listdir("/proc/self/fd")]
 # Without the descriptors of the list itself, which is closed, and of the server.
 opened = [fd for fd in opened if fd != server.fileno() and os.path.exists(f"/proc/self/fd/{fd}")]

@@ -19,7 +19,7 @@ from jdaso.exchange.host.transport_protocol import Message, Transport
 
 
 def _check_sizes(number: int, staging: StagingBuffers, device: int, shapes: Sequence) -> None:
-    """Raises JdasoError unless a program may copy sums in these shapes, as compiled code does."""
+    """Raises JdasoError unless the sums fit these shapes. Compiled code checks the same."""
     sums, places = staging.sums_of(device), staging.places_to_read(device)[:-1]
     if len(sums) != len(shapes):
         raise JdasoError(

@@ -73,7 +73,8 @@ def share_sums(
         pieces = part(shards(len(segment.vector), nodes), index, parts)
         requests.append(_broadcast_pieces(comm, segment.arrived, pieces, root))
         if format_of(segment.vector.dtype):  # those of the own pieces are not rounded
-            requests += _broadcast_whole(comm, segment.sums[pieces.of(node)], root)
+            own = _countable(segment.sums[pieces.of(node)])
+            requests += [comm.Ibcast(piece, root=root) for piece in own]
     yield from wait_for(requests)
 
 
@@ -95,16 +96,15 @@ def subtract_own(staging: StagingBuffers, members: float) -> Operation:
 def broadcast(comm: Comm, arrays: Sequence[np.ndarray], root: int) -> Operation:
     """Overwrites the arrays with those of rank ``root``."""
     yield from wait_for(
-        request for array in arrays for request in _broadcast_whole(comm, array, root)
+        comm.Ibcast(piece, root=root) for array in arrays for piece in _countable(array)
     )
 
 
 def pass_on(comm: Comm, staging: StagingBuffers, root: int, others: Collection[int]) -> Operation:
     """Sends all sums from rank ``root`` to others."""
     requests: list[MpiRequest] = []
-    for raw in (_bytes(sums) for _, sums in staging.pairs):
-        for start in range(0, len(raw), _BROADCAST_BYTES):
-            piece = raw[start : start + _BROADCAST_BYTES]
+    for _, sums in staging.pairs:
+        for piece in _countable(sums):
             if root == comm.Get_rank():
                 requests += [comm.Isend(piece, dest=other, tag=0) for other in others]
             else:
@@ -165,11 +165,11 @@ def _bytes(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view(np.uint8)
 
 
-def _broadcast_whole(comm: Comm, array: np.ndarray, root: int) -> Iterator[MpiRequest]:
-    """Starts broadcasts of an array, none of more bytes than MPI can count."""
+def _countable(array: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields the bytes of an array in pieces. MPI can count the bytes of each piece."""
     raw = _bytes(array)
     for start in range(0, len(raw), _BROADCAST_BYTES):
-        yield comm.Ibcast(raw[start : start + _BROADCAST_BYTES], root=root)
+        yield raw[start : start + _BROADCAST_BYTES]
 
 
 def _broadcast_pieces(comm: Comm, array: np.ndarray, pieces: Pieces, root: int) -> MpiRequest:

@@ -38,8 +38,8 @@ _EXIT = -2
 # The last entries of a header are agreement numbers, which are compared and not summed.
 _AGREEMENT = slice(-len(AGREEMENT_NAMES), None)
 _SUMMED = slice(None, -len(AGREEMENT_NAMES))
-#: Where the header of a consensus, which has no losses, has the fingerprint of the own leaves, if a
-#: node consists of several programs.
+#: Index in the header of a consensus. If a node consists of several programs, the fingerprint of
+#: this program's leaves stands there. A consensus has no losses, which stand there otherwise.
 WITHIN_NODE = 1
 
 
@@ -75,8 +75,8 @@ def handshake(
         fingerprint: Checksum of the shapes and dtypes of the exchanged arrays.
         step: Optimizer step after which it was posted.
         contributors: Ranks whose headers are summed, one per node.
-        same_node: Ranks of the processes of this node. It is logged if they call a consensus of
-            different arrays.
+        same_node: Ranks of the processes of this node. If their arrays differ in a consensus, this
+            is logged.
 
     Returns:
         The header, float32[HEADER_SIZE], with the sums and this process's agreement numbers.
@@ -134,10 +134,10 @@ def _warn_if_different(
 @functools.cache
 def _log_once(first: str, other: str) -> None:
     logger.warning(
-        "a consensus or drift takes the arrays of the first process of each node, and those of %s "
-        "differ from those of %s, which belongs to the same node. If they are parameters, pass "
-        "across=jdaso.exchange.process_mean(topology) to jdaso.local_value_and_grad, or call "
-        "discover_topology(join_processes=True).",
+        "in a consensus or drift, the arrays of %s differ from those of %s, which belongs to the "
+        "same node. The result is the mean over the first process of each node. If the arrays are "
+        "parameters, pass across=jdaso.exchange.process_mean(topology) to "
+        "jdaso.local_value_and_grad, or call discover_topology(join_processes=True).",
         *(other, first),
     )
 

@@ -240,7 +240,7 @@ elif case == "processes of a node differ":
         assert jdaso.consensus(exchange, [jnp.float32(rank), jnp.ones(2)])[0] == 1  # of 0 and 2
     [record] = said
     first = 2 * topology.node
-    assert f"those of rank {first + 1} (" in record.getMessage()
+    assert f"the arrays of rank {first + 1} (" in record.getMessage()
     assert f"differ from those of rank {first} (" in record.getMessage()
 elif case == "not finite, raise":
     train(2, jdaso.constant(2), bad_step=rank - 1, nonfinite="raise")
