@@ -75,12 +75,9 @@ def at(step, grads):
     return jax.tree.map(lambda g: g[step], grads)
 
 
-def run(build, grads, params=PARAMS, damage=None, apply_gradients=jdaso.apply_gradients):
-    """Parameters of all nodes after every step, and their states after the last.
-
-    ``damage(step, params)`` is what happens to parameters before a step.
-    """
-    nodes = jax.tree.leaves(grads)[0].shape[1]
+@functools.cache
+def stepper(build, nodes, apply_gradients=jdaso.apply_gradients):
+    """The optimizer of a number of nodes, and a step of all of them."""
     tx = build(jdaso.axis_exchange("node", nodes))
 
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -88,6 +85,16 @@ def run(build, grads, params=PARAMS, damage=None, apply_gradients=jdaso.apply_gr
     def step(params, state, grads):
         return apply_gradients(tx, grads, state, params, value=1.0)
 
+    return tx, step
+
+
+def run(build, grads, params=PARAMS, damage=None, **options):
+    """Parameters of all nodes after every step, and their states after the last.
+
+    ``damage(step, params)`` is what happens to parameters before a step.
+    """
+    nodes = jax.tree.leaves(grads)[0].shape[1]
+    tx, step = stepper(build, nodes, **options)
     params = jax.tree.map(lambda x: jnp.stack([x] * nodes), params)
     state, history = jax.vmap(tx.init)(params), []
     for t in range(STEPS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -15,7 +16,11 @@ import fork_server
 import pytest
 
 CHILDREN = Path(__file__).parent / "children"
+JOB = "JDASO_TEST_JOB"  # variable by which compile_in_turn.py knows the processes of a job
 BESIDE_PYTHON = str(Path(sys.executable).parent)
+
+
+_jobs = itertools.count()
 
 
 class Ended(NamedTuple):
@@ -56,7 +61,8 @@ def mpiexec(
     launcher = shutil.which("mpiexec", path=path)
     if launcher is None:
         pytest.skip("no mpiexec on PATH: pip install mpich")
-    environment = {**os.environ, "PATH": path, "JAX_PLATFORMS": "cpu", **env}
+    job = f"{os.getpid()}-{next(_jobs)}"
+    environment = {**os.environ, "PATH": path, "JAX_PLATFORMS": "cpu", JOB: job, **env}
     options = ["-disable-auto-cleanup"] if survive else []
     between = OUTLIVED if survive else [] if deaths_are_noticed else UNNOTICED
     version = subprocess.run([launcher, "--version"], capture_output=True, text=True).stdout

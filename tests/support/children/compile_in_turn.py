@@ -23,8 +23,9 @@ def _in_turn(backend, computation, devices, options, host_callbacks, *more):
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     if host_callbacks or not folder:  # JAX does not keep programs with callbacks
         return compiled()
-    # The launcher is the parent of all processes of a job on this host.
-    with Path(folder, f"lock-{os.getppid()}").open("w") as file:
+    # Without the variable of launch.py, the launcher is the parent of all processes on this host.
+    job = os.environ.get("JDASO_TEST_JOB", os.getppid())
+    with Path(folder, f"lock-{job}").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         return compiled()
 
