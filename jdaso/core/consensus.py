@@ -21,7 +21,7 @@ from jdaso.core.tree import (
     split,
     widened,
 )
-from jdaso.core.types import PyTree
+from jdaso.core.types import Leaves, PyTree
 
 
 @named
@@ -60,7 +60,7 @@ def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyT
         leaves = [_on_one_device(x) for x in leaves]
     exchange = exchange.bound([name for name, _ in named_floats(tree)], leaves)
     header = jnp.zeros((HEADER_SIZE,), jnp.float32)
-    header = header.at[0].set(all_finite(leaves).astype(jnp.float32))
+    header = header.at[0].set(_all_finite(leaves).astype(jnp.float32))
     step: jax.Array | int = UNCOUNTED
     states = find_states(AveragingState, opt_state)
     if exchange.compares and states:
@@ -70,9 +70,7 @@ def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyT
     with helpful_errors(caller() or "jdaso.consensus"):
         state, _ = exchange.start(exchange.init(tree), UNCOUNTED, step, leaves, header, None)
         total, header, _ = exchange.finish(state, UNCOUNTED, leaves)
-    members = header[0]
-    divide = division_by(members)
-    means = [divide(t).astype(x.dtype) for t, x in zip(total, leaves, strict=True)]
+    means = _means(total, header[0], leaves)
     return replace([place_like(mean, x) for mean, x in zip(means, floats, strict=True)])
 
 
@@ -166,6 +164,16 @@ def _on_one_device(x: jax.Array) -> jax.Array:
     if isinstance(x, jax.core.Tracer) or len(x.devices()) == 1 or not x.is_fully_addressable:
         return x
     return jax.device_put(x, min(x.devices(), key=lambda device: device.id))
+
+
+# Outside jit, JAX would compile each operation for each shape: 9 s for a hundred shapes.
+_all_finite = jax.jit(all_finite)
+
+
+@jax.jit
+def _means(total: Leaves, members: jax.Array, like: Leaves) -> Leaves:
+    divide = division_by(members)
+    return [divide(t).astype(x.dtype) for t, x in zip(total, like, strict=True)]
 
 
 @jax.jit

@@ -105,6 +105,8 @@ class LeafFunctions(NamedTuple):
         arrived, received = io_callback(
             lambda *leaves: (np.bool_(True), send(*leaves)), (shape, leaves), *leaves
         )
+        if not isinstance(arrived, jax.core.Tracer):
+            return received
         # ``arrived`` is always True. In a program for several devices, the host's result lies on
         # one of them, and this operation with values on all devices distributes it.
         return [jnp.where(arrived, y, x) for y, x in zip(received, leaves, strict=True)]

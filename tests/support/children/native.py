@@ -1,6 +1,7 @@
 """Compiled code and host callbacks give the same bits, in and outside shard_map."""
 
 import argparse
+import functools
 import pickle
 from pathlib import Path
 
@@ -103,6 +104,8 @@ def run(native):
     # JAX dispatches programs with effects, such as callbacks, on a slower path.
     called = not native or "float64" in arguments.dtypes
     assert bool(jax.make_jaxpr(step)(*first).effects) == called
+    # Outside jit, JAX compiles callbacks anew at each call.
+    consensus = jax.jit(functools.partial(jdaso.consensus, exchange))
     integers = integers_of(params)
     history = []
     blocked = stand_in.stand_in_blocking_bytes() if arguments.stand_in else 0
@@ -114,11 +117,11 @@ def run(native):
             integers = [x + g for x, g in zip(integers, integers_of(grads), strict=True)]
         params, state = jax.block_until_ready(step(params, state, grads, loss(topology.node, t)))
         history.append(bits((params, jdaso.core.averaging_state(state))))
-        # After a step whose copies may be under way. JAX compiles the program of a consensus anew.
+        # After a step whose copies may be under way.
         if t % 10 < 3:
             if arguments.stand_in:
                 assert stand_in.stand_in_blocking_bytes() == blocked
-            mean = jdaso.consensus(exchange, {"node": jnp.full(40, topology.node, jnp.float32)})
+            mean = consensus({"node": jnp.full(40, topology.node, jnp.float32)})
             history[-1] += bits(mean)
             blocked = stand_in.stand_in_blocking_bytes() if arguments.stand_in else 0
         if t % 5 == 4:  # not after every step, because it waits for copies
