@@ -1,4 +1,4 @@
-"""Starts Python programs as forks of a process that has imported JAX, jdaso and flax already.
+"""Starts Python programs as forks of a process that has made the imports of tests and examples.
 
 Imports are a quarter of the CPU time of a test suite that starts hundreds of short processes. In
 place of ``python PROGRAM``, a launcher starts ``python -IS forked.py PROGRAM``. That small process
@@ -33,7 +33,10 @@ from pathlib import Path
 FOLDER = "JDASO_TEST_FORK_SERVERS"  # variable with the folder of the servers' sockets
 SERVERS = 2
 CLIENT = [sys.executable, "-IS", str(Path(__file__).with_name("forked.py"))]
-IMPORTED = ("jdaso", "jdaso.checkpoint", "flax.nnx", "grain")
+IMPORTED = (
+    *("jdaso", "jdaso.checkpoint", "flax.nnx", "grain"),
+    *("matplotlib.backends.backend_agg", "sklearn.datasets", "sklearn.model_selection"),
+)
 MOST_DESCRIPTORS = 250  # of one message; descriptors of forks are below this number
 _REQUEST_SECONDS = 10.0
 _PR_SET_PDEATHSIG = 1
