@@ -121,7 +121,8 @@ class Problem:
         )
         model = transformer.Transformer(self.shape, nnx.Rngs(0))
         self.graphdef, params = nnx.split(model)
-        self.parameters = sum(x.size for x in jax.tree.leaves(params))
+        self.sizes = {path: x.size for path, x in jax.tree_util.tree_leaves_with_path(params)}
+        self.parameters = sum(self.sizes.values())
         data = text.dataset(self.text, options.context, 10**5, options.test_tokens)
         self.test = np.stack(
             [
@@ -130,6 +131,14 @@ class Problem:
             ]
         )
         self.evaluate = jax.jit(self.loss)
+
+    def fragment_sizes(self, count: int) -> list[int]:
+        """The number of parameters in each fragment."""
+        index = transformer.strided_fragments(count) if count > 1 else lambda path: 0
+        sizes = [0] * count
+        for path, size in self.sizes.items():
+            sizes[index(jax.tree_util.keystr(path))] += size
+        return sizes
 
     def loss(self, params: Any, windows: jax.Array) -> jax.Array:
         logits = nnx.merge(self.graphdef, params)(windows[:, :-1])
@@ -202,15 +211,17 @@ def megabytes(method: Method, problem: Problem, nodes: int) -> float:
 def seconds(method: Method, problem: Problem, nodes: int) -> float:
     """The predicted time of the training on the link. Each fragment is an exchange."""
     options = problem.options
-    exchange = exchange_seconds(problem, nodes, method.wire) / method.fragments
-    alone = options.step_seconds
-    waiting = perf.mean_step_time(alone, exchange, method.period, method.delay) - alone
-    return options.steps * (alone + method.fragments * waiting)
+    alone, rule = options.step_seconds, (method.period, method.delay)
+    sizes = problem.fragment_sizes(method.fragments)
+    exchanges = [exchange_seconds(options, size, nodes, method.wire) for size in sizes]
+    waiting = sum(perf.mean_step_time(alone, exchange, *rule) - alone for exchange in exchanges)
+    return options.steps * (alone + waiting)
 
 
-def exchange_seconds(problem: Problem, nodes: int, wire: str) -> float:
-    network = perf.Network(latency=1e-3, bandwidth=problem.options.mbit * 1e6 / 8)
-    return perf.allreduce_time(perf.wire_bytes(problem.parameters, wire), nodes, network=network)
+def exchange_seconds(options: argparse.Namespace, size: int, nodes: int, wire: str) -> float:
+    """The predicted time of an exchange of a number of parameters."""
+    network = perf.Network(latency=1e-3, bandwidth=options.mbit * 1e6 / 8)
+    return perf.allreduce_time(perf.wire_bytes(size, wire), nodes, network=network)
 
 
 def description(method: Method, nodes: int, seed: int, problem: Problem) -> dict[str, Any]:
@@ -275,7 +286,9 @@ def main() -> None:
     of_nodes = {
         nodes: [
             method
-            for method in methods(options, exchange_seconds(problem, nodes, "float32"))
+            for method in methods(
+                options, exchange_seconds(options, problem.parameters, nodes, "float32")
+            )
             if re.search(options.only, method.name)
         ]
         for nodes in options.nodes

@@ -66,7 +66,10 @@ class Transformer(nnx.Module):
         block = nnx.remat(Block.__call__) if self.remat and train else Block.__call__
         for layer in self.layers:
             x = block(layer, x)
-        return self.embed.attend(self.norm(x)).astype(jnp.float32)
+        x = self.norm(x)
+        table = self.embed.embedding[...].astype(x.dtype)
+        # With activations of 16 bits, products are added up, and returned, in float32.
+        return jnp.einsum("btd,vd->btv", x, table, preferred_element_type=jnp.float32)
 
 
 class Block(nnx.Module):

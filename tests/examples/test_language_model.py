@@ -22,6 +22,7 @@ STEPS = 12  # 2 epochs of 6 steps, each of 2 nodes x 2 devices x 4 sequences x 1
 RUN = [
     "--devices 2 --epochs 2 --epoch-tokens 1536 --test-tokens 512 --sample-tokens 8 --save-every 3",
     "--sync streaming_diloco --period 4 --delay 2 --warmup-epochs 1 --cooldown-epochs 0",
+    "--outer-warmup 1",  # so that the outer momentum is not zero
     *(f"--{name.replace('_', '-')} {value}" for name, value in TINY.items()),
 ]
 
@@ -56,10 +57,20 @@ def test_a_rotation_keeps_lengths_and_depends_on_the_distance_only():
     assert np.ptp(products) > 0.1
 
 
-def test_remat_changes_no_gradient():
+def test_logits_of_16_bit_activations_have_32_bits():
+    ours, x = model(dtype=jnp.bfloat16), tokens(0, 2, 12)
+    logits, more_precise = ours(x), model()(x)
+    assert logits.dtype == jnp.float32
+    assert (logits != logits.astype(jnp.bfloat16)).mean() > 0.9
+    np.testing.assert_allclose(logits, more_precise, atol=0.05 * jnp.abs(more_precise).max())
+
+
+def test_remat_computes_blocks_again_and_changes_no_gradient():
     def gradient(remat):
         graphdef, params = nnx.split(model(remat=remat))
         loss = lambda p: nnx.merge(graphdef, p)(tokens(0, 2, 9), train=True).var()  # noqa: E731
+        blocks = re.findall(r"= (?:remat2?|checkpoint)\[", str(jax.make_jaxpr(loss)(params)))
+        assert len(blocks) == (SHAPE.layers if remat else 0)
         return jax.jit(jax.grad(loss))(params)
 
     same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)  # noqa: E731
