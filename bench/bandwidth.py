@@ -98,13 +98,18 @@ def needed(method: str, model: Model, utilization: float) -> float:
     return float(enough[0]) if enough else float("nan")
 
 
+def is_close(ours: float, paper: float) -> bool:
+    """Whether two bandwidths agree within 10 %."""
+    return abs(ours / paper - 1) <= 0.1
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--utilization", type=float, nargs="+", choices=TARGETS, default=[0.95], metavar="SHARE"
     )
     options = parser.parse_args()
-    ratios = []
+    close = []
     print("| utilization | model | method | paper, Gbit/s | jdaso.perf, Gbit/s | ratio |")
     print("|---|---|---|---|---|---|")
     for share in options.utilization:
@@ -112,11 +117,10 @@ def main() -> None:
             for method, figures in PAPER.items():
                 paper = figures[name][TARGETS.index(share)]
                 ours = needed(method, model, share)
-                ratios.append(ours / paper)
+                close.append(is_close(ours, paper))
                 cells = [f"{share:.0%}", name, method, f"{paper:.1f}", f"{ours:.2f}"]
-                print(f"| {' | '.join(cells)} | {ratios[-1]:.2f} |")
-    close = sum(abs(ratio - 1) <= 0.1 for ratio in ratios)
-    print(f"\n{close} of {len(ratios)} figures agree within 10 %")
+                print(f"| {' | '.join(cells)} | {ours / paper:.2f} |")
+    print(f"\n{sum(close)} of {len(close)} figures agree within 10 %")
 
 
 if __name__ == "__main__":

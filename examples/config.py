@@ -32,6 +32,7 @@ SYNC = {
     "dasgd": {"period": 4, "delay": 2, "own_weight": 0.25, **DELAYED},
     "local_sgd": {"period": 4, "wire": None, "moments": "local"},
     "post_local_sgd": {"period": 4, "wire": None, "moments": "local"},
+    "delta_rule": {"period": 4, "delay": 2, **DELAYED},
     "easgd": {"period": 4, "wire": None},
     "eamsgd": {"period": 4, "wire": None},
     "diloco": {"period": 4, "delay": 2, "own_weight": 0.5, **OUTER, **DELAYED},

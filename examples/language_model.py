@@ -38,6 +38,7 @@ SYNC_OF_TEXT = {
     "dasgd": {**SYNC["dasgd"], "period": 2, "delay": 1},
     "local_sgd": {**SYNC["local_sgd"], "period": 30},
     "post_local_sgd": {**SYNC["post_local_sgd"], "period": 30},
+    "delta_rule": {**SYNC["delta_rule"], "period": 2, "delay": 1},
     "easgd": {**SYNC["easgd"], "period": 30},
     "allreduce_gradients": SYNC["allreduce_gradients"],
     "none": SYNC["none"],

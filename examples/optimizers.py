@@ -116,6 +116,9 @@ def _averaging(
         return jdaso.easgd(world, period, wire=wire)
     if config.sync == "local_sgd":
         return jdaso.local_sgd(world, period, wire=wire)
+    if config.sync == "delta_rule":  # of local SGD with a delay
+        late = {"wire": wire, "fragments": fragments}
+        return jdaso.local_sgd(world, period, config.delay, "delta", **late)
     if config.sync == "post_local_sgd":  # a mean at every step during warm-up
         schedule = jdaso.schedules.by_step(lambda step: (jnp.where(step < warmup, 1, period), 0))
         return jdaso.local_sgd(world, schedule=schedule, wire=wire)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from virtual_nodes import LR, assert_near, few, random_run, simulate
 
@@ -53,8 +53,12 @@ def test_follows_the_recursion(rule, nodes, momentum, seed):
     assert_follows(result, golden_family.diloco(x, updates, **rule, **NESTEROV))
 
 
-@few(max_examples=2)
+LATE = {"period": 4, "delay": 3, "mix": 0.25, "warmup": 0}
+
+
+@few(max_examples=1)
 @given(rules(least_period=3), st.integers(2, 3), st.integers(2, 4), SEEDS)
+@example(LATE, 2, 3, 0)
 def test_fragments_take_turns_and_each_has_its_own_anchor(rule, fragments, nodes, seed):
     x, grads = random_run(seed, 100, nodes, alike=True)
     averaging = jdaso.diloco(jdaso.axis_exchange("node", nodes), **rule, fragments=fragments)
@@ -70,8 +74,9 @@ def test_fragments_take_turns_and_each_has_its_own_anchor(rule, fragments, nodes
     assert_follows(result, expected)
 
 
-@few(max_examples=2)
+@few(max_examples=1)
 @given(rules(least_period=2), st.integers(1, 9), SEEDS)
+@example(LATE, 3, 0)
 def test_the_outer_optimizer_begins_after_the_warmup(rule, warmup, seed):
     x, grads = random_run(seed, 60, 3, alike=True)
     rule |= {"warmup": warmup, "fragments": 2}

@@ -7,6 +7,7 @@ import sys
 import types
 from pathlib import Path
 
+import bandwidth
 import equal_tokens
 import numpy as np
 import pytest
@@ -28,7 +29,6 @@ SCRIPTS = {
     "tax.py": (2, f"{SMALL} --only daso", 1),
     "sharded.py": (1, f"{SMALL} --devices 2", 4),
     "accelerator.py": (2, SLEEPS, 2),
-    "bandwidth.py": (1, "--utilization 0.8 0.95", 30),
     "equal_tokens.py": (1, TOKENS, 3),
     "tokens.py": (2, MODEL, 1),
     "floor.py": (2, FLOOR, 3),
@@ -89,6 +89,24 @@ def test_results_are_kept(tmp_path):
     Results(path).add(keys[2], [1.0, None])
     again = Results(path)
     assert [again.get(key) for key in keys] == [[1.5, None], None, [1.0, None]]
+
+
+def test_bandwidths_are_those_of_the_paper():
+    close = [
+        bandwidth.is_close(bandwidth.needed(method, model, share), figures[name][i])
+        for i, share in enumerate(bandwidth.TARGETS)
+        for name, model in bandwidth.MODELS.items()
+        for method, figures in bandwidth.PAPER.items()
+    ]
+    assert (sum(close), len(close)) == (65, 75)
+
+
+def test_bandwidths_are_printed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bandwidth.py"])
+    bandwidth.main()
+    printed = capsys.readouterr().out
+    assert rows(printed) == 15
+    assert "14 of 15 figures agree within 10 %" in printed
 
 
 def test_results_of_equal_tokens_belong_to_their_text():

@@ -151,9 +151,9 @@ def test_a_merge_resets_moments():
     assert_close([params["bias"] for params in seen], first + later)
 
 
-@pytest.mark.parametrize("sync", ["dasgd", "easgd", "eamsgd"])
+@pytest.mark.parametrize("sync", ["dasgd", "delta_rule", "easgd", "eamsgd"])
 def test_what_is_in_flight_can_be_drained(sync):
-    late = {"delay": 2} if sync == "dasgd" else {}
+    late = {"delay": 2} if sync in ("dasgd", "delta_rule") else {}
     optimizer = build(sync=sync, period=3, **late)
     seen, opt_state = run(optimizer, RATES)
     assert jdaso.core.averaging_state(opt_state).fragments[0].posted
@@ -161,4 +161,4 @@ def test_what_is_in_flight_can_be_drained(sync):
     assert not jdaso.core.averaging_state(drained).fragments[0].posted
     assert jax.tree.structure(drained) == jax.tree.structure(opt_state)
     evaluated = optimizer.evaluated(params, drained)
-    assert_close(evaluated, params if sync == "dasgd" else jdaso.easgd_center(drained))
+    assert_close(evaluated, params if late else jdaso.easgd_center(drained))
