@@ -59,8 +59,11 @@ PYTEST := $(BIN)/python -m pytest --durations 15 -n
 test-fast: $(VENV)/.installed
 	$(PYTEST) 2 -m "not slow" $(OTHERS)
 
-test: lint
-	$(PYTEST) 4 $(BY_FILE) -m "not slow" $(STARTERS) $(OTHERS)
+# Types are checked while the tests run.
+test: $(VENV)/.installed
+	ruff check .
+	ruff format --check .
+	mypy & $(PYTEST) 4 $(BY_FILE) -m "not slow" $(STARTERS) $(OTHERS) && wait $$!
 
 test-all: lint
 	JDASO_TEST_OPTIMIZED=1 $(PYTEST) 2 $(BY_FILE) $(STARTERS) $(OTHERS)
