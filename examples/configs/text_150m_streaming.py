@@ -1,11 +1,11 @@
 """A language model of the size that the DiLoCo paper calls 150 M, with Streaming DiLoCo.
 
 DiLoCo (arXiv:2311.08105): 12 layers, 16 heads, width 896. Its heads have 64 numbers, and here they
-have 896 / 16 = 56. Streaming DiLoCo (arXiv:2501.18512):
-fragments of 3 layers in a strided order, a delay of 5 steps, mixing 0.5, outer learning rate 0.4.
-Its 4 bits have 3 bits of exponent; those of float4 have 2, and 1 of mantissa. The hidden width
-gives SwiGLU the parameters of a layer with 3584. With bytes as tokens, the model has 116 M
-parameters. With the paper's vocabulary of 32 000, --tokenizer, it has 144 M.
+have 896 / 16 = 56. Streaming DiLoCo (arXiv:2501.18512): fragments of 3 layers in a strided order, a
+delay of 5 steps, mixing 0.5, outer learning rate 0.4. Its 4 bits have 3 bits of exponent; those of
+float4 have 2, and 1 of mantissa. The hidden width gives SwiGLU the parameters of a layer with 3584.
+With bytes as tokens, the model has 116 M parameters. With the paper's vocabulary of 32 000,
+--tokenizer, it has 144 M.
 """
 
 layers = 12
