@@ -59,11 +59,8 @@ PYTEST := $(BIN)/python -m pytest --durations 15 -n
 test-fast: $(VENV)/.installed
 	$(PYTEST) 2 -m "not slow" $(OTHERS)
 
-# Types are checked while the tests run.
-test: $(VENV)/.installed
-	ruff check .
-	ruff format --check .
-	mypy & $(PYTEST) 4 $(BY_FILE) -m "not slow" $(STARTERS) $(OTHERS) && wait $$!
+test: lint
+	$(PYTEST) 4 $(BY_FILE) -m "not slow" $(STARTERS) $(OTHERS)
 
 test-all: lint
 	JDASO_TEST_OPTIMIZED=1 $(PYTEST) 2 $(BY_FILE) $(STARTERS) $(OTHERS)

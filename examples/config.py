@@ -32,7 +32,7 @@ SYNC = {
     "dasgd": {"period": 4, "delay": 2, "own_weight": 0.25, **DELAYED},
     "local_sgd": {"period": 4, "wire": None, "moments": "local"},
     "post_local_sgd": {"period": 4, "wire": None, "moments": "local"},
-    "delta_rule": {"period": 4, "delay": 2, **DELAYED},
+    "delta_rule": {"period": 4, "delay": 2, "fragments": 1, "wire": None},
     "easgd": {"period": 4, "wire": None},
     "eamsgd": {"period": 4, "wire": None},
     "diloco": {"period": 4, "delay": 2, "own_weight": 0.5, **OUTER, **DELAYED},
@@ -109,9 +109,13 @@ class Config:
 
     sync: str = key("daso", "algorithm between nodes or processes", (*SYNC, *SHARED))
     period: int | None = key(None, "steps between two exchanges (4), or auto", "[0, inf)")
-    delay: int | None = key(None, "steps until a merge (2); daso, dasgd, diloco", "[0, inf)")
+    delay: int | None = key(
+        None, "steps until a merge (2); daso, dasgd, delta_rule, diloco", "[0, inf)"
+    )
     own_weight: float | None = key(None, "xi of dasgd (0.25), mix of diloco (0.5)", "[0, 1]")
-    fragments: int | None = key(None, "parts of the model (1); daso, dasgd, diloco", "[1, inf)")
+    fragments: int | None = key(
+        None, "parts of the model (1); daso, dasgd, delta_rule, diloco", "[1, inf)"
+    )
     outer_rate: float | None = key(None, "outer learning rate of diloco (0.7)", "(0, inf)")
     outer_momentum: float | None = key(None, "outer Nesterov momentum (0.9)", "[0, 1)")
     outer_warmup: int | None = key(None, "rounds of plain averaging before it (10)", "[0, inf)")
@@ -296,6 +300,8 @@ def _check_together(config: Config) -> None:
         raise SystemExit("--decay step needs --decay-epochs, such as 30 60 80.")
     if steps != sorted({epoch for epoch in steps if warmup <= epoch < epochs}):
         raise SystemExit(f"--decay-epochs must increase within [{warmup}, {epochs}), got {steps}.")
+    if config.sync == "delta_rule" and config.wire in ("int8", "float4"):
+        raise SystemExit(f"--sync delta_rule needs a wire of 16 or 32 bits, got {config.wire}.")
     if config.moments == "reset" and (config.fragments or 1) > 1:
         raise SystemExit(
             f"--moments reset needs --fragments 1, got {config.fragments}: each merge "

@@ -81,6 +81,10 @@ def create_model(config: Language, vocabulary: int) -> transformer.Transformer:
 
 def task(config: Language) -> Task:
     """Creates text, model and loss of a configuration."""
+    if (config.fragments or 1) > config.layers:
+        raise SystemExit(
+            f"--fragments must not exceed --layers {config.layers}, got {config.fragments}."
+        )
     tokenizer = text.tokenizer(config.tokenizer)
     loaded = text.load(config.data, tokenizer)
     sequences = text.dataset(loaded, config.context, config.epoch_tokens, config.test_tokens)

@@ -181,5 +181,5 @@ def summary(setup: Setup, line: dict[str, Any]) -> str:
         f"{scores}  (sync={setup.config.sync}, {setup.topology.num_nodes} nodes x "
         f"{setup.topology.num_local_devices} devices, {line['seconds']:.1f} s, "
         f"{line['exchanges']} exchanges, {line['seconds_blocked']:.2f} s blocked, "
-        f"{line['bytes_sent'] / 1e6:.0f} MB sent)"
+        f"{line['bytes_sent'] / 1e6:.3g} MB sent)"
     )

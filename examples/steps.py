@@ -114,7 +114,10 @@ def make_steps(
 
 
 def accumulated(value_and_grad: Callable, count: int, across: Callable | None = None) -> Callable:
-    """Averages loss and gradients over micro-batches, one after the other, and then processes."""
+    """Averages loss and gradients over micro-batches, one after the other.
+
+    After them, ``across`` averages floating-point arrays over the processes of a node.
+    """
 
     def over_all(params, stats, images, labels):
         def add(total, batch):
@@ -128,7 +131,10 @@ def accumulated(value_and_grad: Callable, count: int, across: Callable | None = 
         if across is None:
             return mean
         arrays, treedef = jax.tree.flatten(mean)
-        return jax.tree.unflatten(treedef, across(arrays))
+        floating = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        for i, x in zip(floating, across([arrays[i] for i in floating]), strict=True):
+            arrays[i] = x
+        return jax.tree.unflatten(treedef, arrays)
 
     return over_all
 

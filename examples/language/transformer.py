@@ -68,7 +68,7 @@ class Transformer(nnx.Module):
             x = block(layer, x)
         x = self.norm(x)
         table = self.embed.embedding[...].astype(x.dtype)
-        # With activations of 16 bits, products are added up, and returned, in float32.
+        # With activations of 16 bits, their products are summed in float32. Logits stay float32.
         return jnp.einsum("btd,vd->btv", x, table, preferred_element_type=jnp.float32)
 
 

@@ -80,9 +80,8 @@ def diloco(
     ===========================  ===  ===  ===  ===
 
     It rises with the period: DiLoCo uses 0.7 with H = 500. Streaming DiLoCo uses 0.4 for 2 nodes.
-    Evaluate and save the anchor, :func:`jdaso.diloco_anchor`, or the mean of the nodes,
-    :func:`jdaso.consensus`. In Streaming DiLoCo the anchor's loss is 2.67, that of the mean 2.68,
-    and that of one node 2.77. On small models of this repository the mean was better by 0.2 %.
+    Evaluate and save the anchor, :func:`jdaso.diloco_anchor`. In Streaming DiLoCo its loss is 2.67,
+    that of the mean of the nodes 2.68, and that of one node 2.77.
 
     Args:
         exchange: The connection between nodes.
@@ -96,8 +95,8 @@ def diloco(
         schedule: Replaces period and delay.
         warmup: Rounds of a fragment at the start in which the anchor becomes the mean of the nodes,
             as in :func:`jdaso.local_sgd`. The outer optimizer begins with the next round. Pass 0
-            for the papers' algorithm, and for parameters that are already trained. Rounds count
-            exchanges: with a schedule that begins with period 1, add that phase's exchanges.
+            for the papers' algorithm, and for parameters that are already trained. Each
+            exchange is a round, also those of a phase with period 1 in ``schedule``.
         wire, nonfinite: As in :func:`jdaso.daso`.
 
     Returns:

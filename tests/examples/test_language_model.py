@@ -22,7 +22,7 @@ STEPS = 12  # 2 epochs of 6 steps, each of 2 nodes x 2 devices x 4 sequences x 1
 RUN = [
     "--devices 2 --epochs 2 --epoch-tokens 1536 --test-tokens 512 --sample-tokens 8 --save-every 3",
     "--sync streaming_diloco --period 4 --delay 2 --warmup-epochs 1 --cooldown-epochs 0",
-    "--outer-warmup 1",  # so that the outer momentum is not zero
+    "--outer-warmup 1",  # the outer momentum is then not zero
     *(f"--{name.replace('_', '-')} {value}" for name, value in TINY.items()),
 ]
 
@@ -225,6 +225,7 @@ def test_nodes_never_train_on_the_same_text_and_never_on_the_test():
         ({"heads": 3}, "width must be a multiple of 2 \\* heads"),
         ({"tokenizer": "nothing.json"}, "tokenizer"),
         ({"prompt": ""}, "--prompt"),
+        ({"sync": "streaming_diloco", "fragments": 3}, "--fragments"),
     ],
 )
 def test_wrong_keys_are_named(folder, changes, message):

@@ -1,4 +1,4 @@
-"""Starts Python programs as forks of a process that has made the imports of tests and examples.
+"""Starts Python programs as forks of a process that has imported JAX, jdaso and others already.
 
 Imports are a quarter of the CPU time of a test suite that starts hundreds of short processes. In
 place of ``python PROGRAM``, a launcher starts ``python -IS forked.py PROGRAM``. That small process
@@ -41,7 +41,7 @@ MOST_DESCRIPTORS = 250  # of one message; descriptors of forks are below this nu
 _REQUEST_SECONDS = 10.0
 _PR_SET_PDEATHSIG = 1
 # A program gets a process of its own if the test sets one of these, which imports read.
-READ_BY_IMPORTS = ("JAX_", "JDASO_", "MPI4PY_", "PYTHON")
+READ_BY_IMPORTS = ("JAX_", "JDASO_", "MPI4PY_", "MPL", "PYTHON")
 
 
 def command(env: dict[str, str]) -> tuple[list[str], dict[str, str]]:

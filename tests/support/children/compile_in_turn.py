@@ -23,8 +23,8 @@ def _in_turn(backend, computation, devices, options, host_callbacks, *more):
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     if host_callbacks or not folder:  # JAX does not keep programs with callbacks
         return compiled()
-    # Without the variable of launch.py, the launcher is the parent of all processes on this host.
-    job = os.environ.get("JDASO_TEST_JOB", os.getppid())
+    # Without these variables, the launcher is the parent of all processes on this host.
+    job = os.environ.get("JDASO_TEST_JOB") or os.environ.get("SLURM_JOB_ID") or os.getppid()
     with Path(folder, f"lock-{job}").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         return compiled()

@@ -18,9 +18,14 @@ def checked_set_up(keys, topology, task):
 
     def train_step(*arguments):
         state, *others = setup.train_step(*arguments)
-        tables = [x for x in jax.tree.leaves((state.params, state.opt_state)) if x.ndim > 1]
-        cut = [x.addressable_shards[0].data.size < x.size for x in tables]
-        assert len(cut) > 2 * len(jax.tree.leaves(state.params)), "there are no moments"
+        tables = [
+            (jax.tree_util.keystr(path), x)
+            for path, x in jax.tree_util.tree_leaves_with_path((state.params, state.opt_state))
+            if x.ndim > 1
+        ]
+        of_params = sum(x.ndim > 1 for x in jax.tree.leaves(state.params))
+        assert sum(".mu" in name or ".nu" in name for name, _ in tables) == 2 * of_params
+        cut = [x.addressable_shards[0].data.size < x.size for _, x in tables]
         assert all(cut) if keys.shard else not any(cut)
         return state, *others
 
