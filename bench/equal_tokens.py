@@ -137,7 +137,7 @@ class Problem:
         index = transformer.strided_fragments(count) if count > 1 else lambda path: 0
         sizes = [0] * count
         for path, size in self.sizes.items():
-            sizes[index(jax.tree_util.keystr(path))] += size
+            sizes[index(path)] += size
         return sizes
 
     def loss(self, params: Any, windows: jax.Array) -> jax.Array:

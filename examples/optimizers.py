@@ -116,7 +116,7 @@ def _averaging(
         return jdaso.easgd(world, period, wire=wire)
     if config.sync == "local_sgd":
         return jdaso.local_sgd(world, period, wire=wire)
-    if config.sync == "delta_rule":  # it is that of local SGD
+    if config.sync == "delta_rule":
         late = {"wire": wire, "fragments": fragments}
         return jdaso.local_sgd(world, period, config.delay, "delta", **late)
     if config.sync == "post_local_sgd":  # a mean at every step during warm-up

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from placement import Placement
 
 import jdaso
+from jdaso.core.tree import split
 
 
 class Task(NamedTuple):
@@ -130,11 +131,8 @@ def accumulated(value_and_grad: Callable, count: int, across: Callable | None = 
         mean = (loss / count, stats), jax.tree.map(lambda x: x / count, grads)
         if across is None:
             return mean
-        arrays, treedef = jax.tree.flatten(mean)
-        floating = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
-        for i, x in zip(floating, across([arrays[i] for i in floating]), strict=True):
-            arrays[i] = x
-        return jax.tree.unflatten(treedef, arrays)
+        floats, replace = split(mean)
+        return replace(across(floats))
 
     return over_all
 

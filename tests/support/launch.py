@@ -16,10 +16,8 @@ import fork_server
 import pytest
 
 CHILDREN = Path(__file__).parent / "children"
-JOB = "JDASO_TEST_JOB"  # variable by which compile_in_turn.py knows the processes of a job
 BESIDE_PYTHON = str(Path(sys.executable).parent)
-
-
+JOB = "JDASO_TEST_JOB"  # variable by which compile_in_turn.py knows the processes of a job
 _jobs = itertools.count()
 
 
