@@ -48,8 +48,9 @@ lint: $(VENV)/.installed
 	ruff format --check .
 	mypy
 
-# Tests that start processes of their own begin first. Each file stays with one worker. Four
-# workers use the time in which jobs of Slurm and MPI wait. In jdaso are the examples of docstrings.
+# Tests that start processes of their own begin first. Each file stays with one worker. Three
+# workers use the time in which jobs of Slurm and MPI wait; with four, these jobs disturb each other.
+# In jdaso are the examples of docstrings.
 STARTERS := tests/slurm tests/mpi tests/examples tests/bench
 OTHERS := $(filter-out $(STARTERS) tests/support tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/))) \
 	$(wildcard tests/test_*.py) jdaso
@@ -60,7 +61,7 @@ test-fast: $(VENV)/.installed
 	$(PYTEST) 2 -m "not slow" $(OTHERS)
 
 test: lint
-	$(PYTEST) 4 $(BY_FILE) -m "not slow" $(STARTERS) $(OTHERS)
+	$(PYTEST) 3 $(BY_FILE) -m "not slow" $(STARTERS) $(OTHERS)
 
 test-all: lint
 	JDASO_TEST_OPTIMIZED=1 $(PYTEST) 2 $(BY_FILE) $(STARTERS) $(OTHERS)

@@ -17,6 +17,7 @@ once, and what the file has is not trained again, so that the script can be stop
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import sys
 import time
@@ -175,8 +176,10 @@ class Problem:
             loss, grads = jax.value_and_grad(self.loss)(params, batch)
             return jdaso.apply_gradients(tx, grads, opt_state, params, value=loss), loss
 
-        def chunk(params, opt_state, batches):
-            return jax.lax.scan(step, (params, opt_state), batches)[0]
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def compiled(params, opt_state, batches):
+            on_nodes = jax.vmap(step, axis_name="node")
+            return jax.lax.scan(on_nodes, (params, opt_state), batches)[0]
 
         def end(params, opt_state):
             if method.period > 1:
@@ -186,7 +189,6 @@ class Problem:
                 anchor = jdaso.diloco_anchor(params, opt_state)
             return params, anchor
 
-        compiled = jax.jit(jax.vmap(chunk, (0, 0, 1), axis_name="node"), donate_argnums=(0, 1))
         model = transformer.Transformer(self.shape, nnx.Rngs(seed))
         params = nnx.state(model, nnx.Param)
         params = jax.tree.map(lambda x: jnp.stack([x] * nodes), params)

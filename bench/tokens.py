@@ -1,6 +1,6 @@
 """Tokens per second of a language model with exchanges, over those of the same nodes without.
 
-    bench/lab/lab.py run --pin -- python bench/tokens.py [--only "Streaming|local"] [--pairs 5]
+    bench/lab/lab.py run --pin -- python bench/tokens.py [--only "Streaming|DASO"] [--pairs 5]
 
 Every process trains the model of examples/language_model.py with AdamW, on one core. A pair has two
 periods of steps without exchanges and three with them. The first of these three is not timed, so
@@ -40,13 +40,18 @@ import jdaso  # noqa: E402
 OUTER = optax.sgd(0.4, momentum=0.9, nesterov=True)
 
 
-def methods(period):
-    """By name, ``exchange -> averaging`` with that period."""
+def methods(period, hidden):
+    """By name, ``exchange -> averaging``. ``hidden`` has period and delay of DASO and DaSGD."""
     late = {"delay": 5, "mix": 0.5, "fragments": transformer.strided_fragments(2)}
+    both = f"{hidden[0]}/{hidden[1]}"
     return {
         "Streaming DiLoCo, float4": lambda x: jdaso.diloco(x, period, OUTER, wire="float4", **late),
         "Streaming DiLoCo, float32": lambda x: jdaso.diloco(x, period, OUTER, **late),
+        "DiLoCo": lambda x: jdaso.diloco(x, period, OUTER),
         "local SGD": lambda x: jdaso.local_sgd(x, period),
+        f"DASO {both}": lambda x: jdaso.daso(x, jdaso.constant(*hidden)),
+        f"DaSGD {both}": lambda x: jdaso.dasgd(x, *hidden),
+        "data parallel": lambda x: jdaso.allreduce_gradients(x, wire="float32"),
     }
 
 
@@ -57,9 +62,13 @@ def main():
     parser.add_argument("--context", type=int, default=128, help="tokens of a sequence")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--period", type=int, default=30)
+    hidden = "period and delay of DASO and DaSGD"
+    parser.add_argument("--hidden", type=int, nargs=2, default=(2, 1), help=hidden)
     parser.add_argument("--pairs", type=int, default=5, help="pairs of runs")
     parser.add_argument("--only", default="", help="regular expression for the methods")
     arguments = parser.parse_args()
+    if 2 * arguments.period % arguments.hidden[0]:
+        parser.error("twice --period must be a multiple of the period of --hidden")
     keep_memory()
 
     topology = jdaso.discover_topology(processes_per_node=1)
@@ -111,7 +120,7 @@ def main():
     )
     say("| method | alone, tokens/s | with | ratio | range | blocked, ms | MB per step |")
     say("|---|---|---|---|---|---|---|")
-    for name, averaging in methods(arguments.period).items():
+    for name, averaging in methods(arguments.period, arguments.hidden).items():
         if not re.search(arguments.only, name):
             continue
         exchange = jdaso.mpi_exchange(topology)

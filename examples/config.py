@@ -2,9 +2,9 @@
 
 The file overrides the defaults, and the command line overrides both. A configuration file is a
 Python program that sets keys, such as ``epochs = 90``. Names that start with an underscore are not
-keys. The program executes the file, so do not use files from strangers. No key is ignored. A key
-that does not exist, has a wrong value, or has no effect together with the other keys is an error
-before anything starts.
+keys. The program executes the file, so do not use files from strangers. A key that does not exist,
+has a wrong value, or belongs to an algorithm, an optimizer or a decay that was not chosen is an
+error before anything starts.
 """
 
 from __future__ import annotations
@@ -94,41 +94,39 @@ class Config:
     warmup_epochs: int = key(3, "epochs in which the rate rises and daso blocks", "[0, inf)")
     cooldown_epochs: int = key(3, "epochs at the end in which daso blocks", "[0, inf)")
     decay: str = key("cosine", "decay of the learning rate after warm-up", tuple(DECAY))
-    decay_floor: float | None = key(None, "fraction of the peak where cosine ends (0)", "[0, 1)")
-    decay_factor: float | None = key(None, "factor of plateau (0.5), of step (0.1)", "(0, 1)")
-    decay_patience: int | None = key(None, "stable epochs before plateau decays (5)", "[1, inf)")
-    decay_threshold: float | None = key(None, "smallest progress for plateau (0.05)", "(0, 1)")
+    decay_floor: float | None = key(None, "fraction of the peak where cosine ends", "[0, 1)")
+    decay_factor: float | None = key(None, "factor of a decay", "(0, 1)")
+    decay_patience: int | None = key(None, "stable epochs before a decay", "[1, inf)")
+    decay_threshold: float | None = key(None, "smallest progress, relative to the loss", "(0, 1)")
     decay_epochs: tuple[int, ...] = key((), "epochs at which step decays", "[1, inf)")
-    momentum: float | None = key(None, "momentum of sgd (0.9)", "[0, 1)")
-    beta1: float | None = key(None, "decay of adamw's mean of gradients (0.9)", "[0, 1)")
-    beta2: float | None = key(None, "decay of adamw's mean of squares (0.99)", "[0, 1)")
-    clip: float | None = key(None, "largest norm of a node's gradients (none)", "(0, inf)")
+    momentum: float | None = key(None, "momentum", "[0, 1)")
+    beta1: float | None = key(None, "decay of the mean of gradients", "[0, 1)")
+    beta2: float | None = key(None, "decay of the mean of squares", "[0, 1)")
+    clip: float | None = key(
+        None, "largest norm of a node's gradients; without it, no limit", "(0, inf)"
+    )
     nesterov: bool = key(False, "use Nesterov's momentum")
     weight_decay: float = key(1e-4, "decay of weights, not of norms and biases", "[0, inf)")
     seed: int = key(0, "seed of parameters, order and augmentation", "[0, inf)")
 
     sync: str = key("daso", "algorithm between nodes or processes", (*SYNC, *SHARED))
-    period: int | None = key(None, "steps between two exchanges (4), or auto", "[0, inf)")
-    delay: int | None = key(
-        None, "steps until a merge (2); daso, dasgd, delta_rule, diloco", "[0, inf)"
-    )
-    own_weight: float | None = key(None, "xi of dasgd (0.25), mix of diloco (0.5)", "[0, 1]")
-    fragments: int | None = key(
-        None, "parts of the model (1); daso, dasgd, delta_rule, diloco", "[1, inf)"
-    )
-    outer_rate: float | None = key(None, "outer learning rate of diloco (0.7)", "(0, inf)")
-    outer_momentum: float | None = key(None, "outer Nesterov momentum (0.9)", "[0, 1)")
-    outer_warmup: int | None = key(None, "rounds of plain averaging before it (10)", "[0, inf)")
-    wire: str | None = key(None, "dtype on the wire", WIRES)
-    moments: str | None = key(None, "momenta at a merge (local)", ("local", "average", "reset"))
+    period: int | None = key(None, "steps between two exchanges, or auto", "[0, inf)")
+    delay: int | None = key(None, "steps until a merge", "[0, inf)")
+    own_weight: float | None = key(None, "xi of dasgd, mix of diloco", "[0, 1]")
+    fragments: int | None = key(None, "parts of the model", "[1, inf)")
+    outer_rate: float | None = key(None, "outer learning rate", "(0, inf)")
+    outer_momentum: float | None = key(None, "outer Nesterov momentum", "[0, 1)")
+    outer_warmup: int | None = key(None, "rounds of plain averaging at the beginning", "[0, inf)")
+    wire: str | None = key(None, "dtype on the wire; without it, that of the algorithm", WIRES)
+    moments: str | None = key(None, "momenta at a merge", ("local", "average", "reset"))
 
-    processes: int | None = key(None, "processes to start, for assm, passm, passm_plus", "[1, inf)")
+    processes: int | None = key(None, "processes to start (assm, passm, passm_plus)", "[1, inf)")
     switches: tuple[int, ...] = key((), "epochs at which passm_plus switches", "[1, inf)")
 
     devices: int = key(0, "virtual CPU devices per process; 0 uses the real devices", "[0, inf)")
     processes_per_node: int | None = key(None, "default: detected", "[1, inf)")
     join_processes: bool = key(False, "make the processes of a node one JAX program")
-    out: str = key("runs/train", "folder for metrics, plot and checkpoints")
+    out: str = key("runs/train", "folder for metrics, plot, checkpoints and the final model")
     keep: int = key(3, "number of checkpoints to keep", "[1, inf)")
     save_every: int = key(0, "steps between checkpoints; 0 saves after each epoch", "[0, inf)")
     resume: bool = key(False, "continue from the last checkpoint in the folder")
@@ -166,9 +164,11 @@ def parse(
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", default=None, help="Python file that sets keys")
+    others = _keys_of_choosers(Config.CHOOSERS) - _keys_of_choosers(defaults.CHOOSERS)
     for field, kind, optional in _keys(defaults):
-        default, valid = getattr(defaults, field.name), field.metadata["valid"]
-        text = field.metadata["help"] + ("" if default in (None, ()) else f" ({default})")
+        valid = field.metadata["valid"]
+        text = f"{field.metadata['help']} {_default(defaults, field.name)}"
+        text = argparse.SUPPRESS if field.name in others else text.strip()
         how: dict[str, Any] = {"type": _or_none(kind) if optional else kind}
         if isinstance(valid, tuple):
             how["metavar"] = "{" + ",".join(valid) + "}"
@@ -176,7 +176,7 @@ def parse(
             how = {"action": argparse.BooleanOptionalAction}
         elif kind == tuple[int, ...]:
             how = {"type": int, "nargs": "*"}
-        parser.add_argument(option(field.name), help=text.strip(), **how)
+        parser.add_argument(option(field.name), help=text, **how)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         names = [option(field.name) for field in dataclasses.fields(defaults)]
@@ -187,6 +187,26 @@ def parse(
     path = given.pop("config")
     from_file = {} if path is None else read(path, defaults)
     return complete(dataclasses.replace(defaults, **from_file | given))
+
+
+def _keys_of_choosers(choosers: dict[str, dict[str, dict[str, Any]]]) -> set[str]:
+    """The keys that belong to an algorithm, an optimizer or a decay."""
+    users = [options for each in choosers.values() for options in each.values()]
+    return {name for options in users for name in options}
+
+
+def _default(defaults: Config, name: str) -> str:
+    """The default of a key for ``--help``: its value, or the values of those that use the key."""
+    value = getattr(defaults, name)
+    if value not in (None, ()):
+        return f"({value})"
+    users: dict[Any, list[str]] = {}
+    for chosen in defaults.CHOOSERS.values():
+        for user, options in chosen.items():
+            if options.get(name) not in (None, ()):
+                users.setdefault(options[name], []).append(user)
+    texts = [f"{value} for {', '.join(names)}" for value, names in users.items()]
+    return f"({'; '.join(texts)})" if texts else ""
 
 
 def read(path: str, defaults: Config = DEFAULTS) -> dict[str, Any]:
@@ -228,7 +248,9 @@ def complete(config: Config) -> Config:
         raise SystemExit("--period auto chooses the delay as well; leave --delay out.")
     for chooser, users in config.CHOOSERS.items():
         own = users[values[chooser]]
-        for name in {name: None for options in users.values() for name in options}:
+        # Algorithms that only other programs have also have keys.
+        known = [*users.values(), *Config.CHOOSERS.get(chooser, {}).values()]
+        for name in {name: None for options in known for name in options}:
             if values[name] in (None, ()):
                 values[name] = own.get(name, values[name])
             elif name not in own:

@@ -17,6 +17,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import final_model
 import jax
 import jax.numpy as jnp
 import loop
@@ -124,6 +125,13 @@ def task(config: Language) -> Task:
         cut=transformer.strided_fragments,
         sample=sample,
     )
+
+
+def load(out: str) -> tuple[nnx.Module, text.Tokenizer]:
+    """The model that a training in this folder ended with, and its tokenizer."""
+    keys = parse(["--config", f"{out}/config.json"], defaults=DEFAULTS)
+    tokenizer = text.tokenizer(keys.tokenizer)
+    return final_model.load(out, create_model(keys, tokenizer.vocabulary)), tokenizer
 
 
 DEFAULTS = Language(

@@ -9,6 +9,7 @@ from typing import Any
 
 import auto_period
 import config as configuration
+import final_model
 import jax
 import numpy as np
 import processes
@@ -50,6 +51,8 @@ def train(
     if config.period == configuration.AUTO:
         config = auto_period.choose(config, topology, lambda trial: set_up(trial, topology, task))
     setup, state = set_up(config, topology, task)
+    if first:
+        warn_of_few_rounds(config, setup.total)
     if first and not (out / "config.json").exists():
         # Only now, because a program that has failed before this point has not begun a run.
         out.mkdir(parents=True, exist_ok=True)
@@ -62,9 +65,11 @@ def train(
     tokens = setup.task.tokens
     count, unit = setup.items_per_step * (tokens or 1), "tok" if tokens else "img"
     watch = Watch(out, first, config.tensorboard, count, setup.total, begin, epochs, unit)
-    done, line, stop = take_steps(setup, position, begin, checkpoints, watch, preemption)
+    state, done, line, stop = take_steps(setup, position, begin, checkpoints, watch, preemption)
     checkpoints.close()
     watch.close()
+    if not stop:
+        final_model.save(out, setup.world.topology() or topology, *mean_model(setup, state))
     if first and stop:
         print(f"stopped by a signal and saved at step {done} of {setup.total}; --resume continues")
     elif first and line:
@@ -75,6 +80,21 @@ def train(
     return jdaso.cluster.EXIT_TRY_AGAIN if stop else 0
 
 
+def warn_of_few_rounds(config: Config, steps: int) -> None:
+    """Prints a line if a training of so many steps is too short for DiLoCo's outer optimizer."""
+    if config.outer_warmup is None:
+        return
+    rounds = steps // config.period
+    if rounds < 2 * config.outer_warmup:
+        print(
+            f"This run has {rounds} rounds of {config.period} steps. The first "
+            f"{config.outer_warmup} average plainly, so the outer optimizer takes "
+            f"{max(0, rounds - config.outer_warmup)} steps. Raise --epochs, or lower "
+            "--outer-warmup.",
+            flush=True,
+        )
+
+
 def take_steps(
     setup: Setup,
     position: Position,
@@ -82,12 +102,12 @@ def take_steps(
     checkpoints: Checkpoints,
     watch: Watch,
     preemption: jdaso.cluster.Preemption,
-) -> tuple[int, dict[str, Any] | None, bool]:
+) -> tuple[TrainState, int, dict[str, Any] | None, bool]:
     """Takes the steps from ``begin`` on, with evaluations and checkpoints.
 
     Returns:
-        The number of steps taken since the training began, the metrics of the last epoch that
-        ended (None if no epoch ended), and whether a signal stopped the training.
+        The state, the number of steps taken since the training began, the metrics of the last
+        epoch that ended (None if no epoch ended), and whether a signal stopped the training.
     """
     state, decay, before = position
     total, epoch_steps, tokens = setup.total, setup.epoch_steps, setup.task.tokens
@@ -138,7 +158,7 @@ def take_steps(
             checkpoints.save(done, to_save(setup, Position(state, decay, totals())))
         if stop:
             break
-    return done, line, stop
+    return state, done, line, stop
 
 
 def end_epoch(setup: Setup, state: TrainState, last: bool) -> tuple[TrainState, dict[str, Any]]:
@@ -147,14 +167,20 @@ def end_epoch(setup: Setup, state: TrainState, last: bool) -> tuple[TrainState, 
     if last and optimizer.averaging is not None:
         params, opt_state = jdaso.drain(optimizer.averaging, state.opt_state, state.params)
         state = state._replace(params=params, opt_state=opt_state)
-    # Batch statistics differ between nodes, and parameters may differ as well. Their mean is
-    # evaluated.
-    own = (optimizer.evaluated(state.params, state.opt_state), state.stats)
-    params, stats = jdaso.consensus(optimizer.exchange, own, state.opt_state)
+    params, stats = mean_model(setup, state)
     scores = evaluate(setup, params, stats)
     if last and setup.task.sample is not None:
         scores["sample"] = setup.task.sample(params)
     return state._replace(losses=no_losses(setup)), {"loss": float(loss), **scores}
+
+
+def mean_model(setup: Setup, state: TrainState) -> tuple[Any, Any]:
+    """The parameters and batch statistics that are evaluated.
+
+    Batch statistics differ between nodes, and parameters may differ as well. This is their mean.
+    """
+    own = (setup.optimizer.evaluated(state.params, state.opt_state), state.stats)
+    return jdaso.consensus(setup.optimizer.exchange, own, state.opt_state)
 
 
 def numbers(plan: jdaso.core.Metrics, metrics: jdaso.core.Metrics) -> dict[str, Any]:

@@ -65,7 +65,9 @@ def read(folder: Path | str) -> Run:
     if {"seconds_blocked", "seconds_in_flight"} <= columns.keys():
         blocked, in_flight = columns["seconds_blocked"], columns["seconds_in_flight"]
         columns["epoch_blocked"] = np.diff(blocked, prepend=0)
-        columns["epoch_hidden"] = np.diff(in_flight - blocked, prepend=0)
+        # Blocked may exceed in flight, because a wait ends when its thread runs again.
+        hidden = np.maximum.accumulate((in_flight - blocked).clip(min=0))
+        columns["epoch_hidden"] = np.diff(hidden, prepend=0)
     phases = [line.get("phase") or "" for line in lines]
     exchanges = [line["exchange"] for line in lines if timeline.is_valid(line.get("exchange"))]
     late = [exchange for exchange in exchanges if exchange["delay"]] or exchanges

@@ -1,5 +1,7 @@
 """The wires int8 and float4: how they round, and that error feedback keeps the rounding errors."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -195,15 +197,24 @@ BUILD = {
 }
 
 
+@functools.cache
+def common_direction():
+    x, grads = scattered_run(2, 200, NODES)
+    return x, grads + np.mean(grads, axis=0)
+
+
+@functools.cache
+def exact_run(name):
+    return simulate(BUILD[name]("float32"), *common_direction())[0]
+
+
 @pytest.mark.parametrize(("wire", "error"), [("int8", 1 / 256), ("float4", 1 / 16)])
 @pytest.mark.parametrize("name", BUILD)
 def test_a_run_stays_close_to_the_one_that_is_not_rounded(name, wire, error, monkeypatch):
-    x, grads = scattered_run(2, 200, NODES)
-    grads += np.mean(grads, axis=0)  # a common direction
-    exact, _ = simulate(BUILD[name]("float32"), x, grads)
-    quantized, _ = simulate(BUILD[name](wire), x, grads)
+    exact, run = exact_run(name), common_direction()
+    quantized, _ = simulate(BUILD[name](wire), *run)
     forgetful(monkeypatch)
-    lossy, _ = simulate(BUILD[name](wire), x, grads)
+    lossy, _ = simulate(BUILD[name](wire), *run)
     # The residual is at most half a step. For int8 this is 1/256 of the change between two
     # exchanges, for float4 1/5 of it. The path is longer than this change.
     assert distance(quantized, exact).max() < error

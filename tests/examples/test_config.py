@@ -303,6 +303,21 @@ def test_every_algorithm_has_defaults_for_text(sync):
     assert (parsed.fragments or 1) == {"streaming_diloco": 2}.get(sync, 1)
 
 
+@pytest.mark.parametrize("line", ["--processes 2", "--switches 1"])
+def test_keys_of_algorithms_that_a_program_does_not_have_are_refused(refused, line):
+    message = refused(lambda: parse(line.split(), defaults=language_model.DEFAULTS))
+    assert f"{line.split()[0]} has no effect with --sync diloco" in message
+
+
+def test_help_has_the_defaults_of_the_algorithms_of_the_program(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"], defaults=language_model.DEFAULTS)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "until a merge (0 for diloco; 5 for streaming_diloco; 1 for daso, dasgd," in text
+    assert "gradients; without it, no limit (1.0)" in text
+    assert "passm" not in text
+
+
 def test_arguments_are_read_without_jax():
     code = "import sys, config; config.parse([]); sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=EXAMPLES, check=True, timeout=60)

@@ -2,9 +2,11 @@
 
 import functools
 import re
+import shutil
 from pathlib import Path
 
 import config
+import final_model
 import jax
 import jax.numpy as jnp
 import language_model
@@ -25,6 +27,11 @@ RUN = [
     "--outer-warmup 1",  # the outer momentum is then not zero
     *(f"--{name.replace('_', '-')} {value}" for name, value in TINY.items()),
 ]
+
+
+def parsed(**keys):
+    options = [x for k, v in {**TINY, **keys}.items() for x in (config.option(k), str(v))]
+    return config.parse(options, defaults=language_model.DEFAULTS)
 
 
 def model(**options):
@@ -88,11 +95,11 @@ def test_remat_computes_blocks_again_and_changes_no_gradient():
 )
 def test_configurations_have_the_sizes_that_they_name(name, vocabulary, millions):
     path = Path(language_model.__file__).with_name("configs") / f"{name}.py"
-    parsed = config.parse(["--config", str(path)], defaults=language_model.DEFAULTS)
-    create = functools.partial(language_model.create_model, parsed, vocabulary)
+    keys = config.parse(["--config", str(path)], defaults=language_model.DEFAULTS)
+    create = functools.partial(language_model.create_model, keys, vocabulary)
     params = nnx.state(nnx.eval_shape(create), nnx.Param)  # allocates nothing
     assert round(sum(x.size for x in jax.tree.leaves(params)) / 1e6) == millions
-    assert parsed.remat == (parsed.layers == 12)
+    assert keys.remat == (keys.layers == 12)
     assert f"{millions} M" in path.read_text()
 
 
@@ -229,10 +236,9 @@ def test_nodes_never_train_on_the_same_text_and_never_on_the_test():
     ],
 )
 def test_wrong_keys_are_named(folder, changes, message):
-    keys = {"data": str(folder), "epoch_tokens": 64, "test_tokens": 64, **TINY, **changes}
-    options = [x for k, v in keys.items() for x in (config.option(k), str(v))]
+    keys = {"data": str(folder), "epoch_tokens": 64, "test_tokens": 64, **changes}
     with pytest.raises((ValueError, ImportError, SystemExit), match=message):
-        language_model.task(config.parse(options, defaults=language_model.DEFAULTS))
+        language_model.task(parsed(**keys))
 
 
 def train(out, *options, processes=2, **env):
@@ -264,12 +270,38 @@ def test_sharded_and_replicated_parameters_give_the_same_losses(sharded, tmp_pat
         assert mine["bytes_sent"] == theirs["bytes_sent"]
         assert mine["tokens_per_second"] > 0
     assert lines(tmp_path)[-1]["sample"].startswith("def ")
+    assert "the outer optimizer" not in output
+
+
+def final_loss(out):
+    """Asserts that the final model of a run has its last test loss."""
+    task = language_model.task(parsed(epoch_tokens=1536, test_tokens=512))
+    tests = [task.dataset.test.load(i, None) for i in range(task.dataset.test.size)]
+    inputs, labels = map(np.stack, zip(*tests, strict=True))
+    model, tokenizer = language_model.load(out)
+    assert tokenizer.vocabulary == 256
+    score = task.score(np.asarray(task.counts(model(inputs), labels)))
+    assert score["test_loss"] == pytest.approx(lines(out)[-1]["test_loss"], rel=1e-5)
+
+
+def test_the_final_model_is_the_one_that_was_evaluated(sharded):
+    final_loss(sharded)
+    with pytest.raises(ValueError, match=r"checkpoints/model does not exist"):
+        final_model.load(sharded / "checkpoints", model())
+
+
+def test_a_run_without_a_final_model_writes_it_when_it_is_resumed(sharded):
+    shutil.rmtree(sharded / "model")
+    output = passed(sharded, "--shard", "--accumulate 2", "--resume")
+    assert f"resumed at step {STEPS} of {STEPS}, bit for bit; no steps are left" in output
+    final_loss(sharded)
 
 
 def test_joined_processes_share_the_parameters_of_their_node(sharded, tmp_path):
     """Two nodes of two processes, each with one device, instead of one process with two."""
     joined = "--devices 0 --processes-per-node 2 --join-processes"
     passed(tmp_path, "--shard", "--accumulate 2", joined, processes=4)
+    final_loss(tmp_path)
     for mine, theirs in zip(lines(tmp_path), lines(sharded), strict=True):
         # The sequences are other ones, from the same parts of the text.
         assert mine["test_loss"] == pytest.approx(theirs["test_loss"], rel=0.01)

@@ -33,12 +33,12 @@ def train(out, *options, timeout, launched=True, script=ROOT / "examples" / "tra
     accuracy = float(re.search(r"test accuracy ([\d.]+)", ended.output).group(1))
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert (out / "report.png").stat().st_size > 1000
-    return accuracy, lines
+    return accuracy, lines, ended.output
 
 
 @pytest.mark.slow
 def test_daso_learns_digits(tmp_path):
-    accuracy, lines = train(tmp_path, timeout=900)
+    accuracy, lines, _ = train(tmp_path, timeout=900)
     assert accuracy >= 0.96
     assert lines[-1]["test_accuracy"] == pytest.approx(accuracy, abs=1e-4)
     assert [line["phase"] for line in lines[::8]] == ["warm-up", "cycling", "cycling"]
@@ -58,14 +58,16 @@ SHORT = ("--epochs", "2", "--warmup-epochs", "1", "--cooldown-epochs", "1")
 )
 def test_other_algorithms_run(tmp_path, sync, exchanges):
     """Two epochs of 22 steps. EASGD exchanges before a step, so not after the last one."""
-    _, lines = train(tmp_path, "--sync", *sync.split(), *SHORT, timeout=300, script=SMALL)
+    _, lines, output = train(tmp_path, "--sync", *sync.split(), *SHORT, timeout=300, script=SMALL)
     assert lines[-1]["exchanges"] == exchanges
+    few = "11 rounds of 4 steps. The first 10 average plainly, so the outer optimizer takes 1 steps"
+    assert output.count(few) == ("diloco" in sync)  # one process prints it
     assert lines[-1]["loss"] < 2.3  # below ln 10, the loss of guessing
 
 
 def test_period_auto_measures_the_first_steps(tmp_path):
     options = ("--period", "auto", *SHORT, "--epochs", "3")
-    _, lines = train(tmp_path, *options, timeout=300, script=SMALL)
+    _, lines, _ = train(tmp_path, *options, timeout=300, script=SMALL)
     chosen = json.loads((tmp_path / "config.json").read_text())
     assert 1 <= chosen["delay"] < chosen["period"]
     assert chosen["wire"] == "bfloat16"
@@ -86,7 +88,7 @@ def test_period_auto_measures_the_first_steps(tmp_path):
 def test_the_script_starts_processes_that_share_one_model(tmp_path):
     """Two processes take two epochs of 44 steps. The second epoch begins with PASSM."""
     options = ("--sync", "passm_plus", "--processes", "2", "--switches", "1", *SHORT)
-    _, lines = train(tmp_path, *options, timeout=300, launched=False, script=SMALL)
+    _, lines, _ = train(tmp_path, *options, timeout=300, launched=False, script=SMALL)
     assert [line["step"] for line in lines] == [44, 88]
     assert [line["nodes"] for line in lines] == [2, 2]
     assert lines[-1]["loss"] < lines[0]["loss"]

@@ -60,25 +60,29 @@ def train(
         The parameters after every step, (T, P, n), and what ``look`` saw then, (T, P, ...).
     """
 
-    def node(x, inputs, losses):
-        def step(carry, given):
-            params, state = carry
-            inputs, loss = given
-            grads = jax.tree.map(gradient, params, jnp.split(inputs, leaves))
-            if in_place:
-                params, state = jdaso.apply_gradients(tx, grads, state, params, value=loss)
-            else:
-                updates, state = tx.update(grads, state, params, value=loss)
-                params = optax.apply_updates(params, updates)
-            return (params, state), (jnp.concatenate(params), look(state, params))
+    def step(carry, given):
+        params, state = carry
+        inputs, loss = given
+        grads = jax.tree.map(gradient, params, jnp.split(inputs, leaves))
+        if in_place:
+            params, state = jdaso.apply_gradients(tx, grads, state, params, value=loss)
+        else:
+            updates, state = tx.update(grads, state, params, value=loss)
+            params = optax.apply_updates(params, updates)
+        return (params, state), (jnp.concatenate(params), look(state, params))
 
+    def start(x):
         params = jnp.split(x, leaves)
-        return lax.scan(step, (params, tx.init(params)), (inputs, losses))[1]
+        return params, tx.init(params)
+
+    on_nodes = functools.partial(jax.vmap, axis_name="node")
+
+    @jax.jit
+    def run(x, inputs, losses):
+        return lax.scan(on_nodes(step), on_nodes(start)(x), (inputs, losses))[1]
 
     f32 = functools.partial(jnp.asarray, dtype=jnp.float32)
     losses = None if losses is None else f32(losses)
-    in_axes, out_axes = (0, 1, None if losses is None else 1), 1
-    run = jax.jit(jax.vmap(node, in_axes, out_axes, axis_name="node"))
     return jax.tree.map(np.asarray, run(f32(x), f32(inputs), losses))
 
 
