@@ -48,9 +48,9 @@ lint: $(VENV)/.installed
 	ruff format --check .
 	mypy
 
-# Tests that start processes of their own begin first. Each file stays with one worker. Three
-# workers use the time in which jobs of Slurm and MPI wait; with four, these jobs disturb each other.
-# In jdaso are the examples of docstrings.
+# Each file stays with one worker. Three workers use the time in which jobs of Slurm and MPI wait; with
+# four, these jobs disturb each other. tests/conftest.py orders the files. In jdaso are the examples of
+# docstrings.
 STARTERS := tests/slurm tests/mpi tests/examples tests/bench
 OTHERS := $(filter-out $(STARTERS) tests/support tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/))) \
 	$(wildcard tests/test_*.py) jdaso

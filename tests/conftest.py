@@ -1,6 +1,7 @@
 """What all tests share: deterministic examples, and compiled programs that are kept."""
 
 import gc
+import itertools
 import logging
 import os
 import shutil
@@ -25,6 +26,7 @@ collect_ignore_glob = ["support/*"]
 FAST = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 # Every Python process that a test starts imports sitecustomize.py from this folder.
 START = Path(__file__).parent / "support" / "start"
+STARTERS = {"slurm", "mpi", "examples", "bench"}  # folders of tests that start processes
 CACHE = Path(__file__).parents[1] / ".pytest_cache" / "jax"
 
 
@@ -60,6 +62,22 @@ def _xla_accepts(flag):
     """Whether this version of XLA knows a flag. It ends the process if it does not."""
     program = [sys.executable, "-c", "import jax; jax.devices()"]
     return subprocess.run(program, env={**os.environ, "XLA_FLAGS": flag}).returncode == 0
+
+
+def pytest_collection_modifyitems(items):
+    """Files whose tests start processes take turns with the others.
+
+    While jobs of MPI or Slurm wait, tests of one process use the cores. Many jobs at the same time
+    would disturb each other.
+    """
+    files = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    turns = [[], []]
+    for path, tests in files.items():
+        turns[STARTERS.isdisjoint(path.parts)].append(tests)
+    both = itertools.zip_longest(*turns, fillvalue=())
+    items[:] = [test for pair in both for tests in pair for test in tests]
 
 
 def pytest_unconfigure(config):

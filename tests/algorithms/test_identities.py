@@ -74,6 +74,7 @@ def test_daso_in_a_blocking_phase_is_a_mean_at_every_step():
     assert_same(daso, local_sgd)
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("delay", [0, 2])
 def test_easgd_gives_the_same_whenever_its_sum_arrives(delay):
     x, grads = random_run(5, 60, NODES, alike=True)
