@@ -17,6 +17,7 @@ begins. Bytes are those that the exchanges report.
 - ``daso``: the mean of the parameters once a period, merged ``--delay`` steps later, in float32
 - ``daso-bf16``: the same in bfloat16
 - ``daso-int8``: the same in int8, with error feedback
+- ``daso-float4``: the same in float4, only if named in ``--variants``
 - ``local_sgd``, ``dasgd``: in float32, only if named in ``--variants``
 
 With ``--train FOLDER`` it trains on images until a mean loss is reached, as torch_peers.py does.
@@ -49,8 +50,8 @@ from machine import keep_memory
 from step import ReportTotals, apply_gradients, settle
 
 VARIANTS = ("none", "synchronous", "synchronous-bf16", "daso", "daso-bf16", "daso-int8")
-WIRES = {"bf16": "bfloat16", "int8": "int8"}
-MORE_VARIANTS = ("local_sgd", "dasgd")
+WIRES = {"bf16": "bfloat16", "int8": "int8", "float4": "float4"}
+MORE_VARIANTS = ("daso-float4", "local_sgd", "dasgd")
 
 
 def loss_fn(parameters, layers, images, labels):
