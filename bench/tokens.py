@@ -62,8 +62,8 @@ def main():
     parser.add_argument("--context", type=int, default=128, help="tokens of a sequence")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--period", type=int, default=30)
-    hidden = "period and delay of DASO and DaSGD"
-    parser.add_argument("--hidden", type=int, nargs=2, default=(2, 1), help=hidden)
+    late = "period and delay of DASO and DaSGD"
+    parser.add_argument("--hidden", type=int, nargs=2, default=(2, 1), help=late)
     parser.add_argument("--pairs", type=int, default=5, help="pairs of runs")
     parser.add_argument("--only", default="", help="regular expression for the methods")
     arguments = parser.parse_args()

@@ -164,11 +164,14 @@ def parse(
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", default=None, help="Python file that sets keys")
-    others = _keys_of_choosers(Config.CHOOSERS) - _keys_of_choosers(defaults.CHOOSERS)
+    own, all_programs = (
+        {name for users in choosers.values() for name in _keys_of(users)}
+        for choosers in (defaults.CHOOSERS, Config.CHOOSERS)
+    )
     for field, kind, optional in _keys(defaults):
         valid = field.metadata["valid"]
         text = f"{field.metadata['help']} {_default(defaults, field.name)}"
-        text = argparse.SUPPRESS if field.name in others else text.strip()
+        text = argparse.SUPPRESS if field.name in all_programs - own else text.strip()
         how: dict[str, Any] = {"type": _or_none(kind) if optional else kind}
         if isinstance(valid, tuple):
             how["metavar"] = "{" + ",".join(valid) + "}"
@@ -189,10 +192,9 @@ def parse(
     return complete(dataclasses.replace(defaults, **from_file | given))
 
 
-def _keys_of_choosers(choosers: dict[str, dict[str, dict[str, Any]]]) -> set[str]:
-    """The keys that belong to an algorithm, an optimizer or a decay."""
-    users = [options for each in choosers.values() for options in each.values()]
-    return {name for options in users for name in options}
+def _keys_of(users: dict[str, dict[str, Any]]) -> list[str]:
+    """The keys that algorithms, optimizers or decays use, in their order."""
+    return list(dict.fromkeys(name for options in users.values() for name in options))
 
 
 def _default(defaults: Config, name: str) -> str:
@@ -248,9 +250,8 @@ def complete(config: Config) -> Config:
         raise SystemExit("--period auto chooses the delay as well; leave --delay out.")
     for chooser, users in config.CHOOSERS.items():
         own = users[values[chooser]]
-        # Algorithms that only other programs have also have keys.
-        known = [*users.values(), *Config.CHOOSERS.get(chooser, {}).values()]
-        for name in {name: None for options in known for name in options}:
+        # Keys of algorithms that only other programs have are refused as well.
+        for name in [*_keys_of(users), *_keys_of(Config.CHOOSERS.get(chooser, {}))]:
             if values[name] in (None, ()):
                 values[name] = own.get(name, values[name])
             elif name not in own:

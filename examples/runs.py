@@ -65,7 +65,7 @@ def read(folder: Path | str) -> Run:
     if {"seconds_blocked", "seconds_in_flight"} <= columns.keys():
         blocked, in_flight = columns["seconds_blocked"], columns["seconds_in_flight"]
         columns["epoch_blocked"] = np.diff(blocked, prepend=0)
-        # Blocked may exceed in flight, because a wait ends when its thread runs again.
+        # A wait ends only when its thread runs again, so it may exceed the time in flight.
         hidden = np.maximum.accumulate((in_flight - blocked).clip(min=0))
         columns["epoch_hidden"] = np.diff(hidden, prepend=0)
     phases = [line.get("phase") or "" for line in lines]

@@ -28,10 +28,10 @@ from jdaso.core.types import Leaves, PyTree
 def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyTree:
     """Computes the mean of a tree over all nodes, with the same bits on every node.
 
-    Nodes whose processors round differently may differ in the last bit.
-    Use it for batch statistics before evaluation, and for parameters before they are saved. All
-    nodes must call it, inside or outside jit. The result is ready when all have. A node with a
-    number that is not finite is left out. If all nodes are left out, the mean is NaN.
+    The bits are the same if the processors of all nodes round alike. Use it for batch statistics
+    before evaluation, and for parameters before they are saved. All nodes must call it, inside or
+    outside jit. The result is ready when all have. A node with a number that is not finite is left
+    out. If all nodes are left out, the mean is NaN.
 
     Args:
         exchange: how nodes communicate.

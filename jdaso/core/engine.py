@@ -165,13 +165,11 @@ def _move(
     def exchange(parts, fragments, number):
         left_out, observed = jnp.zeros((), jnp.int32), jnp.zeros((2,), jnp.float32)
         for i, context in enumerate(contexts):
-            own = parts[i], fragments[i], number
-            if len(contexts) == 1:
-                parts[i], fragments[i], result = steps[i](*own)
-            else:
-                parts[i], fragments[i], result = lax.cond(
-                    context.due | context.post, steps[i], skip_fragment, *own
-                )
+            step = steps[i]
+            if len(contexts) > 1:  # of one fragment, the conditional around all is enough
+                active = context.due | context.post
+                step = functools.partial(lax.cond, active, step, skip_fragment)
+            parts[i], fragments[i], result = step(parts[i], fragments[i], number)
             number, left_out = result.number, left_out + result.left_out
             observed = result.losses if i == 0 else observed
         return parts, fragments, FragmentResult(number, left_out, observed)
