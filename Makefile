@@ -49,22 +49,18 @@ lint: $(VENV)/.installed
 	mypy
 
 # Each file stays with one worker. Three workers use the time in which jobs of Slurm and MPI wait; with
-# four, these jobs disturb each other. tests/conftest.py orders the files. In jdaso are the examples of
-# docstrings.
-STARTERS := tests/slurm tests/mpi tests/examples tests/bench
-OTHERS := $(filter-out $(STARTERS) tests/support tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/))) \
-	$(wildcard tests/test_*.py) jdaso
+# four, these jobs disturb each other. tests/conftest.py orders the files.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 PYTEST := $(BIN)/python -m pytest --durations 15 -n
 
 test-fast: $(VENV)/.installed
-	$(PYTEST) 2 -m "not slow" $(OTHERS)
+	$(PYTEST) 2 -m "not slow and not processes"
 
 test: lint
-	$(PYTEST) 3 $(BY_FILE) -m "not slow" $(STARTERS) $(OTHERS)
+	$(PYTEST) 3 $(BY_FILE) -m "not slow"
 
 test-all: lint
-	JDASO_TEST_OPTIMIZED=1 $(PYTEST) 2 $(BY_FILE) $(STARTERS) $(OTHERS)
+	JDASO_TEST_OPTIMIZED=1 $(PYTEST) 2 $(BY_FILE)
 
 docs: $(VENV)/.docs-installed
 	$(BIN)/python docs/figures.py

@@ -26,7 +26,8 @@ collect_ignore_glob = ["support/*"]
 FAST = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 # Every Python process that a test starts imports sitecustomize.py from this folder.
 START = Path(__file__).parent / "support" / "start"
-STARTERS = {"slurm", "mpi", "examples", "bench"}  # folders of tests that start processes
+TESTS = Path(__file__).parent
+STARTERS = ("slurm", "mpi", "examples", "bench")  # folders of tests that start processes
 CACHE = Path(__file__).parents[1] / ".pytest_cache" / "jax"
 
 
@@ -64,19 +65,23 @@ def _xla_accepts(flag):
     return subprocess.run(program, env={**os.environ, "XLA_FLAGS": flag}).returncode == 0
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are deselected by markers
 def pytest_collection_modifyitems(items):
-    """Files whose tests start processes take turns with the others.
+    """Marks tests that start processes. Their files take turns with the others.
 
     While jobs of MPI or Slurm wait, tests of one process use the cores. Many jobs at the same time
     would disturb each other.
     """
-    files = {}
+    folders = {folder: {} for folder in (*STARTERS, None)}
     for item in items:
-        files.setdefault(item.path, []).append(item)
-    turns = [[], []]
-    for path, tests in files.items():
-        turns[STARTERS.isdisjoint(path.parts)].append(tests)
-    both = itertools.zip_longest(*turns, fillvalue=())
+        parts = item.path.parts[len(TESTS.parts) :] if TESTS in item.path.parents else ()
+        folder = parts[0] if parts and parts[0] in STARTERS else None
+        if folder:
+            item.add_marker("processes")
+        folders[folder].setdefault(item.path, []).append(item)
+    others = folders.pop(None).values()
+    starters = itertools.chain.from_iterable(files.values() for files in folders.values())
+    both = itertools.zip_longest(starters, others, fillvalue=())
     items[:] = [test for pair in both for tests in pair for test in tests]
 
 
