@@ -58,7 +58,7 @@ def choose(
         found = perf.recommend(alone, {wire: costs}, topology.num_nodes, config.sync)
         found = [each for each in found if each.delay] or found  # the algorithms average late
         # The period must fit between warm-up and cool-down.
-        epochs = config.epochs - config.warmup_epochs - config.cooldown_epochs
+        epochs = config.epochs - config.warmup_epochs - (config.cooldown_epochs or 0)
         period = min(found[0].period, max(2, epochs * setup.epoch_steps))
         best = {"period": period, "delay": min(found[0].delay, period - 1), "wire": wire}
         text = (

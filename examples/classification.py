@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import models
 import numpy as np
 import optax
-from config import Config, key
+from config import Config, key, option
 from steps import Task
 
 
@@ -40,6 +40,10 @@ def task(config: Classification) -> Task:
     """Creates data, model and loss of a configuration."""
     if config.padding and config.augment != "random_crop":
         raise SystemExit(f"--padding has no effect with --augment {config.augment}; leave it out.")
+    for name in ("num_classes", "synthetic_images"):
+        if config.data != "synthetic" and getattr(config, name) != getattr(Classification, name):
+            text = f"{option(name)} has no effect with --data {config.data}; leave it out."
+            raise SystemExit(text)
     size = config.image_size or models.IMAGE_SIZE[config.model]
     dataset = data.load(dataclasses.replace(config, image_size=size))
     dtype = jnp.dtype(config.compute_dtype)

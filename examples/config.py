@@ -28,7 +28,7 @@ DELAYED = {"fragments": 1, "wire": None, "moments": "local"}
 OUTER = {"outer_rate": 0.7, "outer_momentum": 0.9, "outer_warmup": 10}
 #: The values of sync, with the keys that each algorithm uses and their defaults.
 SYNC = {
-    "daso": {"period": 4, "delay": 2, **DELAYED},
+    "daso": {"period": 4, "delay": 2, "cooldown_epochs": 3, **DELAYED},
     "dasgd": {"period": 4, "delay": 2, "own_weight": 0.25, **DELAYED},
     "local_sgd": {"period": 4, "wire": None, "moments": "local"},
     "post_local_sgd": {"period": 4, "wire": None, "moments": "local"},
@@ -92,7 +92,7 @@ class Config:
     optimizer: str = key("sgd", "optimizer of a node", tuple(OPTIMIZERS))
     learning_rate: float = key(0.025, "adamw: peak; sgd: peak for each device", "(0, inf)")
     warmup_epochs: int = key(3, "epochs in which the rate rises and daso blocks", "[0, inf)")
-    cooldown_epochs: int = key(3, "epochs at the end in which daso blocks", "[0, inf)")
+    cooldown_epochs: int | None = key(None, "epochs at the end in which daso blocks", "[0, inf)")
     decay: str = key("cosine", "decay of the learning rate after warm-up", tuple(DECAY))
     decay_floor: float | None = key(None, "fraction of the peak where cosine ends", "[0, 1)")
     decay_factor: float | None = key(None, "factor of a decay", "(0, 1)")
@@ -306,7 +306,7 @@ def option(name: str) -> str:
 
 def _check_together(config: Config) -> None:
     """Raises SystemExit for keys that do not fit together."""
-    epochs, warmup, cooldown = config.epochs, config.warmup_epochs, config.cooldown_epochs
+    epochs, warmup, cooldown = config.epochs, config.warmup_epochs, config.cooldown_epochs or 0
     if warmup >= epochs:
         raise SystemExit(f"--warmup-epochs must be less than --epochs {epochs}, got {warmup}.")
     if warmup + cooldown > epochs:

@@ -29,3 +29,16 @@ def test_what_only_fills_a_batch_counts_nothing(task):
     counts = task.counts(logits, jnp.array([3, 5, 9, -1]))
     assert counts.tolist() == [2, 3]
     assert task.score(np.asarray(counts)) == {"test_accuracy": pytest.approx(2 / 3)}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"padding": 4}, "--padding has no effect with --augment random_resized_crop; leave"),
+        ({"num_classes": 10}, "--num-classes has no effect with --data digits; leave it out"),
+        ({"synthetic_images": 9}, "--synthetic-images has no effect with --data digits; leave"),
+    ],
+)
+def test_keys_of_other_data_are_refused(keys, message):
+    with pytest.raises(SystemExit, match=message):
+        classification.task(complete(classification.Classification(**keys)))

@@ -48,7 +48,7 @@ def refused():
 
 def test_without_arguments_everything_has_its_default():
     parsed = parse([])
-    own = {"period": 4, "delay": 2, "fragments": 1, "moments": "local"}
+    own = {"period": 4, "delay": 2, "cooldown_epochs": 3, "fragments": 1, "moments": "local"}
     own |= {"momentum": 0.9, "decay_floor": 0.0}
     assert parsed == dataclasses.replace(Config(), **own)
     assert config.complete(parsed) == parsed
@@ -174,6 +174,10 @@ def test_a_file_that_is_missing_is_named(refused, tmp_path):
         ("--decay-factor 0.5", "--decay-factor has no effect with --decay cosine"),
         ("--decay plateau --decay-epochs 6", "--decay-epochs has no effect with --decay plateau"),
         ("--sync easgd --delay 2", "--delay has no effect with --sync easgd"),
+        (
+            "--sync dasgd --cooldown-epochs 1",
+            "--cooldown-epochs has no effect with --sync dasgd",
+        ),
         ("--own-weight 0", "--own-weight has no effect with --sync daso"),
         ("--sync none --wire float32", "--wire has no effect with --sync none"),
         ("--sync allreduce_gradients --period 4", "--period has no effect with --sync allreduce"),

@@ -23,7 +23,7 @@ TINY = {"layers": 2, "width": 16, "heads": 2, "hidden": 24, "context": 16, "batc
 STEPS = 12  # 2 epochs of 6 steps, each of 2 nodes x 2 devices x 4 sequences x 16 tokens
 RUN = [
     "--devices 2 --epochs 2 --epoch-tokens 1536 --test-tokens 512 --sample-tokens 8 --save-every 3",
-    "--sync streaming_diloco --period 4 --delay 2 --warmup-epochs 1 --cooldown-epochs 0",
+    "--sync streaming_diloco --period 4 --delay 2 --warmup-epochs 1",
     "--outer-warmup 1",  # the outer momentum is then not zero
     *(f"--{name.replace('_', '-')} {value}" for name, value in TINY.items()),
 ]

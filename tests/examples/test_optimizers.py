@@ -22,14 +22,14 @@ GRADS = {"kernel": np.float32([[0.5, 0.25], [-1.0, 0.0]]), "bias": np.float32([-
 PLAIN = {
     "epochs": 4,
     "warmup_epochs": 0,
-    "cooldown_epochs": 0,
     "momentum": 0.0,
     "weight_decay": 0.0,
 }
 
 
 def build(**keys):
-    configured = config.complete(dataclasses.replace(config.Config(), **PLAIN | keys))
+    phases = {"cooldown_epochs": 0} if keys.get("sync", "daso") == "daso" else {}
+    configured = config.complete(dataclasses.replace(config.Config(), **PLAIN | phases | keys))
     return optimizers.create(configured, jdaso.single_exchange(), EPOCH)
 
 

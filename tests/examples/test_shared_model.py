@@ -17,7 +17,7 @@ from steps import Task, TrainState, make_steps
 import jdaso
 
 STEPS = 5
-KEYS = {"epochs": 8, "warmup_epochs": 0, "cooldown_epochs": 0, "weight_decay": 0.01}
+KEYS = {"epochs": 8, "warmup_epochs": 0, "weight_decay": 0.01}
 
 
 class Model(nnx.Module):

@@ -45,7 +45,7 @@ def test_daso_learns_digits(tmp_path):
     assert {line["period"] for line in lines if line["phase"] == "cool-down"} == {1}
 
 
-SHORT = ("--epochs", "2", "--warmup-epochs", "1", "--cooldown-epochs", "1")
+SHORT = ("--epochs", "2", "--warmup-epochs", "1")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_other_algorithms_run(tmp_path, sync, exchanges):
 
 
 def test_period_auto_measures_the_first_steps(tmp_path):
-    options = ("--period", "auto", *SHORT, "--epochs", "3")
+    options = ("--period", "auto", *SHORT, "--epochs", "3", "--cooldown-epochs", "1")
     _, lines, _ = train(tmp_path, *options, timeout=300, script=SMALL)
     chosen = json.loads((tmp_path / "config.json").read_text())
     assert 1 <= chosen["delay"] < chosen["period"]
