@@ -53,7 +53,7 @@ def cases(exchange):
     }
 
 
-CASES = tuple(cases(jdaso.single_exchange()))
+CASES = tuple(cases(jdaso.axis_exchange("node", 2)))
 
 
 def make_params(megabytes, leaves, mesh, specs):

@@ -45,9 +45,8 @@ def constant(period: int, delay: int = 0) -> Schedule:
     def plan(state, step):
         return _cycling_plan(period, delay, step + 1), state
 
-    return Schedule(
-        lambda: (), plan, lambda state, loss: state, period, delay == period, may_block=delay == 0
-    )
+    delays = {"may_block": delay == 0, "may_delay": delay > 0}
+    return Schedule(lambda: (), plan, lambda state, loss: state, period, delay == period, **delays)
 
 
 def by_step(function: Callable[[jax.Array], tuple[Number, Number]]) -> Schedule:
@@ -255,7 +254,8 @@ def cycling(
 
     # Halving at the ends of epochs takes both to 1.
     fills = delay == period or (epoch is not None and delay > 0)
-    return Schedule(init, plan, observe, longest=period, delay_fills_period=fills, total=total)
+    late = {"delay_fills_period": fills, "may_delay": delay > 0}
+    return Schedule(init, plan, observe, longest=period, total=total, **late)
 
 
 def _cycling_plan(period: Number, delay: Number, clock: Number) -> Plan:

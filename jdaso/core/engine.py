@@ -90,6 +90,8 @@ def averaging(
         )
     if merge.base is not None and not merge.shared:
         raise ValueError(f"{name}: a merge with a base must be shared, because all nodes use it.")
+    if not schedule.may_block:
+        blocking_wire = wire  # so that the program has no code for the other one
     config = EngineConfig(
         name, exchange, schedule, merge, wire, blocking_wire, nonfinite, fragments, sync_target
     )

@@ -51,7 +51,9 @@ def step_fragment(
     def skip(leaves, fragment):
         return leaves, fragment, jnp.zeros((), bool), jnp.zeros((2,), jnp.float32)
 
-    leaves, fragment, lost, _ = lax.cond(context.due, collect, skip, leaves, fragment)
+    lost = context.due
+    if config.schedule.may_delay:
+        leaves, fragment, lost, _ = lax.cond(context.due, collect, skip, leaves, fragment)
     leaves, fragment, number = lax.cond(
         context.post,
         lambda x, f: post_fragment(config, context, num_params, x, f, number),

@@ -56,7 +56,11 @@ class Schedule(NamedTuple):
             with the same bits on every node.
         longest: the longest period in steps.
         delay_fills_period: whether the delay may be as long as the period.
-        may_block: whether the delay may be 0. If not, a program contains the merge only once.
+        may_block: whether the delay may be 0, and a plan ``blocking``. If not, a program contains
+            no merge at the step that posts, and no code for the blocking wire.
+        may_delay: whether the delay may be above 0. If not, a program contains only the merge at
+            the step that posts. An exchange that is in flight when another schedule takes over is
+            then not merged, and counts as left out.
         total: steps of the whole run, after which every step blocks, or None.
     """
 
@@ -66,6 +70,7 @@ class Schedule(NamedTuple):
     longest: int
     delay_fills_period: bool
     may_block: bool = True
+    may_delay: bool = True
     total: int | None = None
 
 

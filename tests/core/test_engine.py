@@ -341,7 +341,7 @@ def test_programs_grow_as_the_number_of_leaves_does(algorithm):
     assert size(32) < 2.0 * size(16)
 
 
-def test_a_program_contains_the_merge_once_if_the_schedule_never_blocks():
+def test_a_program_contains_the_merge_once_unless_some_delays_are_zero_and_others_are_not():
     def branches(schedule):
         params = {"w": jnp.ones(3)}
         tx = jdaso.chain(optax.sgd(0.1), alone(schedule))
@@ -350,7 +350,21 @@ def test_a_program_contains_the_merge_once_if_the_schedule_never_blocks():
 
     late = branches(jdaso.constant(4, 1))
     assert branches(jdaso.schedules.by_step(lambda step: (4, 1))) == late + 1
-    assert branches(jdaso.constant(4, 0)) == late + 1
+    assert branches(jdaso.constant(4, 0)) == late
+
+
+def test_a_schedule_without_delays_does_not_merge_what_another_one_has_posted():
+    """The exchange counts as left out. Draining the first schedule would have merged it."""
+    params = {"w": jnp.ones(3)}
+    late, blocking = (
+        jdaso.chain(optax.sgd(0.1), alone(jdaso.constant(4, delay))) for delay in (2, 0)
+    )
+    state = late.init(params)
+    for tx, steps in ((late, 4), (blocking, 8)):
+        for _ in range(steps):
+            params, state = jdaso.apply_gradients(tx, params, state, params)
+    numbers = jdaso.metrics(state)
+    assert (int(numbers.left_out), int(numbers.exchanges)) == (1, 3)
 
 
 def test_averaging_state_needs_exactly_one():
