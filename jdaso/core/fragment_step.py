@@ -51,7 +51,7 @@ def step_fragment(
     def skip(leaves, fragment):
         return leaves, fragment, jnp.zeros((), bool), jnp.zeros((2,), jnp.float32)
 
-    lost = context.due
+    lost = context.due & context.post  # of an exchange that another schedule has posted
     if config.schedule.may_delay:
         leaves, fragment, lost, _ = lax.cond(context.due, collect, skip, leaves, fragment)
     leaves, fragment, number = lax.cond(
