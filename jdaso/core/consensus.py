@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jdaso.core.caller import caller, named
@@ -31,7 +34,9 @@ def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyT
     The bits are the same if the processors of all nodes round alike. Use it for batch statistics
     before evaluation, and for parameters before they are saved. All nodes must call it, inside or
     outside jit. The result is ready when all have. A node with a number that is not finite is left
-    out. If all nodes are left out, the mean is NaN.
+    out. If all nodes are left out, the mean is NaN. Over MPI, a compiled program may call it once
+    for an exchange: put all arrays into one tree. Inside jit, leaves that ``tx.init`` has not seen
+    count as replicated.
 
     Args:
         exchange: how nodes communicate.
@@ -45,6 +50,8 @@ def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyT
         A tree of the same shapes, dtypes and placement.
 
     Raises:
+        ValueError: for a second call in a compiled program. Inside ``shard_map``, for a leaf that
+            is not among those of ``shardings``.
         JdasoError: over MPI, on all nodes, if names, shapes or dtypes of the leaves differ, or the
             steps, plans and schedules in ``opt_state``. The message names two ranks.
 
@@ -103,13 +110,13 @@ def broadcast(exchange: Exchange, tree: PyTree, root: int = 0) -> PyTree:
             f"root must be the index of a node, in [0, {exchange.num_nodes}), got {root}."
         )
     keys, treedef = jax.tree.flatten(tree)
-    flat = [jax.random.key_data(x) if _is_key(x) else x for x in keys]
-    leaves = [_on_one_device(jnp.asarray(x)) for x in flat]
+    flat = [jax.random.key_data(x) if _is_key(x) else jnp.asarray(x) for x in keys]
+    leaves = [_on_host(x) for x in flat]
     unwrapped = jax.tree.unflatten(treedef, flat)
-    exchange.init(unwrapped)  # raises if trees differ
     paths = jax.tree_util.tree_leaves_with_path(unwrapped)
-    names = [jax.tree_util.keystr(path) for path, _ in paths]
-    sent = exchange.bound(names, leaves).broadcast(leaves, root)
+    exchange = exchange.bound([jax.tree_util.keystr(path) for path, _ in paths], leaves)
+    exchange.init(unwrapped)  # raises if trees differ
+    sent = exchange.broadcast(leaves, root)
     sent = [place_like(y, x) for y, x in zip(sent, flat, strict=True)]
     return jax.tree.unflatten(
         treedef,
@@ -126,6 +133,7 @@ def drift(exchange: Exchange, params: PyTree) -> jax.Array:
 
     The distance is ``||x_node - mean_i x_i||``, the Euclidean norm over all floating-point leaves
     together. All nodes must call it, inside or outside jit. The result is ready when all have.
+    Inside ``shard_map`` it is the distance of the device's shards.
 
     Args:
         exchange: how nodes communicate.
@@ -158,13 +166,20 @@ def _is_key(leaf: jax.Array) -> bool:
 
 
 def _on_one_device(x: jax.Array) -> jax.Array:
-    """Moves an array to one device, because outside jit only one device calls the host.
+    """Moves an array to one device."""
+    if isinstance(x, jax.core.Tracer) or len(x.devices()) == 1:
+        return x
+    return jax.device_put(x, min(x.devices(), key=lambda device: device.id))
+
+
+def _on_host(x: jax.Array) -> Any:
+    """Copies an array of several devices to the host, because it may not fit on one device.
 
     Arrays on devices of several processes stay where they are.
     """
     if isinstance(x, jax.core.Tracer) or len(x.devices()) == 1 or not x.is_fully_addressable:
         return x
-    return jax.device_put(x, min(x.devices(), key=lambda device: device.id))
+    return np.asarray(x)
 
 
 # Outside jit, JAX would compile each operation for each shape: 9 s for a hundred shapes.

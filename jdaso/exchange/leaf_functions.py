@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
+from jax.extend.core import get_opaque_trace_state
 
 from jdaso.cluster.topology import Topology
 from jdaso.core.block_format import FORMATS
@@ -22,6 +23,26 @@ from jdaso.exchange.transport.host_collectives import HostCollectives
 from jdaso.exchange.transport.mpi_transport import MpiTransport
 
 
+class OncePerProgram:
+    """Refuses a second consensus in one compiled program.
+
+    The calls have no order in it, so nodes could sum different trees.
+    """
+
+    def __init__(self) -> None:
+        self._traced: Any = None  # the last program with a consensus
+
+    def check(self) -> None:
+        """Raises ValueError if the program that is traced has called this before."""
+        trace = get_opaque_trace_state(convention="jdaso")
+        if trace == self._traced:
+            raise ValueError(
+                "a program calls consensus or drift twice for one exchange, and the calls have no "
+                "order: pass one tree with all arrays, or compile two programs."
+            )
+        self._traced = trace
+
+
 class LeafFunctions(NamedTuple):
     """The methods are the fields of :class:`jdaso.Exchange` of the same names.
 
@@ -33,6 +54,7 @@ class LeafFunctions(NamedTuple):
     transport: MpiTransport
     collectives: HostCollectives
     same_bits: bool
+    means: OncePerProgram
     bound: Bound | None = None
 
     def fields(self) -> dict[str, Any]:
@@ -56,8 +78,11 @@ class LeafFunctions(NamedTuple):
     def start(self, state: HostState, number, step, leaves: Leaves, header, wire, relative=False):
         if wire in FORMATS:
             check_feedback(wire, self.same_bits)
+        uncounted = isinstance(number, int) and number == UNCOUNTED
+        if uncounted and isinstance(leaves[0], jax.core.Tracer):
+            self.means.check()
         several = self.topology.processes_per_node > 1 and not self.topology.joined
-        if several and isinstance(number, int) and number == UNCOUNTED:
+        if several and uncounted:
             header = header.at[WITHIN_NODE].set(fingerprint(leaves).astype(jnp.float32))
         sent = state.key, number, step, leaves, header, wire
         token, number = self.program.start(*sent, self.bound, relative)
@@ -98,15 +123,19 @@ class LeafFunctions(NamedTuple):
             with self.transport.abort_on_error():
                 return self.collectives.broadcast(leaves, root)
 
+        if self.program.inside() and not self.topology.joined:
+            raise ValueError(
+                "broadcast inside shard_map would run once on each device: call it outside."
+            )
         if self.topology.joined:
             specs = (self.bound or self.program.bind((), leaves)).specs
             return self.program.call_host(("broadcast", root), send, leaves, specs)
+        if not any(isinstance(x, jax.core.Tracer) for x in leaves):
+            return send(*leaves)
         shape = jax.ShapeDtypeStruct((), bool)
         arrived, received = io_callback(
             lambda *leaves: (np.bool_(True), send(*leaves)), (shape, leaves), *leaves
         )
-        if not isinstance(arrived, jax.core.Tracer):
-            return received
         # ``arrived`` is always True. In a program for several devices, the host's result lies on
         # one of them, and this operation with values on all devices distributes it.
         return [jnp.where(arrived, y, x) for y, x in zip(received, leaves, strict=True)]

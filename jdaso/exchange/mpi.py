@@ -22,7 +22,7 @@ from jdaso.exchange.host.compiled import use_native
 from jdaso.exchange.host.jit_interface import JitInterface
 from jdaso.exchange.host.keys import Keys
 from jdaso.exchange.host.shardings import Shardings
-from jdaso.exchange.leaf_functions import LeafFunctions
+from jdaso.exchange.leaf_functions import LeafFunctions, OncePerProgram
 from jdaso.exchange.settings import Settings, check_same_settings, check_settings
 from jdaso.exchange.transport.collectives import AllReduceOptions
 from jdaso.exchange.transport.host_collectives import HostCollectives
@@ -142,7 +142,9 @@ def mpi_exchange(
     transport = MpiTransport(membership, progress)
     program = JitInterface(transport, native, sharded)
     collectives = HostCollectives(membership, progress)
-    functions = LeafFunctions(topology, program, transport, collectives, same_bits)
+    functions = LeafFunctions(
+        topology, program, transport, collectives, same_bits, OncePerProgram()
+    )
     keys = Keys()
 
     def compare(tree: PyTree, more: Sequence[str] = ()) -> HostState:
@@ -152,6 +154,11 @@ def mpi_exchange(
         return HostState(jnp.asarray(keys.key(tree), jnp.int32))
 
     def init(params: PyTree) -> HostState:
+        if shardings is not None and program.inside():
+            raise ValueError(
+                "init inside shard_map gets shards, and shardings are of whole parameters: call "
+                "it outside of shard_map."
+            )
         return compare(params, sharded.register(params))
 
     def bind(names: Sequence[str], leaves: Leaves) -> Exchange:

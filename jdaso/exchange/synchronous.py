@@ -47,7 +47,7 @@ def stored_exchange(
         compare(params)
         sums = jax.tree.map(
             lambda x: (
-                jnp.zeros(jnp.shape(x), sum_dtype(jnp.result_type(x)))
+                jnp.zeros_like(x, sum_dtype(jnp.result_type(x)))  # on the devices of x
                 if is_float(x)
                 else optax.MaskedNode()
             ),

@@ -54,7 +54,7 @@ class JitInterface:
         platform = shardings.mesh.devices.flat[0].platform
         devices = len(shardings.mesh.local_devices)
         self._bridge = FfiBridge(transport, platform, devices) if native else None
-        self.all_devices = self._mesh.all_devices
+        self.inside, self.all_devices = self._mesh.inside, self._mesh.all_devices
         self.per_shard = self._mesh.per_shard
         self.call_host = self._mesh.call_host
         # Registered after the objects that programs call, so it runs before their exit functions.
@@ -70,7 +70,7 @@ class JitInterface:
 
     def bind(self, names: Sequence[str], leaves: Leaves) -> Bound:
         """Finds the shardings of leaves by their names. Without names they are replicated."""
-        inside = self._mesh.size > 1 and self._mesh.device_index() is not None
+        inside = self.inside()
         specs = (REPLICATED,) * len(leaves)
         if names:
             specs = tuple(self._shardings.specs(names, leaves, inside))

@@ -157,7 +157,7 @@ def unsharded(specs: Sequence[LeafSpec]) -> Layout:
     placements = tuple(HeldShard(i, 0, 1) for i in range(len(specs)))
     bounds = tuple((i, tuple((0, n) for n in spec.shape)) for i, spec in enumerate(specs))
     shapes = tuple(spec.shape for spec in specs)
-    return Layout(tuple(specs), (placements,), bounds, shapes, _checksum(specs))
+    return Layout(tuple(specs), (placements,), bounds, shapes, _checksum(specs, bounds))
 
 
 def sender(holders: Sequence[int], number: int) -> int:
@@ -165,8 +165,8 @@ def sender(holders: Sequence[int], number: int) -> int:
     return holders[max(number, 0) % len(holders)]
 
 
-def _checksum(specs: Sequence[LeafSpec]) -> int:
-    return zlib.crc32(repr([spec[:2] for spec in specs]).encode())
+def _checksum(specs: Sequence[LeafSpec], bounds: Sequence[tuple[int, Bounds]]) -> int:
+    return zlib.crc32(repr([*bounds, *(spec[:2] for spec in specs)]).encode())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -191,6 +191,7 @@ def make_layout(
     all_specs: list[LeafSpec] = []
     leaf_specs: list[LeafSpec] = []
     all_bounds: list[tuple[int, Bounds]] = []
+    leaf_bounds: list[tuple[int, Bounds]] = []
     placements: list[list[HeldShard]] = [[] for _ in devices]
     for leaf, (shape, dtype, spec) in enumerate(zip(shapes, dtypes, specs, strict=True)):
         index = NamedSharding(mesh, spec).devices_indices_map(shape)
@@ -203,18 +204,19 @@ def make_layout(
             copies = [device for device, other in enumerate(bounds) if other == own]
             holders = tuple(processes[device] for device in copies)
             all_specs.append(LeafSpec(wire_shape(local, dtype), dtype, holders if joined else ()))
+            all_bounds.append((leaf, own))
             if own_process not in holders:
                 continue
             for copy, device in enumerate(copies):
                 if processes[device] == own_process:
                     placements[device].append(HeldShard(len(leaf_specs), copy, len(copies)))
             leaf_specs.append(all_specs[-1])
-            all_bounds.append((leaf, own))
+            leaf_bounds.append(all_bounds[-1])
     return Layout(
         tuple(leaf_specs),
         tuple(map(tuple, placements)),
-        tuple(all_bounds),
+        tuple(leaf_bounds),
         shapes,
-        _checksum(all_specs) ^ relative,
+        _checksum(all_specs, all_bounds) ^ relative,
         relative,
     )

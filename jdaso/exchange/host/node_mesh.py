@@ -54,6 +54,10 @@ class NodeMesh:
             )
         return lax.axis_index(self.axes)
 
+    def inside(self) -> bool:
+        """Whether the program is in ``shard_map`` over several devices."""
+        return self.size > 1 and self.device_index() is not None
+
     def all_devices(self, flag: jax.Array) -> jax.Array:
         """Whether a flag holds on all devices. Outside ``shard_map`` they have the same flag."""
         if self.size == 1 or self.device_index() is None:

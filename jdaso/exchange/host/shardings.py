@@ -32,6 +32,7 @@ class Shardings:
     def __init__(self, given: Any, mesh: Mesh):
         self.mesh = self._devices_mesh = mesh
         self._has_mesh = False
+        self._given = given is not None
         self._known: dict[tuple[str, tuple[int, ...]], PartitionSpec] = {}
         self._find: Callable[[Any, Any], Any]
         if given is None:
@@ -39,7 +40,7 @@ class Shardings:
         elif _is_sharding(given):
             self._spec("shardings", given)
             self._find = lambda path, leaf: given
-        elif callable(given):
+        elif callable(given) and jax.tree_util.all_leaves([given]):  # not a model of specs
             self._find = given
         else:
             self._find = self._from_tree(given)
@@ -55,6 +56,7 @@ class Shardings:
         """
         if not isinstance(tree, ParamsWithMoments):
             return self._register(tree, "")
+        self._register(tree.params, "")  # for consensus, which gets the parameters alone
         texts = self._register(tree.params, ".params")
         for i, moments in enumerate(tree.moments):
             texts += self._register(moments, f".moments[{i}]")
@@ -65,7 +67,7 @@ class Shardings:
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             if not is_float(leaf):
                 continue
-            name, shape = jax.tree_util.keystr(path), np.shape(leaf)
+            name, shape = _name(path), np.shape(leaf)
             spec = self._spec(name, self._find(path, leaf))
             try:
                 sharding = NamedSharding(self.mesh, spec)
@@ -90,8 +92,7 @@ class Shardings:
 
     def _from_tree(self, tree: PyTree) -> Callable[[Any, Any], Any]:
         """A function of path and leaf that looks the sharding up in a tree."""
-        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_sharding)
-        by_name = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+        by_name = _by_name(tree)
         for name, leaf in by_name.items():
             if isinstance(leaf, NamedSharding):
                 self._use(name, leaf.mesh)  # the specs without a mesh are of this mesh
@@ -99,7 +100,7 @@ class Shardings:
             self._spec(name, leaf)
 
         def find(path: Any, leaf: Any) -> Any:
-            name = jax.tree_util.keystr(path)
+            name = _name(path)
             if name not in by_name:
                 known = ", ".join(sorted(by_name)[:5])
                 raise ValueError(
@@ -113,20 +114,30 @@ class Shardings:
     def specs(
         self, names: Sequence[str], leaves: Sequence[Any], inside: bool = False
     ) -> list[PartitionSpec]:
-        """The specs of leaves. Leaves that were never registered are laid out as they are.
+        """The specs of leaves.
+
+        Outside ``shard_map``, leaves that were never registered are laid out as they are. Inside,
+        nobody knows how they are.
 
         Args:
             names: as ``jax.tree_util.keystr`` returns them.
             leaves: the leaves.
             inside: whether these are shards, inside ``shard_map``.
+
+        Raises:
+            ValueError: inside ``shard_map``, if there are shardings, for a leaf without one.
         """
-        if inside:
-            sharded = {name: spec for (name, _), spec in self._known.items()}
-            return [sharded.get(name, PartitionSpec()) for name in names]
-        return [
-            self._known.get((name, np.shape(leaf)), self._spec_of(leaf))
-            for name, leaf in zip(names, leaves, strict=True)
-        ]
+        names = [_plain(name) for name in names]
+        if not inside:
+            return [
+                self._known.get((name, np.shape(leaf)), self._spec_of(leaf))
+                for name, leaf in zip(names, leaves, strict=True)
+            ]
+        known = {(name, len(shape)): spec for (name, shape), spec in self._known.items()}
+        of_leaf = [(name, np.ndim(leaf)) for name, leaf in zip(names, leaves, strict=True)]
+        if self._given and (unknown := [each for each in of_leaf if each not in known]):
+            raise ValueError(_unknown_inside(*unknown[0]))
+        return [known.get(each, PartitionSpec()) for each in of_leaf]
 
     def _spec(self, name: str, sharding: Any) -> PartitionSpec:
         """The spec of what a user has given for one leaf."""
@@ -168,6 +179,31 @@ class Shardings:
         if isinstance(sharding, NamedSharding) and sharding.mesh == self.mesh:
             return sharding.spec
         return PartitionSpec()
+
+
+def _by_name(tree: PyTree) -> dict[str, Any]:
+    """The shardings of a tree. None stands for a leaf that is replicated."""
+    leaves = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda x: x is None or _is_sharding(x)
+    )
+    return {_name(path): PartitionSpec() if x is None else x for path, x in leaves}
+
+
+def _unknown_inside(name: str, axes: int) -> str:
+    return (
+        f"inside shard_map, jdaso does not know how {name or 'the array'} of {axes} axes is "
+        "sharded: pass a tree with the names that tx.init has seen, or call it outside of "
+        "shard_map."
+    )
+
+
+def _name(path: Any) -> str:
+    return _plain(jax.tree_util.keystr(path))
+
+
+def _plain(name: str) -> str:
+    """The name of a parameter, whether nnx has it as a variable or as an array."""
+    return name.removesuffix(".value")
 
 
 def _is_sharding(value: Any) -> bool:
