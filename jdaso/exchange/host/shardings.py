@@ -93,10 +93,8 @@ class Shardings:
     def _from_tree(self, tree: PyTree) -> Callable[[Any, Any], Any]:
         """A function of path and leaf that looks the sharding up in a tree."""
         by_name = _by_name(tree)
-        for name, leaf in by_name.items():
-            if isinstance(leaf, NamedSharding):
-                self._use(name, leaf.mesh)  # the specs without a mesh are of this mesh
-        for name, leaf in by_name.items():
+        # The specs without a mesh are of the mesh of the others.
+        for name, leaf in sorted(by_name.items(), key=lambda x: isinstance(x[1], PartitionSpec)):
             self._spec(name, leaf)
 
         def find(path: Any, leaf: Any) -> Any:
