@@ -60,7 +60,8 @@ def mpi_exchange(
     On nodes with L local devices, ``senders`` chooses which of them send. The bits do not depend
     on it:
 
-    - ``"one"``: local index ``k mod L`` of each node sends exchange k.
+    - ``"one"``: the communicator of local index ``k mod L`` carries exchange k, with the shards of
+      all devices of the process.
     - ``"all"``: each local index sends 1/L of every exchange over its own communicator, up to
       eight at the same time. With several processes per node, each process sends its part.
       If they are joined into one program, it is an error.
