@@ -27,9 +27,10 @@ from machine import machine  # noqa: E402
 from jdaso import perf  # noqa: E402
 
 PERIOD, DELAY = 4, 3
+WIRE = "float32"  # of all variants
 # The variants of jdaso_peer.py, with algorithm and arguments of their predictions.
 VARIANTS = {
-    "synchronous": ("allreduce_gradients", {"wire": "float32"}),
+    "synchronous": ("allreduce_gradients", {"wire": WIRE}),
     "local_sgd": ("local_sgd", {"period": PERIOD}),
     "dasgd": ("dasgd", {"period": PERIOD, "delay": DELAY}),
     "daso": ("daso", {"period": PERIOD, "delay": DELAY}),
@@ -50,19 +51,23 @@ def run(cluster: lab.Cluster, command: list[str]) -> str:
 
 def tuned(cluster: lab.Cluster, count: int) -> dict[str, Any]:
     """The arguments of ``perf.predict`` that tune measures and prints."""
-    text = run(cluster, ["-m", "jdaso", "tune", "--parameters", str(count)])
+    return measured_by_tune(run(cluster, ["-m", "jdaso", "tune", "--parameters", str(count)]))
 
-    def number(name: str) -> float:
-        found = re.search(rf"^{name} +([-+.e0-9]+)", text, re.MULTILINE)
+
+def measured_by_tune(text: str) -> dict[str, Any]:
+    """The arguments of ``perf.predict`` in the report of tune."""
+
+    def numbers(pattern: str) -> list[float]:
+        found = re.search(f"^{pattern}", text, re.MULTILINE)
         if found is None:
-            raise SystemExit(f"tune did not print {name}:\n{text}")
-        return float(found[1])
+            raise SystemExit(f"tune did not print {pattern}:\n{text}")
+        return [float(number) for number in found.groups()]
 
-    return {
-        "network": perf.Network(number("latency"), number("bandwidth") * 1e9 / 8),
-        "overhead": number("copies"),
-        "slowdown": number("slowdown"),
-    }
+    (latency,) = numbers(r"latency +(\S+) s")
+    (bandwidth,) = numbers(r"bandwidth +(\S+) Gbit/s")
+    _, overhead, slowdown = numbers(rf"{WIRE} +(\S+) +(\S+) +(\S+)$")
+    network = perf.Network(latency, bandwidth * 1e9 / 8)
+    return {"network": network, "overhead": overhead, "slowdown": slowdown}
 
 
 def main() -> None:
