@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from jdaso.core.validation import check_choice, check_number, check_period_and_delay, check_whole
-from jdaso.perf.model import ALGORITHMS, hiding_schedule, mean_step_time
+from jdaso.perf.model import ALGORITHMS, hiding_schedule
 
 #: Additional steps to the same loss for each step of mean staleness, as a share.
 STEPS_PER_STALENESS = 0.05
-# Periods that are longer than the delay by more than this are not considered.
-_LONGEST_PAUSE = 8
 _CHOICES = 3
+# Their results do not depend on the delay, so an exchange may take the whole period.
+_DELAY_CHANGES_NOTHING = ("easgd", "eamsgd")
 
 
 class WireCosts(NamedTuple):
@@ -37,6 +37,7 @@ class Recommendation(NamedTuple):
         delay: Optimizer steps between posting and merging an exchange.
         step_time: Mean seconds of a step.
         staleness: Mean age in steps of what a node knows of the others, ``delay + (period - 1)/2``.
+            The delay does not count for EASGD and EAMSGD, because it changes no result of theirs.
         taken_back: Share of a node's progress that merges take back, see :func:`taken_back`.
         rate_factor: Factor for the learning rate that makes up for it, ``1 / (1 - taken_back)``.
     """
@@ -99,20 +100,23 @@ def recommend(
 
         t (1 + 0.05 a)
 
-    is the first. 5 % is what a step of age costs a small convolutional network with SGD. Merges
-    also take progress back, see :func:`taken_back`, which a larger learning rate makes up for.
+    of all with d < k is the first. A merge at every step that posts, d = k, takes back the most. It
+    is considered only for EASGD and EAMSGD, which take nothing back. 5 % is what a step of age
+    costs a small convolutional network with SGD, measured for ages up to 6.
 
     Args:
         step_time: Seconds of a step without exchanges.
         wires: Costs of an exchange on each wire that may be used.
         nodes: Number of nodes.
-        algorithm: One of ``ALGORITHMS``, for the share that merges take back.
+        algorithm: One of ``ALGORITHMS`` except ``allreduce_gradients``, which has neither period
+            nor delay.
 
     Returns:
         The best setting and the next two, at most one for each wire and delay.
 
     Raises:
-        ValueError: for numbers out of range, no wire, or an unknown algorithm.
+        ValueError: for numbers out of range, no wire, an unknown algorithm, or
+            ``allreduce_gradients``.
 
     >>> wires = {"bfloat16": WireCosts(0.32, slowdown=0.03), "int8": WireCosts(0.17, overhead=0.15)}
     >>> best, *others = recommend(step_time=0.17, wires=wires, nodes=2)
@@ -124,19 +128,49 @@ def recommend(
     check_number("step_time", step_time, above=True)
     if not wires:
         raise ValueError("wires must have the costs of at least one wire, got none.")
+    if algorithm == "allreduce_gradients":
+        raise ValueError(
+            "allreduce_gradients exchanges at every step and blocks, so there is nothing to "
+            "recommend. Choose another algorithm, such as daso."
+        )
     best: dict[tuple[str, int], Recommendation] = {}
     for wire, costs in wires.items():
         for name, seconds in costs._asdict().items():
             check_number(f"wires[{wire!r}].{name}", seconds)
-        hidden = hiding_schedule(step_time, costs.exchange_time).delay
-        for delay in {0, hidden - 1, hidden}:
-            # A merge at every step that posts takes back the most.
-            for period in range(delay + 1, delay + _LONGEST_PAUSE + 1):
-                found = _setting(step_time, wire, costs, period, delay, nodes, algorithm)
-                if math.isfinite(found.rate_factor):
-                    before = best.get((wire, delay), found)
-                    best[wire, delay] = min(before, found, key=lambda setting: setting.cost)
+        for period, delay in _candidates(step_time, costs, algorithm):
+            found = _setting(step_time, wire, costs, period, delay, nodes, algorithm)
+            before = best.get((wire, delay), found)
+            best[wire, delay] = min(before, found, key=lambda setting: setting.cost)
     return sorted(best.values(), key=lambda setting: setting.cost)[:_CHOICES]
+
+
+def _candidates(step_time: float, costs: WireCosts, algorithm: str) -> set[tuple[int, int]]:
+    """Periods and delays, the best one among them.
+
+    For each period the cost is concave in the delay until the exchange is hidden, and grows from
+    there on. For each delay it is convex in the period. So three delays suffice, each with the
+    whole numbers around its best period. With EASGD an exchange takes the whole period. The
+    choice can then be too long a period if an exchange takes more than 39 steps and slows them.
+    """
+    hidden = hiding_schedule(step_time, costs.exchange_time).delay
+    free = algorithm in _DELAY_CHANGES_NOTHING
+    found = set()
+    for delay in {0, hidden - 1, hidden}:
+        seconds = _exchange_seconds(step_time, costs, delay)
+        late = 0 if free else delay
+        # Here the derivative of (t_p + seconds / k) (1 + 0.05 (late + (k - 1) / 2)) by k is 0.
+        best = math.sqrt(2 * seconds / step_time * (1 / STEPS_PER_STALENESS + late - 1 / 2))
+        for rounded in (math.floor(best), math.ceil(best)):
+            period = max(1, rounded, delay if free else delay + 1)
+            found.add((period, period if free else delay))
+    return found
+
+
+def _exchange_seconds(step_time: float, costs: WireCosts, delay: int) -> float:
+    """Seconds that an exchange adds to the steps of a period."""
+    exchange_time, overhead, slowdown = costs
+    hidden = min(1.0, delay * step_time / exchange_time) if exchange_time else 0.0
+    return max(0.0, exchange_time - delay * step_time) + overhead + hidden * slowdown
 
 
 def _setting(
@@ -148,9 +182,9 @@ def _setting(
     nodes: int,
     algorithm: str,
 ) -> Recommendation:
-    hidden = min(1.0, delay * step_time / costs.exchange_time) if costs.exchange_time else 0.0
-    step = mean_step_time(step_time, costs.exchange_time, period, delay)
-    step += (costs.overhead + hidden * costs.slowdown) / period
+    step = step_time + _exchange_seconds(step_time, costs, delay) / period
     share = taken_back(algorithm, period, delay, nodes)
-    factor = 1 / (1 - share) if share < 1 else math.inf
-    return Recommendation(wire, period, delay, step, delay + (period - 1) / 2, share, factor)
+    late = 0 if algorithm in _DELAY_CHANGES_NOTHING else delay
+    return Recommendation(
+        wire, period, delay, step, late + (period - 1) / 2, share, 1 / (1 - share)
+    )
