@@ -63,13 +63,22 @@ def choose(
         best = {"period": period, "delay": min(found[0].delay, period - 1), "wire": wire}
         text = (
             f"a step takes {alone:.3g} s, and an exchange in {wire} {costs.exchange_time:.3g} s. "
-            f"Expected: {found[0].step_time:.3g} s; merges take back {found[0].taken_back:.0%} of "
-            f"the progress, which a learning rate {found[0].rate_factor:.3g} times as high makes up"
+            f"Expected: {found[0].step_time:.3g} s. "
+            + taken_back(dataclasses.replace(config, **best), topology.num_nodes)
         )
     if topology.rank == 0:
         options = " ".join(f"{configuration.option(name)} {best[name]}" for name in CHOSEN)
         print(f"--period auto chose {options}: {text}", flush=True)
     return dataclasses.replace(config, **best)
+
+
+def taken_back(config: Config, nodes: int) -> str:
+    """Says which share of the progress merges take back."""
+    share = perf.taken_back(config.sync, config.period, config.delay, nodes, config.own_weight)
+    return (
+        f"Merges take back {share:.0%} of the progress. A learning rate {1 / (1 - share):.3g} "
+        "times as high would make up for it; measurements confirm this only in part"
+    )
 
 
 def measure(setup: Setup, state: TrainState) -> tuple[float, perf.WireCosts]:

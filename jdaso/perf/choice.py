@@ -4,7 +4,13 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jdaso.core.validation import check_choice, check_number, check_period_and_delay, check_whole
+from jdaso.core.validation import (
+    check_choice,
+    check_number,
+    check_period_and_delay,
+    check_share,
+    check_whole,
+)
 from jdaso.perf.model import ALGORITHMS, hiding_schedule
 
 #: Additional steps to the same loss for each step of mean staleness, as a share.
@@ -39,7 +45,8 @@ class Recommendation(NamedTuple):
         staleness: Mean age in steps of what a node knows of the others, ``delay + (period - 1)/2``.
             The delay does not count for EASGD and EAMSGD, because it changes no result of theirs.
         taken_back: Share of a node's progress that merges take back, see :func:`taken_back`.
-        rate_factor: Factor for the learning rate that makes up for it, ``1 / (1 - taken_back)``.
+        rate_factor: Factor for the learning rate that would make up for it,
+            ``1 / (1 - taken_back)``. Measurements confirm this only in part.
     """
 
     wire: str
@@ -56,7 +63,9 @@ class Recommendation(NamedTuple):
         return self.step_time * (1 + STEPS_PER_STALENESS * self.staleness)
 
 
-def taken_back(algorithm: str, period: int, delay: int, nodes: int) -> float:
+def taken_back(
+    algorithm: str, period: int, delay: int, nodes: int, own_weight: float | None = None
+) -> float:
     """The share of a node's progress that late merges take back.
 
     A node moves by u in the s steps between posting x and merging. With w the weight of the mean,
@@ -68,16 +77,18 @@ def taken_back(algorithm: str, period: int, delay: int, nodes: int) -> float:
         w s / k,   w = P / (2 s + P) for DASO,   1 - xi for DaSGD
 
     Args:
-        algorithm: One of ``ALGORITHMS``, with its default weights.
+        algorithm: One of ``ALGORITHMS``.
         period: k, optimizer steps between two exchanges.
         delay: s, optimizer steps between posting and merging an exchange.
         nodes: P.
+        own_weight: xi, for DaSGD only. None selects the default of the algorithm.
 
     Returns:
         A number in [0, 1]. The delta rule of :func:`jdaso.local_sgd` takes nothing back.
 
     Raises:
-        ValueError: for numbers out of range or an unknown algorithm.
+        ValueError: for numbers out of range, an unknown algorithm, or an ``own_weight`` with
+            another algorithm than ``dasgd``.
 
     >>> taken_back("daso", period=2, delay=1, nodes=2), taken_back("dasgd", 2, 1, nodes=2)
     (0.25, 0.375)
@@ -85,7 +96,12 @@ def taken_back(algorithm: str, period: int, delay: int, nodes: int) -> float:
     check_choice("algorithm", algorithm, ALGORITHMS)
     check_period_and_delay(period, delay)
     check_whole("nodes", nodes, 1)
-    return ALGORITHMS[algorithm].mean_weight(nodes, delay) * delay / period
+    if own_weight is None:
+        return ALGORITHMS[algorithm].mean_weight(nodes, delay) * delay / period
+    check_share("own_weight", own_weight)
+    if algorithm != "dasgd":
+        raise ValueError(f"own_weight requires the algorithm dasgd, got {algorithm}.")
+    return (1 - own_weight) * delay / period
 
 
 def recommend(
