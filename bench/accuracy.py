@@ -34,7 +34,7 @@ import study
 WIDTHS = (16, 32, 64)
 PEAK, MOMENTUM, WEIGHT_DECAY = 0.1, 0.9, 5e-4
 SYNCHRONOUS = "synchronous"
-#: With a learning rate that makes up for the progress that merges take back.
+#: With a learning rate that would make up for the progress that merges take back.
 FASTER = "DASO 2/1, higher rate"
 #: Options that change what a training finds.
 SIZES = ("nodes", "batch_size", "epochs", "size")
