@@ -83,9 +83,18 @@ def test_the_delta_rule_keeps_a_nodes_own_rounding():
     np.testing.assert_array_equal(params[0], (x + golden_family.sgd(grads, LR)[0]).astype("f4"))
 
 
+@pytest.mark.parametrize(("wire", "added"), [(None, 0), ("bfloat16", 1 / 384), ("float16", 0)])
+def test_the_delta_rule_adds_the_rounding_of_the_sum(wire, added):
+    """Three nodes hold 129/128, which bfloat16 has. It does not have their sum."""
+    averaging = jdaso.local_sgd(jdaso.axis_exchange("node", 3), 1, 0, "delta", wire=wire)
+    x = np.full((3, 1), 129 / 128)
+    params, _ = simulate(averaging, x, np.zeros((1, 3, 1)))
+    np.testing.assert_allclose(params[0] - x, added, atol=1e-7)
+
+
 @pytest.mark.parametrize("wire", ["int8", "float4"])
 def test_the_delta_rule_and_differences_to_a_mean_exclude_each_other(wire):
-    with pytest.raises(ValueError, match=f"local_sgd: the wire {wire} .* use the wire bfloat16"):
+    with pytest.raises(ValueError, match=f"local_sgd: the wire {wire} .* use the wire float32"):
         jdaso.local_sgd(jdaso.single_exchange(), 4, 2, "delta", wire=wire)
 
 
