@@ -166,7 +166,8 @@ def _connect_remaining(
             connect(topology)
             connected = True
         except Exception as error:  # another process has died
-            if not is_process_failure(error):
+            # Topology raises the errors of Dup and Split as the cause of a JdasoError.
+            if not is_process_failure(error.__cause__ or error):
                 raise
             comm.Revoke()  # or the other processes would wait for this one
         if _all_connected(comm, connected):

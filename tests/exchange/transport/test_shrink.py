@@ -1,5 +1,6 @@
 """Operations are repeated after the death of a process, unless all have agreed before."""
 
+import dataclasses
 import queue
 import threading
 import time
@@ -7,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+import jdaso
 from jdaso.exchange.host.buffers import StagingBuffers
 from jdaso.exchange.host.layout import LeafSpec
 from jdaso.exchange.transport import shrink
@@ -123,6 +125,53 @@ def test_an_operation_that_is_complete_nowhere_is_repeated(seen):
     log.share(Comm(others=[seen]))
     operation.throw(Repaired())
     assert result_of(operation)[0] == "of fewer"
+
+
+class Shrinking:
+    """A communicator of one process. Its ``Dup`` fails for each death that is left."""
+
+    def __init__(self, deaths, log):
+        self.deaths, self.log = deaths, log
+
+    def Revoke(self):
+        self.log.append("Revoke")
+
+    def Shrink(self):
+        self.log.append("Shrink")
+        return self
+
+    def allgather(self, own):
+        return [own]
+
+    def Dup(self):
+        self.log.append("Dup")
+        if self.deaths:
+            raise self.deaths.pop()
+        return self
+
+    def Agree(self, flag):
+        return flag
+
+
+def repaired(deaths):
+    """What a repair calls, where the creation of a communicator raises these errors in turn."""
+    calls = []
+    topology = dataclasses.replace(jdaso.discover_topology(), comm=Shrinking(deaths, calls))
+    watchdog = shrink.RepairWatchdog(20)
+    shrink.repair(topology, [], lambda remaining: remaining.duplicate_comm(), watchdog)
+    return calls
+
+
+def test_a_death_during_the_reconnection_is_repaired_as_well():
+    once = ["Revoke", "Shrink", "Dup"]
+    assert repaired([]) == once
+    # A process whose Dup has failed revokes, or the others would wait for it.
+    assert repaired([Lost(), Lost()]) == 2 * [*once, "Revoke"] + once
+
+
+def test_other_errors_of_the_reconnection_are_raised():
+    with pytest.raises(jdaso.JdasoError, match="cannot create another communicator: full"):
+        repaired([OSError("full")])
 
 
 class Alone:
