@@ -164,7 +164,8 @@ def _gather_sums(
 
 def _buffer(array: np.ndarray, pieces: Pieces, row: int) -> list:
     """What mpi4py takes for a vector of which each member sends or receives a piece."""
-    starts, counts = (row * numbers.astype(np.int32) for numbers in pieces)
+    # mpi4py reads each number on its own. With lists this takes a third of the time.
+    starts, counts = ((row * numbers).tolist() for numbers in pieces)
     return [array.reshape(-1).view(np.uint8), (counts, starts), "B"]
 
 

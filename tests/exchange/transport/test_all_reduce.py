@@ -84,8 +84,8 @@ class Member:
         assert kind == "B"
         assert counts[self.rank] == 0  # a member does not send to itself
         own = target.nbytes // self.network.size
-        assert expected.tolist() == [own * (i != self.rank) for i in range(self.network.size)]
-        self.network.sent[self.rank] += int(counts.sum())
+        assert expected == [own * (i != self.rank) for i in range(self.network.size)]
+        self.network.sent[self.rank] += sum(counts)
         pieces = [array[a : a + n] for a, n in zip(starts, counts, strict=True)]
         received = [slice(a, a + n) for a, n in zip(places, expected, strict=True)]
         return self.network.post(self.rank, alltoallv, pieces, Scattered(target, received))
@@ -284,9 +284,9 @@ def test_counts_of_more_than_2_to_31_elements_fit_into_32_bits():
         def Ialltoallv(self, send, receive):
             nonlocal counted
             for array, numbers, _ in (send, receive):
-                assert all((x >= 0).all() and x.dtype == np.int32 for x in numbers)
+                assert all(0 <= x < 2**31 for vector in numbers for x in vector)
                 assert np.sum(numbers, axis=0).max() <= array.nbytes
-            counted += send[1][0].sum(dtype=np.int64)
+            counted += sum(send[1][0])
             raise InterruptedError
 
     for place in segments(vector):
@@ -312,12 +312,11 @@ def test_messages_are_large_with_many_members(members):
             return members
 
         def Ialltoallv(self, send, receive):
-            Comm.counts = send[1][0]
+            Comm.counts = np.array(send[1][0])
             raise InterruptedError
 
     vector = np.empty(members << 17, np.uint8)
     with pytest.raises(InterruptedError):
         next(all_reduce(Comm(), vector, vector, vector, shards(len(vector), members), 1 << 20))
-    assert Comm.counts.dtype == np.int32
     assert Comm.counts[0] == 0  # its own piece is not sent
     assert (Comm.counts[1:] == (1 << 20 if members == 2 else 1 << 16)).all() or members == 2
