@@ -35,7 +35,7 @@ ALGORITHMS = {
     "diloco": Algorithm("float32", lambda period: 0, lambda nodes, delay: 1.0),
 }
 # Time of jdaso's own code in an exchange, measured by bench/scale.py --stand-in 1024 8192.
-_SECONDS_PER_NODE = 8e-8
+_SECONDS_PER_NODE = 3e-7
 
 
 class PeriodAndDelay(NamedTuple):
@@ -157,7 +157,7 @@ def predict(
     There are two levels, as in DASO. At every step the gradients are averaged within each node, in
     float32. An exchange is an all-reduce between nodes by **one** device of each node, one of the
     L groups of daso-journal Fig. 1. A broadcast within the node follows (Fig. 4), which no delay
-    hides. With the pattern of ``mpi_exchange``, jdaso's own code adds 80 ns for each node.
+    hides. With the pattern of ``mpi_exchange``, jdaso's own code adds 300 ns for each node.
     :func:`mean_step_time` combines them. DaSGD's Fig. 7 has no mean within the node at
     every step, but one as a part of each exchange. To reproduce it, pass the result of
     :func:`allreduce_time` to :func:`mean_step_time`.
