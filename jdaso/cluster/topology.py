@@ -135,6 +135,8 @@ class Topology:
         if self.processes_per_node == 1:
             return [_created(lambda: split(color=0, key=self.node)) for _ in indices]
         own = _created(lambda: split(color=self.local_rank, key=self.node))
+        if self.local_rank not in indices:
+            own.Free()
         return [own if i == self.local_rank else None for i in indices]
 
     def node_communicator(self) -> Comm | None:
