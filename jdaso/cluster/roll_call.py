@@ -124,11 +124,15 @@ class RollCall:
         """The answers of all processes so far.
 
         A process that has not posted an earlier operation of the series has not posted this one, so
-        the latest answered operation up to this one is used.
+        the latest answered operation up to this one is used. The others may have posted this one or
+        not, so they do not count as answers.
         """
         answers = self.answers
         known = [c for c in answers if c.series == call.series and c.number <= call.number]
-        return answers[max(known)] if known else Answer()
+        if not known:
+            return Answer()
+        answer = answers[max(known)]
+        return answer if max(known) == call else answer._replace(answered=answer.absent)
 
 
 def earliest(calls: Iterable[Call]) -> list[Call]:

@@ -162,6 +162,33 @@ def test_an_error_after_the_deadline_names_those_that_have_exited(monkeypatch, a
     progress.close()
 
 
+@pytest.mark.parametrize(
+    ("answered", "missing"),
+    [(1, "the network: all processes have posted it"), (0, r"other processes \(unknown which\)")],
+)
+def test_the_network_is_late_only_if_all_have_posted_this_operation(
+    monkeypatch, aborts, answered, missing
+):
+    """Answers about an earlier operation do not tell who has posted this one."""
+    calls = RollCall(0, on_question=lambda: None)
+    heartbeat = types.SimpleNamespace(
+        roll_call=calls, silent_ranks=frozenset, exited_ranks=frozenset
+    )
+    monkeypatch.setattr(Topology, "heartbeat", heartbeat)
+    series = calls.new_series()
+    posted = [calls.post(series) for _ in range(2)]
+    calls.answers = {posted[answered]: Answer(len(Topology.processes))}
+    progress = Progress(Topology(), TIMEOUT, lambda progress: None, aborts.put)
+
+    def waiting():
+        while True:
+            yield WaitState()
+
+    with pytest.raises(JdasoError, match=f"nothing came from {missing}"):
+        progress.wait(progress.submit(waiting(), "an exchange", call=posted[1]))
+    progress.close()
+
+
 def test_time_in_which_the_process_was_stopped_does_not_count(progress, monkeypatch):
     monkeypatch.setattr(progress_module, "_SUSPENDED_SECONDS", TIMEOUT)
     looks = iter([False, True, True])
