@@ -62,9 +62,9 @@ def mpi_exchange(
 
     - ``"one"``: the communicator of local index ``k mod L`` carries exchange k, with the shards of
       all devices of the process.
-    - ``"all"``: each local index sends 1/L of every exchange over its own communicator, up to
-      eight at the same time. With several processes per node, each process sends its part.
-      If they are joined into one program, it is an error.
+    - ``"all"``: each local index sends 1/L of every exchange over its own communicator, all at
+      the same time. With several processes per node, each process sends its part. If they are
+      joined into one program, it is an error.
 
     Each device of a node copies its own shards to the host and back. A shard that several devices
     hold is sent by one of them, in turn: exchange k is sent by copy k mod n of n. No device gathers
