@@ -14,8 +14,8 @@ All members must post the collectives of a communicator in the same order, whate
 With two chunks at a time, the order is: pieces 0, pieces 1, sums 0, pieces 2, sums 1, and so on.
 
 A collective cannot be cancelled, so its buffers must live until it completes. The request refers to
-them, and the suspended operation refers to the request. ``Progress`` keeps failed operations as
-long as the exchange exists.
+them, and the suspended operation refers to the request. ``Progress`` keeps failed operations until
+the process ends.
 """
 
 import math

@@ -37,6 +37,9 @@ _POLLS_PER_PROGRESS = 4
 # While the program waits for a result, latency counts, but other processes may need the core. The
 # pause is a sixteenth of the time since the last progress, so that a long wait needs few polls.
 _AWAITED_SECONDS, _POLLS_PER_AWAITED = (5e-5, 2e-3), 16
+# Failed requests of closed exchanges. They are kept until the process ends, because MPI may still
+# write to their buffers.
+_kept: list[Request] = []
 
 
 class Polling:
@@ -96,7 +99,6 @@ class Progress:
         self._peers = Peers(topology, recovery)
         self._deadlines = Deadlines(timeout)
         self._requests: list[Request] = []
-        # Failed requests are kept, because MPI may still write to their buffers.
         self._failed: list[Request] = []
         self._changed = threading.Condition()
         self._closing = self._closed = False
@@ -165,6 +167,7 @@ class Progress:
             self._closed = True
             self._changed.notify()
         self._thread.join()
+        _kept.extend([*self._failed, *self._requests])  # the latter if the thread has failed
 
     def _run(self) -> None:
         try:

@@ -1,10 +1,13 @@
 """The progress thread: deadlines, suspended processes, and errors that nobody awaits."""
 
+import gc
 import queue
 import threading
 import time
 import types
+import weakref
 
+import numpy as np
 import pytest
 
 from jdaso import JdasoError
@@ -198,6 +201,22 @@ def test_time_in_which_the_process_was_stopped_does_not_count(progress, monkeypa
         return next(looks)
 
     assert progress.wait(progress.submit(waiting_until(stopped), "an exchange")) == "done"
+
+
+def test_buffers_of_a_failed_operation_outlive_its_exchange(aborts):
+    def waiting(buffer):
+        while True:
+            yield WaitState(frozenset({1}))
+
+    buffer = np.empty(1)
+    alive = weakref.ref(buffer)
+    progress = Progress(Topology(), TIMEOUT, lambda progress: None, aborts.put)
+    with pytest.raises(JdasoError):
+        progress.wait(progress.submit(waiting(buffer), "an exchange"))
+    progress.close()
+    del progress, buffer
+    gc.collect()
+    assert alive() is not None
 
 
 def test_an_error_that_nobody_awaits_aborts_the_job(progress, aborts, monkeypatch):
