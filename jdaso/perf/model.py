@@ -136,6 +136,12 @@ def mean_step_time(step_time: float, exchange_time: float, period: int, delay: i
     return step_time + max(0.0, exchange_time - delay * step_time) / period
 
 
+def exchange_seconds(num_bytes: float, nodes: int, network: Network, pattern: str) -> float:
+    """Seconds of an exchange between nodes, with those of jdaso's own code."""
+    own = nodes * _SECONDS_PER_NODE if pattern == "collectives" and nodes > 1 else 0.0
+    return own + allreduce_time(num_bytes, nodes, network=network, pattern=pattern)
+
+
 def predict(
     algorithm: str,
     nodes: int,
@@ -221,12 +227,11 @@ def predict(
     local = allreduce_time(total_bytes, 1, gpus_per_node, network=network, pattern=pattern)
     alone = step_time + local
 
-    def exchange_seconds(wire: str) -> float:
+    def time_on(wire: str) -> float:
         sent = min(total_bytes, wire_bytes(num_parameters, wire))
-        own = nodes * _SECONDS_PER_NODE if pattern == "collectives" and nodes > 1 else 0.0
-        return own + allreduce_time(sent, nodes, network=network, pattern=pattern)
+        return exchange_seconds(sent, nodes, network, pattern)
 
-    exchange_time = exchange_seconds(wire)
+    exchange_time = time_on(wire)
     broadcast = 0.0
     if nodes > 1 and gpus_per_node > 1:
         broadcast = network.local_latency + total_bytes / network.local_bandwidth
@@ -248,7 +253,7 @@ def predict(
     waiting, copies = waiting_and_overhead(exchange_time, period, delay)
     hidden = min(exchange_time, delay * alone) / period
     if blocking_share:
-        blocked, copied = waiting_and_overhead(exchange_seconds("bfloat16"), 1, 0)
+        blocked, copied = waiting_and_overhead(time_on("bfloat16"), 1, 0)
         waiting += blocking_share * (blocked - waiting)
         copies += blocking_share * (copied - copies)
         hidden *= 1 - blocking_share

@@ -9,7 +9,7 @@ from jdaso import perf
 from jdaso.core.block_format import FORMATS
 from jdaso.core.text_table import text_table, wrapped
 from jdaso.perf.advice import COMPARED_WIRES, advice
-from jdaso.perf.model import Network, Prediction
+from jdaso.perf.model import Network, Prediction, exchange_seconds
 from jdaso.perf.network import FLOAT32_WIRES, MODELLED_PATTERNS
 
 ALGORITHMS = ("allreduce_gradients", "local_sgd", "dasgd", "easgd", "daso", "diloco")
@@ -170,11 +170,8 @@ def wire_costs(args: argparse.Namespace) -> dict[str, perf.WireCosts]:
     wires = (args.wire,) if args.wire else COMPARED_WIRES
     return {
         wire: perf.WireCosts(
-            perf.allreduce_time(
-                perf.wire_bytes(args.parameters, wire),
-                args.max_nodes,
-                network=network,
-                pattern=args.pattern,
+            exchange_seconds(
+                perf.wire_bytes(args.parameters, wire), args.max_nodes, network, args.pattern
             ),
             args.overhead,
             args.slowdown,

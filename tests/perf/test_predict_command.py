@@ -65,6 +65,15 @@ def test_numbers_are_those_of_perf(command, monkeypatch):
         assert (seconds, efficiency) == (f"{found.step_time:.4g}", f"{found.efficiency:.0%}")
 
 
+def test_the_recommendation_is_for_the_exchange_of_the_table():
+    model = ("--parameters", "1e6", "--step-time", "0.01", "--bandwidth", "20", "--wire", "int8")
+    parser = argparse.ArgumentParser()
+    predict.add_command(parser.add_subparsers())
+    arguments = parser.parse_args(["predict", *model])
+    (costs,) = predict.wire_costs(arguments).values()
+    assert costs.exchange_time == predict.predict_all(arguments)["dasgd"][-1].exchange_time
+
+
 def test_megabytes_are_those_of_float32_parameters():
     assert predict.megabytes("102") == predict.number("25.5e6")
 
