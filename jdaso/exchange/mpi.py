@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdaso.cluster.barrier import barrier
 from jdaso.cluster.topology import Topology
 from jdaso.core.exchange import Exchange, HostState, PostedExchange, SentLeaf
 from jdaso.core.log import logger
@@ -85,6 +86,7 @@ def mpi_exchange(
             the median of the last hundred durations plus 200 median deviations, if that is more.
             It must cover everything that one node does alone, such as an evaluation or a
             checkpoint. A warning comes earlier, after 30 seconds or the median plus 20 deviations.
+            The call of ``mpi_exchange`` also waits so long for the other processes.
         native: Whether compiled code copies the parameters. None uses it if it was built and the
             devices are CPUs, and warns once otherwise. True also uses it on CUDA devices, where it
             has not been measured. For float64 leaves, host callbacks copy.
@@ -115,9 +117,10 @@ def mpi_exchange(
             is excluded above; if ``native=True`` or ``shrink`` is not available; if the arguments,
             except for ``timeout`` and ``native``, differ between processes; for a mesh of other
             devices. In ``init``, for shardings that do not fit the parameters.
-        JdasoError: In ``init``, if the nodes' parameters differ in structure, shape, dtype or
-            sharding. In ``update``, if nodes are at different steps, if a period, delay, schedule
-            state, centre or anchor differs, or if a node is missing at the deadline.
+        JdasoError: If a process does not call ``mpi_exchange`` within ``timeout``. In ``init``, if
+            the nodes' parameters differ in structure, shape, dtype or sharding. In ``update``, if
+            nodes are at different steps, if a period, delay, schedule state, centre or anchor
+            differs, or if a node is missing at the deadline.
 
     >>> import jdaso
     >>> exchange = jdaso.mpi_exchange(jdaso.discover_topology())
@@ -129,6 +132,8 @@ def mpi_exchange(
     check_number("timeout", timeout, above=True)
     check_settings(settings, topology.joined)
     sharded = Shardings(shardings, topology.mesh)
+    # The collectives that follow have no deadline.
+    barrier(topology, "the creation of an exchange", timeout)
     if topology.num_nodes == 1:
         return _single_node(topology, wire, sharded if shardings is not None else None)
     check_same_settings(topology, settings)

@@ -15,6 +15,14 @@ def test_too_many_open_exchanges_are_an_error_that_says_what_has_run_out():
     assert "call exchange.close()" in ended.output
 
 
+def test_an_exchange_that_only_one_process_creates_is_an_error():
+    ended = mpiexec(2, "closing.py", "one alone")
+    assert ended.returncode != 0
+    barrier = "the barrier for the creation of an exchange"
+    assert f"has been waiting for all other processes at {barrier}, for 1 s: rank 1" in ended.output
+    assert f"has waited 2 s for all other processes at {barrier}: rank 1" in ended.output
+
+
 @pytest.mark.parametrize("where", ["other order", "at exit"])
 def test_exchanges_that_are_closed_in_different_orders_are_an_error(where):
     ended = mpiexec(2, "closing.py", where)

@@ -1,10 +1,11 @@
 """Exchanges that are closed give everything back; one too many that are not is an error.
 
-closing.py closed|open|"other order"|"at exit"|"steps not awaited" [DEVICES]
+closing.py closed|open|"other order"|"at exit"|"one alone"|"steps not awaited" [DEVICES]
 """
 
 import sys
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,11 @@ if sys.argv[1] == "steps not awaited":
     sys.exit()
 if sys.argv[1] == "open":
     kept = [jdaso.mpi_exchange(topology) for _ in range(MANY)]  # raises
+if sys.argv[1] == "one alone":
+    exchange = jdaso.mpi_exchange(topology)
+    if topology.rank == 0:
+        jdaso.mpi_exchange(topology, timeout=2)  # raises
+    time.sleep(100)
 if sys.argv[1] == "other order":
     pair = [jdaso.mpi_exchange(topology) for _ in range(2)]
     pair[topology.rank].close()  # raises
