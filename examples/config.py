@@ -58,7 +58,7 @@ DECAY = {
     "constant": {},
 }
 #: The period that the first steps of the run choose, see auto_period.py.
-AUTO = 0
+AUTO = -1
 #: Keys that do not change the result. A resumed run may change them.
 MAY_CHANGE = {"data", "workers", "out", "keep", "save_every", "resume", "on_failure", "tensorboard"}
 
@@ -110,7 +110,7 @@ class Config:
     seed: int = key(0, "seed of parameters, order and augmentation", "[0, inf)")
 
     sync: str = key("daso", "algorithm between nodes or processes", (*SYNC, *SHARED))
-    period: int | None = key(None, "steps between two exchanges, or auto", "[0, inf)")
+    period: int | None = key(None, "steps between two exchanges, or auto", "[1, inf)")
     delay: int | None = key(None, "steps until a merge", "[0, inf)")
     own_weight: float | None = key(None, "xi of dasgd, mix of diloco", "[0, 1]")
     fragments: int | None = key(None, "parts of the model", "[1, inf)")
@@ -189,6 +189,11 @@ def parse(
     given = vars(known)
     path = given.pop("config")
     from_file = {} if path is None else read(path, defaults)
+    if path is not None and is_json(path) and given.get("resume") and "out" not in given:
+        raise SystemExit(
+            f"--resume continues the run in --out, which {path} does not set; pass --out "
+            f"{Path(path).parent}."
+        )
     return complete(dataclasses.replace(defaults, **from_file | given))
 
 
@@ -384,8 +389,8 @@ def _keys(config: Config) -> list[tuple[dataclasses.Field, Any, bool]]:
 
 def _checked(where: str, value: Any, field: dataclasses.Field, kind: Any, optional: bool) -> Any:
     """Converts the value to its type. Raises SystemExit if it does not fit."""
-    if value is None and optional:
-        return None
+    if (value is None and optional) or (value == AUTO and field.name == "period"):
+        return value
     if not _fits(value, kind):
         raise SystemExit(f"{where} must be {_KINDS[kind]}, got {value!r}.")
     valid = field.metadata["valid"]

@@ -89,8 +89,7 @@ def task(config: Language) -> Task:
     tokenizer = text.tokenizer(config.tokenizer)
     loaded = text.load(config.data, tokenizer)
     sequences = text.dataset(loaded, config.context, config.epoch_tokens, config.test_tokens)
-    prompt = tokenizer.encode(config.prompt.encode())
-    if not len(prompt):
+    if not len(tokenizer.encode(config.prompt.encode())):
         raise SystemExit("--prompt must have at least one token, got an empty text.")
     model = create_model(config, tokenizer.vocabulary)
     graphdef = nnx.graphdef(model)
@@ -107,13 +106,9 @@ def task(config: Language) -> Task:
         bits = nats / math.log(2) / loaded.bytes_per_token
         return {"test_loss": nats, "test_bits_per_byte": bits}
 
-    def logits_of(params: Any, tokens: jax.Array) -> jax.Array:
-        return nnx.merge(graphdef, params)(tokens)
-
     def sample(params: Any) -> str:
         how = (config.context, config.sample_tokens, config.temperature, config.seed)
-        tokens = generate.generate(logits_of, params, prompt, *how)
-        return tokenizer.decode(tokens).decode(errors="replace")
+        return continued(graphdef, params, tokenizer, config.prompt, *how)
 
     return Task(
         sequences,
@@ -127,9 +122,43 @@ def task(config: Language) -> Task:
     )
 
 
+def continued(
+    graphdef: Any,
+    params: Any,
+    tokenizer: text.Tokenizer,
+    prompt: str,
+    context: int,
+    tokens: int,
+    temperature: float,
+    seed: int,
+) -> str:
+    """A prompt, and the text with which a model continues it."""
+
+    def logits_of(params: Any, tokens: jax.Array) -> jax.Array:
+        return nnx.merge(graphdef, params)(tokens)
+
+    how = (context, tokens, temperature, seed)
+    found = generate.generate(logits_of, params, tokenizer.encode(prompt.encode()), *how)
+    return tokenizer.decode(found).decode(errors="replace")
+
+
+def continue_text(
+    out: str, prompt: str, tokens: int = 400, temperature: float = 0.7, seed: int = 0
+) -> str:
+    """Continues a text with the model that a training in this folder ended with."""
+    model, tokenizer = load(out)
+    context = keys_of(out).context
+    return continued(*nnx.split(model), tokenizer, prompt, context, tokens, temperature, seed)
+
+
+def keys_of(out: str) -> Language:
+    """The keys of the training in this folder."""
+    return parse(["--config", f"{out}/config.json"], defaults=DEFAULTS)
+
+
 def load(out: str) -> tuple[nnx.Module, text.Tokenizer]:
     """The model that a training in this folder ended with, and its tokenizer."""
-    keys = parse(["--config", f"{out}/config.json"], defaults=DEFAULTS)
+    keys = keys_of(out)
     tokenizer = text.tokenizer(keys.tokenizer)
     return final_model.load(out, create_model(keys, tokenizer.vocabulary)), tokenizer
 

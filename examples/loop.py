@@ -90,7 +90,7 @@ def warn_of_few_rounds(config: Config, steps: int) -> None:
             f"This run has {rounds} rounds of {config.period} steps. The first "
             f"{config.outer_warmup} are plain averaging, so the outer optimizer takes "
             f"{max(0, rounds - config.outer_warmup)} steps. Raise --epochs, or lower "
-            "--outer-warmup.",
+            "--period or --outer-warmup.",
             flush=True,
         )
 

@@ -60,6 +60,8 @@ def resume(setup: Setup, checkpoints: Checkpoints, begin: Position) -> tuple[Pos
     """Returns position and step of the last checkpoint, or ``begin`` and 0 if there is none."""
     restored = checkpoints.restore(to_save(setup, begin))
     if restored is None:
+        if setup.topology.rank == 0:
+            print("there is no checkpoint to resume, so the run begins at step 0", flush=True)
         return begin, 0
     saved, nodes = restored.state, restored.num_nodes
     dataset, items = setup.task.dataset, "sequences" if setup.task.tokens else "images"

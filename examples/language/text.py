@@ -179,10 +179,11 @@ def dataset(text: Text, context: int, epoch_tokens: int, test_tokens: int) -> Da
         if name == "test_tokens":
             count = min(count, (len(tokens) - 1) // context)
         if count < 1 or len(tokens) // count <= context:
+            part = "training" if name == "epoch_tokens" else "held-out"
             raise ValueError(
-                f"{name}: {wanted} tokens in sequences of {context} do not fit a text of "
-                f"{len(tokens)} tokens; choose other --{name.replace('_', '-')} or a shorter "
-                "--context, or give more text."
+                f"{name}: {wanted} tokens in sequences of {context} do not fit the {part} text of "
+                f"{len(tokens)} tokens; choose fewer --{name.replace('_', '-')}, a shorter "
+                "--context, or more text."
             )
         load = functools.partial(_sequence, tokens, context, len(tokens) // count)
         splits.append(Split(count, load, own_parts=True))

@@ -166,7 +166,8 @@ def test_a_file_that_is_missing_is_named(refused, tmp_path):
         ("--period 4 --delay 5", "--delay must not exceed --period 4, got 5."),
         ("--period auto --delay 5", "--period auto chooses the delay as well; leave --delay out."),
         ("--period auto --sync easgd", "--period auto needs --sync daso or dasgd, got easgd."),
-        ("--fragments auto", "--fragments must be a whole number in [1, inf), got 0."),
+        ("--fragments auto", "--fragments must be a whole number in [1, inf), got -1."),
+        ("--period 0", "--period must be a whole number in [1, inf), got 0."),
         ("--decay step", "--decay step needs --decay-epochs"),
         ("--decay step --decay-epochs 12 6", "--decay-epochs must increase within [3, 24)"),
         ("--decay step --decay-epochs 2 6", "--decay-epochs must increase within [3, 24)"),
@@ -333,3 +334,5 @@ def test_what_a_run_has_saved_is_a_configuration(tmp_path):
     again = parse(["--config", str(tmp_path / "config.json"), "--out", "a", "--resume"])
     assert again == parsed
     assert not parse(["--config", str(tmp_path / "config.json")]).resume
+    with pytest.raises(SystemExit, match=f"does not set; pass --out {tmp_path}"):
+        parse(["--config", str(tmp_path / "config.json"), "--resume"])

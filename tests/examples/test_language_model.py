@@ -282,6 +282,9 @@ def final_loss(out):
     assert tokenizer.vocabulary == 256
     score = task.score(np.asarray(task.counts(model(inputs), labels)))
     assert score["test_loss"] == pytest.approx(lines(out)[-1]["test_loss"], rel=1e-5)
+    keys = language_model.keys_of(out)
+    how = keys.prompt, keys.sample_tokens, keys.temperature, keys.seed
+    assert language_model.continue_text(out, *how) == lines(out)[-1]["sample"]
 
 
 def test_the_final_model_is_the_one_that_was_evaluated(sharded):
