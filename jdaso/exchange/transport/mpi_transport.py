@@ -166,9 +166,9 @@ class MpiTransport:
         self._left_out += 1
         if self._left_out & (self._left_out - 1) == 0:
             logger.warning(
-                "%s is left out of %s, because parameters or gradients were not finite%s. It was left "
-                "out %d times before. If this continues, the optimizer's moments may not be finite either "
-                "(jdaso.chain keeps them finite), or the learning rate is too high.",
+                "%s is left out of %s, because parameters or gradients were not finite%s. It was "
+                "left out %d times before. If this continues, the optimizer's moments may not be "
+                "finite either (jdaso.chain keeps them finite), or the learning rate is too high.",
                 self._name,
                 exchange_name(number),
                 describe_narrow_wires([spec.dtype for spec in staging.specs]),
