@@ -46,9 +46,9 @@ def main() -> None:
         raise SystemExit(library)
     rng = np.random.default_rng(0)
     leaf, anchor, sums, mean = (rng.normal(size=size).astype(np.float32) for _ in range(4))
-    residual, array, count = np.zeros(size, np.float32), ctypes.c_void_p, ctypes.c_size_t(size)
+    residual, count = np.zeros(size, np.float32), ctypes.c_size_t(size)
     arrays = leaf, anchor, sums, mean, residual
-    own, start, total, out, error = (array(x.ctypes.data) for x in arrays)
+    own, start, total, out, error = (ctypes.c_void_p(x.ctypes.data) for x in arrays)
 
     def rate(function, *arguments) -> str:
         return f"{4e-9 * size / seconds(function, *arguments):.1f}"
@@ -58,7 +58,7 @@ def main() -> None:
     copy = f"{4e-9 * size / memcpy_seconds(4e-6 * size):.1f}"
     for name, rows in FORMATS.items():
         packed = np.zeros((size // BLOCK_SIZE, rows.row_bytes), np.uint8)
-        blocks, bits = array(packed.ctypes.data), ctypes.c_int32(rows.bits)
+        blocks, bits = ctypes.c_void_p(packed.ctypes.data), ctypes.c_int32(rows.bits)
         cells = [
             rate(library[SEND], bits, own, start, error, blocks, count),
             rate(library[RECEIVE], bits, total, ctypes.c_float(2), start, error, out, count),

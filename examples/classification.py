@@ -36,13 +36,20 @@ class Classification(Config):
     label_smoothing: float = key(0.0, "fraction of a label spread over all classes", "[0, 1)")
 
 
+#: Keys that have an effect only with one value of another key.
+NEEDS = {
+    "padding": ("augment", "random_crop"),
+    "num_classes": ("data", "synthetic"),
+    "synthetic_images": ("data", "synthetic"),
+}
+
+
 def task(config: Classification) -> Task:
     """Creates data, model and loss of a configuration."""
-    if config.padding and config.augment != "random_crop":
-        raise SystemExit(f"--padding has no effect with --augment {config.augment}; leave it out.")
-    for name in ("num_classes", "synthetic_images"):
-        if config.data != "synthetic" and getattr(config, name) != getattr(Classification, name):
-            text = f"{option(name)} has no effect with --data {config.data}; leave it out."
+    for name, (chooser, needed) in NEEDS.items():
+        chosen = getattr(config, chooser)
+        if chosen != needed and getattr(config, name) != getattr(Classification, name):
+            text = f"{option(name)} has no effect with {option(chooser)} {chosen}; leave it out."
             raise SystemExit(text)
     size = config.image_size or models.IMAGE_SIZE[config.model]
     dataset = data.load(dataclasses.replace(config, image_size=size))

@@ -123,13 +123,13 @@ class LeafFunctions(NamedTuple):
             with self.transport.abort_on_error():
                 return self.collectives.broadcast(leaves, root)
 
-        if self.program.inside() and not self.topology.joined:
-            raise ValueError(
-                "broadcast inside shard_map would run once on each device: call it outside."
-            )
         if self.topology.joined:
             specs = (self.bound or self.program.bind((), leaves)).specs
             return self.program.call_host(("broadcast", root), send, leaves, specs)
+        if self.program.inside():
+            raise ValueError(
+                "broadcast inside shard_map would run once on each device: call it outside."
+            )
         if not any(isinstance(x, jax.core.Tracer) for x in leaves):
             return send(*leaves)
         shape = jax.ShapeDtypeStruct((), bool)

@@ -115,7 +115,7 @@ class Shardings:
         """The specs of leaves.
 
         Outside ``shard_map``, leaves that were never registered are laid out as they are. Inside,
-        nobody knows how they are.
+        their layout is unknown.
 
         Args:
             names: as ``jax.tree_util.keystr`` returns them.
