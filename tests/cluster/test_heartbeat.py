@@ -367,6 +367,8 @@ def started(size):
         thread.start()
     for thread in threads:
         thread.join(TIMEOUT)
+    for heartbeat in heartbeats.values():
+        wait_until(lambda h=heartbeat: (h._reports._parent is None) == (h._links.parent is None))
     return heartbeats, aborts
 
 
