@@ -26,6 +26,8 @@ from jdaso.exchange.transport.request import Request
 _SUSPENDED_SECONDS = 5.0
 # Without operations, the thread looks for deaths this often, if a job survives them.
 _IDLE_SECONDS = 0.5
+# While no MPI request completes, the thread looks this often at deadlines and deaths.
+_LOOK_SECONDS = 0.1
 # If nobody has awaited an error for this long, the program is blocked somewhere else.
 _UNAWAITED_SECONDS = 60.0
 # The pause between two polls is a fraction of the time since the last progress, within these
@@ -35,8 +37,8 @@ _UNAWAITED_SECONDS = 60.0
 _SHORTEST_SECONDS, _LONGEST_SECONDS, _LONGEST_SERVING_SECONDS = 5e-4, 10e-3, 2e-3
 _POLLS_PER_PROGRESS = 4
 # While the program waits for a result, latency counts, but other processes may need the core. The
-# pause is a sixteenth of the time since the last progress, so that a long wait needs few polls.
-_AWAITED_SECONDS, _POLLS_PER_AWAITED = (5e-5, 2e-3), 16
+# pause is an eighth of the time since the last progress, so that a long wait needs few polls.
+_AWAITED_SECONDS, _POLLS_PER_AWAITED = (5e-5, 2e-3), 8
 # Failed requests of closed exchanges. They are kept until the process ends, because MPI may still
 # write to their buffers.
 _kept: list[Request] = []
@@ -46,7 +48,7 @@ class Polling:
     """Chooses the pause between two polls. It grows while no operation progresses."""
 
     def __init__(self) -> None:
-        self._pause = _SHORTEST_SECONDS
+        self._pause, self._longest = _SHORTEST_SECONDS, _LONGEST_SECONDS
         self.reset()
 
     def reset(self) -> None:
@@ -58,22 +60,31 @@ class Polling:
         self._progressed_at = time.monotonic()
 
     def start(self) -> float:
-        """Starts a poll, and returns the seconds since the previous one."""
+        """Starts to look at the operations, and returns the seconds since it did so before."""
         before, self.polled_at = self.polled_at, time.monotonic()
         return self.polled_at - before
 
-    def pause(self, states: Sequence[WaitState], awaited: bool) -> float:
-        """Seconds until the next poll of operations in these states."""
-        quiet = self.polled_at - self._progressed_at
-        pause = max(quiet / _POLLS_PER_PROGRESS, _SHORTEST_SECONDS)
-        if any(state.progressed for state in states):
-            self._pause, self._progressed_at = pause, self.polled_at
-        else:
-            self._pause = max(pause, self._pause)
+    def note(self, states: Sequence[WaitState]) -> None:
+        """Notes the states of the operations, and whether one of them has progressed."""
         serving = not all(state.requests for state in states)
-        self._pause = min(self._pause, _LONGEST_SERVING_SECONDS if serving else _LONGEST_SECONDS)
-        shortest, longest = _AWAITED_SECONDS
-        return max(shortest, min(quiet / _POLLS_PER_AWAITED, longest)) if awaited else self._pause
+        self._longest = _LONGEST_SERVING_SECONDS if serving else _LONGEST_SECONDS
+        if any(state.progressed for state in states):
+            self._pause = self._quiet() / _POLLS_PER_PROGRESS
+            self._progressed_at = self.polled_at
+
+    def pause(self, awaited: bool) -> float:
+        """Seconds until the next poll."""
+        quiet = self._quiet()
+        if awaited:
+            shortest, longest = _AWAITED_SECONDS
+            return max(shortest, min(quiet / _POLLS_PER_AWAITED, longest))
+        self._pause = max(quiet / _POLLS_PER_PROGRESS, self._pause, _SHORTEST_SECONDS)
+        self._pause = min(self._pause, self._longest)
+        return self._pause
+
+    def _quiet(self) -> float:
+        """Seconds since the last progress."""
+        return time.monotonic() - self._progressed_at
 
 
 class Progress:
@@ -100,7 +111,9 @@ class Progress:
         self._deadlines = Deadlines(timeout)
         self._requests: list[Request] = []
         self._failed: list[Request] = []
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._asleep = threading.Lock()  # released by those who wake the thread
+        self._asleep.acquire()
         self._closing = self._closed = False
         self._waiters, self._polling = 0, Polling()
         self._thread = threading.Thread(target=self._run, name="jdaso-progress", daemon=True)
@@ -121,39 +134,39 @@ class Progress:
         """
         request = Request(operation, description, measured, self._deadlines, call)
         request.deadline = math.inf if last else request.deadline
-        with self._changed:
+        with self._lock:
             if self._closing and not last:
                 raise JdasoError(
                     f"{description} cannot start: the exchange is closed, or the interpreter is "
                     "exiting."
                 )
             self._requests.append(request)
-            self._changed.notify()
+            self._wake()
         return request
 
     def wait(self, request: Request, busy: Callable[[], bool] | None = None) -> Any:
         """The result of an operation; JdasoError with the missing ranks if it failed or is late."""
-        with self._changed:
+        with self._lock:
             if not self._waiters:
                 self._polling.hurry()
             self._waiters += 1
             request.awaited = True
-            self._changed.notify()
+            self._wake()
         try:
             return request.wait(busy)
         finally:
-            with self._changed:
+            with self._lock:
                 self._waiters -= 1
 
     def close(self) -> None:
         """Completes all operations, announces the exit, and leaves MPI ready to be finalized."""
-        with self._changed:
+        with self._lock:
             if self._closing:
                 return
             self._closing = True
             unawaited = [request for request in self._failed if not request.awaited]
             unfinished = list(dict.fromkeys([*unawaited, *self._requests]))
-            self._changed.notify()
+            self._wake()
         self._forget()
         for request in unfinished:
             request.done.wait()
@@ -163,9 +176,9 @@ class Progress:
                 f"complete: {'; '.join(errors)}"
             )
         self._announce_exit(self)
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify()
+            self._wake()
         self._thread.join()
         _kept.extend([*self._failed, *self._requests])  # the latter if the thread has failed
 
@@ -174,7 +187,7 @@ class Progress:
             self._loop()
         except BaseException as error:
             # Nobody may wait for a thread that has ended.
-            with self._changed:
+            with self._lock:
                 self._closing = True
                 for request in self._requests:
                     request.fail(error)
@@ -198,19 +211,40 @@ class Progress:
                     if not request.done.is_set():
                         request.restart()
             if requests and not self._remove_completed(requests):
-                states = [request.state for request in requests]
-                with self._changed:
-                    self._changed.wait(polling.pause(states, awaited=self._waiters > 0))
+                polling.note([request.state for request in requests])
+                self._poll(requests)
 
     def _next_requests(self) -> list[Request]:
         """The requests. Without any, it waits for the next one, or until it is time to poll."""
-        with self._changed:
-            if not self._requests and not self._closed:
-                unawaited = not all(request.awaited for request in self._failed)
-                limit = _UNAWAITED_SECONDS if unawaited else None
-                self._changed.wait(_IDLE_SECONDS if self._peers.recovery else limit)
-                self._polling.reset()
+        if not self._requests and not self._closed:
+            unawaited = not all(request.awaited for request in self._failed)
+            limit = _UNAWAITED_SECONDS if unawaited else threading.TIMEOUT_MAX
+            self._woken(_IDLE_SECONDS if self._peers.recovery else limit)
+            self._polling.reset()
+        with self._lock:
             return list(self._requests)
+
+    def _poll(self, requests: Sequence[Request]) -> None:
+        """Polls until an operation can continue, or it is time to look at all of them.
+
+        Between two looks, a poll is a pause and one call of MPI for each operation.
+        """
+        look_at = self._polling.polled_at + _LOOK_SECONDS
+        while not self._woken(self._polling.pause(awaited=self._waiters > 0)):
+            if any(r.can_continue() for r in requests) or time.monotonic() > look_at:
+                return
+
+    def _wake(self) -> None:
+        """Ends the sleep of the thread, or its next one; called with the lock."""
+        if self._asleep.locked():
+            self._asleep.release()
+
+    def _woken(self, seconds: float) -> bool:
+        """Sleeps; whether another thread has ended it earlier.
+
+        A lock takes less time than a condition, which Python implements.
+        """
+        return self._asleep.acquire(timeout=seconds)
 
     def _remove_completed(self, requests: list[Request]) -> bool:
         """Removes the requests that have completed or failed; returns whether there were any."""
@@ -222,7 +256,7 @@ class Progress:
             elif request.measured:
                 self._deadlines.note(request.seconds)
         if completed:
-            with self._changed:
+            with self._lock:
                 self._requests = [r for r in self._requests if not r.done.is_set()]
         return bool(completed)
 

@@ -47,7 +47,8 @@ class Request:
         #: Since when another process and this one seem to wait for each other.
         self.deadlocked_since: float | None = None
         self._operation = operation
-        self._begun = False
+        self._begun = self._continues = False
+        self._raised: Exception | None = None  # by MPI
 
     @property
     def name(self) -> str:
@@ -86,6 +87,7 @@ class Request:
         """Restarts the operation over the repaired communicators, with a new deadline."""
         self.postpone(time.monotonic() - self.started_at)
         if self._begun:  # otherwise it has not used the old communicators
+            self._continues, self._raised = False, None
             self.step(lambda: self._operation.throw(Repaired()))
 
     def postpone(self, seconds: float) -> None:
@@ -97,16 +99,23 @@ class Request:
         self.error, self.failed_at = error, time.monotonic()
         self.done.set()
 
+    def can_continue(self) -> bool:
+        """Whether the operation waits for nothing that MPI knows; one call of MPI."""
+        requests = self.state.requests
+        if requests and not self._continues:
+            try:
+                self._continues = requests[0].Testany(requests)[1]
+            except Exception as error:
+                self._continues, self._raised = True, error
+        return not requests or self._continues
+
     def _advance(self) -> WaitState:
-        requests, self._begun = self.state.requests, True
-        try:
-            # Most polls end after this single MPI call.
-            if requests and not requests[0].Testany(requests)[1]:
-                state = self.state
-                return state._replace(progressed=False) if state.progressed else state
-        except Exception as error:  # of MPI, which the operation may handle
-            return self._operation.throw(error)
-        return next(self._operation)
+        self._begun = True
+        if not self.can_continue():
+            return self.state._replace(progressed=False)
+        self._continues, raised, self._raised = False, self._raised, None
+        # The operation may handle an error of MPI.
+        return next(self._operation) if raised is None else self._operation.throw(raised)
 
 
 def completed(request: Request | None) -> Operation:
