@@ -65,7 +65,7 @@ def sweep(
         for _ in range(repeats):
             comm.Barrier()
             # Sleep, do not collect: while the program waits for a result, the progress thread
-            # polls every 50 us, which training does not see.
+            # polls more often than beside training.
             sleep = functools.partial(time.sleep, 1.2 * expected)
             exchange_time, overhead = map(longest, exchange_once(sleep))
             exchanges.append((perf.wire_bytes(elements, wire), exchange_time))

@@ -15,10 +15,11 @@ def test_too_many_open_exchanges_are_an_error_that_says_what_has_run_out():
     assert "call exchange.close()" in ended.output
 
 
-def test_an_exchange_that_only_one_process_creates_is_an_error():
-    ended = mpiexec(2, "closing.py", "one alone")
+@pytest.mark.parametrize("what", ["an exchange", "a centre"])
+def test_what_only_one_process_creates_is_an_error(what):
+    ended = mpiexec(2, "closing.py", "one alone", what)
     assert ended.returncode != 0
-    barrier = "the barrier for the creation of an exchange"
+    barrier = f"the barrier for the creation of {what}"
     assert f"has been waiting for all other processes at {barrier}, for 1 s: rank 1" in ended.output
     assert f"has waited 2 s for all other processes at {barrier}: rank 1" in ended.output
 

@@ -16,6 +16,7 @@ from jdaso.center.server.liveness import Liveness
 from jdaso.center.server.state_machine import CenterServer, Record
 from jdaso.center.server.worker_transport import WorkerTransport
 from jdaso.center.types import Center, CenterState, ServerRule, map_state, no_broadcast
+from jdaso.cluster.barrier import barrier
 from jdaso.cluster.topology import Topology
 from jdaso.core.exchange import Exchange
 from jdaso.core.mpi_types import Comm
@@ -61,7 +62,8 @@ def mpi_center(
 
     Args:
         topology: The result of :func:`jdaso.discover_topology`, with one process per node.
-        timeout: Seconds after which a request without a reply is an error.
+        timeout: Seconds after which a request without a reply is an error. The call of
+            ``mpi_center`` also waits so long for the other processes.
         gone_after: Seconds of silence after which a worker counts as gone. A thread of each worker
             sends heartbeats, also while the worker computes.
         native: As for :func:`jdaso.mpi_exchange`.
@@ -76,8 +78,9 @@ def mpi_center(
     Raises:
         ValueError: without MPI, for several processes per node, for numbers that are not positive,
             or for ``native=True`` where compiled code cannot be used.
-        JdasoError: in ``join`` and ``update``, if the worker's parameters or arguments are not
-            those of the centre, or if the server does not reply.
+        JdasoError: If a process does not call ``mpi_center`` within ``timeout``. In ``join`` and
+            ``update``, if the worker's parameters or arguments are not those of the centre, or if
+            the server does not reply.
 
     >>> import jdaso
     >>> topology = jdaso.discover_topology()
@@ -97,6 +100,7 @@ def mpi_center(
             f"mpi_center needs one process per node, got {topology.processes_per_node}: a node is "
             "one worker. Use discover_topology(processes_per_node=1)."
         )
+    barrier(topology, "the creation of a centre", timeout)  # duplicate_comm has no deadline
     native = use_native(native, topology.devices[0].platform)
     comm = topology.duplicate_comm()
     serves = topology.rank == frames.SERVER

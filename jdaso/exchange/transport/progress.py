@@ -22,11 +22,11 @@ from jdaso.exchange.transport.operation import Operation, WaitState
 from jdaso.exchange.transport.peers import Peers
 from jdaso.exchange.transport.request import Request
 
-# After a longer pause between two polls, the process was stopped or the machine was suspended.
+# After a longer pause between two looks, the process was stopped or the machine was suspended.
 _SUSPENDED_SECONDS = 5.0
 # Without operations, the thread looks for deaths this often, if a job survives them.
 _IDLE_SECONDS = 0.5
-# While no MPI request completes, the thread looks this often at deadlines and deaths.
+# While no MPI request completes, the thread looks this often at operations and deadlines.
 _LOOK_SECONDS = 0.1
 # If nobody has awaited an error for this long, the program is blocked somewhere else.
 _UNAWAITED_SECONDS = 60.0
@@ -45,15 +45,17 @@ _kept: list[Request] = []
 
 
 class Polling:
-    """Chooses the pause between two polls. It grows while no operation progresses."""
+    """Sleeps between two polls. The pause grows while no operation progresses."""
 
     def __init__(self) -> None:
+        self._asleep = threading.Lock()  # free while a wake-up is pending
+        self._asleep.acquire()
         self._pause, self._longest = _SHORTEST_SECONDS, _LONGEST_SECONDS
         self.reset()
 
     def reset(self) -> None:
         """Restarts both clocks after an idle time."""
-        self.polled_at = self._progressed_at = time.monotonic()
+        self.looked_at = self._progressed_at = time.monotonic()
 
     def hurry(self) -> None:
         """Polls often again, because the program waits from now on; called by any thread."""
@@ -61,20 +63,20 @@ class Polling:
 
     def start(self) -> float:
         """Starts to look at the operations, and returns the seconds since it did so before."""
-        before, self.polled_at = self.polled_at, time.monotonic()
-        return self.polled_at - before
+        before, self.looked_at = self.looked_at, time.monotonic()
+        return self.looked_at - before
 
     def note(self, states: Sequence[WaitState]) -> None:
         """Notes the states of the operations, and whether one of them has progressed."""
         serving = not all(state.requests for state in states)
         self._longest = _LONGEST_SERVING_SECONDS if serving else _LONGEST_SECONDS
         if any(state.progressed for state in states):
-            self._pause = self._quiet() / _POLLS_PER_PROGRESS
-            self._progressed_at = self.polled_at
+            self._pause = (self.looked_at - self._progressed_at) / _POLLS_PER_PROGRESS
+            self._progressed_at = self.looked_at
 
     def pause(self, awaited: bool) -> float:
         """Seconds until the next poll."""
-        quiet = self._quiet()
+        quiet = time.monotonic() - self._progressed_at
         if awaited:
             shortest, longest = _AWAITED_SECONDS
             return max(shortest, min(quiet / _POLLS_PER_AWAITED, longest))
@@ -82,9 +84,17 @@ class Polling:
         self._pause = min(self._pause, self._longest)
         return self._pause
 
-    def _quiet(self) -> float:
-        """Seconds since the last progress."""
-        return time.monotonic() - self._progressed_at
+    def sleep(self, seconds: float) -> bool:
+        """Sleeps; whether ``wake`` has ended it earlier.
+
+        A lock takes less time than a condition, which is implemented in Python.
+        """
+        return self._asleep.acquire(timeout=seconds)
+
+    def wake(self) -> None:
+        """Ends the sleep, or else the next one; called by one thread at a time."""
+        if self._asleep.locked():
+            self._asleep.release()
 
 
 class Progress:
@@ -112,8 +122,6 @@ class Progress:
         self._requests: list[Request] = []
         self._failed: list[Request] = []
         self._lock = threading.Lock()
-        self._asleep = threading.Lock()  # released by those who wake the thread
-        self._asleep.acquire()
         self._closing = self._closed = False
         self._waiters, self._polling = 0, Polling()
         self._thread = threading.Thread(target=self._run, name="jdaso-progress", daemon=True)
@@ -141,7 +149,7 @@ class Progress:
                     "exiting."
                 )
             self._requests.append(request)
-            self._wake()
+            self._polling.wake()
         return request
 
     def wait(self, request: Request, busy: Callable[[], bool] | None = None) -> Any:
@@ -151,7 +159,7 @@ class Progress:
                 self._polling.hurry()
             self._waiters += 1
             request.awaited = True
-            self._wake()
+            self._polling.wake()
         try:
             return request.wait(busy)
         finally:
@@ -166,7 +174,7 @@ class Progress:
             self._closing = True
             unawaited = [request for request in self._failed if not request.awaited]
             unfinished = list(dict.fromkeys([*unawaited, *self._requests]))
-            self._wake()
+            self._polling.wake()
         self._forget()
         for request in unfinished:
             request.done.wait()
@@ -178,7 +186,7 @@ class Progress:
         self._announce_exit(self)
         with self._lock:
             self._closed = True
-            self._wake()
+            self._polling.wake()
         self._thread.join()
         _kept.extend([*self._failed, *self._requests])  # the latter if the thread has failed
 
@@ -203,23 +211,23 @@ class Progress:
             died = not self._closing and self._peers.poll()
             for request in requests:
                 request.step()
-                self._peers.check(request, polling.polled_at)
+                self._peers.check(request, polling.looked_at)
             if self._peers.recovery and (died or any(r.state.needs_repair for r in requests)):
                 self._peers.repair()
                 polling.start()
                 for request in requests:
                     if not request.done.is_set():
                         request.restart()
+            polling.note([r.state for r in requests if not r.done.is_set()])
             if requests and not self._remove_completed(requests):
-                polling.note([request.state for request in requests])
                 self._poll(requests)
 
     def _next_requests(self) -> list[Request]:
-        """The requests. Without any, it waits for the next one, or until it is time to poll."""
+        """The requests. Without any, it waits for the next one, or until it is time to look."""
         if not self._requests and not self._closed:
             unawaited = not all(request.awaited for request in self._failed)
-            limit = _UNAWAITED_SECONDS if unawaited else threading.TIMEOUT_MAX
-            self._woken(_IDLE_SECONDS if self._peers.recovery else limit)
+            limit = _UNAWAITED_SECONDS if unawaited else -1
+            self._polling.sleep(_IDLE_SECONDS if self._peers.recovery else limit)
             self._polling.reset()
         with self._lock:
             return list(self._requests)
@@ -227,24 +235,12 @@ class Progress:
     def _poll(self, requests: Sequence[Request]) -> None:
         """Polls until an operation can continue, or it is time to look at all of them.
 
-        Between two looks, a poll is a pause and one call of MPI for each operation.
+        Between two looks, a poll is a pause and at most one call of MPI for each operation.
         """
-        look_at = self._polling.polled_at + _LOOK_SECONDS
-        while not self._woken(self._polling.pause(awaited=self._waiters > 0)):
+        polling, look_at = self._polling, self._polling.looked_at + _LOOK_SECONDS
+        while not polling.sleep(polling.pause(awaited=self._waiters > 0)):
             if any(r.can_continue() for r in requests) or time.monotonic() > look_at:
                 return
-
-    def _wake(self) -> None:
-        """Ends the sleep of the thread, or its next one; called with the lock."""
-        if self._asleep.locked():
-            self._asleep.release()
-
-    def _woken(self, seconds: float) -> bool:
-        """Sleeps; whether another thread has ended it earlier.
-
-        A lock takes less time than a condition, which Python implements.
-        """
-        return self._asleep.acquire(timeout=seconds)
 
     def _remove_completed(self, requests: list[Request]) -> bool:
         """Removes the requests that have completed or failed; returns whether there were any."""

@@ -87,7 +87,6 @@ class Request:
         """Restarts the operation over the repaired communicators, with a new deadline."""
         self.postpone(time.monotonic() - self.started_at)
         if self._begun:  # otherwise it has not used the old communicators
-            self._continues, self._raised = False, None
             self.step(lambda: self._operation.throw(Repaired()))
 
     def postpone(self, seconds: float) -> None:
@@ -100,7 +99,10 @@ class Request:
         self.done.set()
 
     def can_continue(self) -> bool:
-        """Whether the operation waits for nothing that MPI knows; one call of MPI."""
+        """Whether one of its MPI requests has completed or failed, or it waits for none.
+
+        It calls MPI at most once.
+        """
         requests = self.state.requests
         if requests and not self._continues:
             try:

@@ -272,6 +272,34 @@ def test_an_operation_continues_when_one_of_its_messages_is_complete(progress):
     assert progress.wait(request) == "done"
 
 
+def messages_of(message):
+    while not message.Test():
+        yield WaitState(requests=(message,))
+    return "done"
+
+
+def test_deadlines_are_looked_at_while_no_message_is_complete(progress):
+    message = Message()
+    request = progress.submit(messages_of(message), "an exchange")
+    with pytest.raises(JdasoError, match=r"an exchange did not complete within 0.5 s"):
+        progress.wait(request)
+    assert message.polls > 10
+
+
+def test_a_new_operation_begins_while_no_message_of_another_one_is_complete(aborts, monkeypatch):
+    monkeypatch.setattr(progress_module, "_LOOK_SECONDS", PATIENCE)
+    progress = Progress(Topology(), PATIENCE, lambda progress: None, aborts.put)
+    message, another = Message(), Message()
+    request = progress.submit(messages_of(message), "an exchange")
+    while message.polls < 10:
+        time.sleep(0.001)
+    another.complete = True
+    assert progress.submit(messages_of(another), "another").done.wait(PATIENCE / 2)
+    message.complete = True
+    assert progress.wait(request) == "done"
+    progress.close()
+
+
 def test_a_short_wait_beside_a_stalled_operation_is_polled_often(monkeypatch, aborts):
     pauses, pause = [], Polling.pause
     monkeypatch.setattr(
@@ -300,6 +328,10 @@ def test_an_error_of_a_message_fails_its_operation(progress):
     def operation():
         yield WaitState(frozenset({1}), requests=(Broken(),))
 
+    message = Message()
+    beside = progress.submit(messages_of(message), "another")
     request = progress.submit(operation(), "an exchange")
     with pytest.raises(JdasoError, match="an exchange failed: RuntimeError: the link is down"):
         progress.wait(request)
+    message.complete = True
+    assert progress.wait(beside) == "done"

@@ -1,6 +1,7 @@
 """Exchanges that are closed give everything back; one too many that are not is an error.
 
-closing.py closed|open|"other order"|"at exit"|"one alone"|"steps not awaited" [DEVICES]
+closing.py closed|open|"other order"|"at exit"|"one alone"|"steps not awaited"
+[DEVICES|"an exchange"|"a centre"]
 """
 
 import sys
@@ -18,7 +19,7 @@ from jdaso.cluster.barrier import barrier
 
 MANY = 500  # each needs more than four communicators, and MPICH has 2048 at most
 AHEAD = 100  # steps
-topology = jdaso.discover_topology(*map(int, sys.argv[2:]))
+topology = jdaso.discover_topology(*(int(text) for text in sys.argv[2:] if text.isdigit()))
 
 
 def take_steps(exchange):
@@ -51,8 +52,9 @@ if sys.argv[1] == "open":
     kept = [jdaso.mpi_exchange(topology) for _ in range(MANY)]  # raises
 if sys.argv[1] == "one alone":
     exchange = jdaso.mpi_exchange(topology)
+    create = jdaso.center.mpi_center if sys.argv[2] == "a centre" else jdaso.mpi_exchange
     if topology.rank == 0:
-        jdaso.mpi_exchange(topology, timeout=2)  # raises
+        create(topology, timeout=2)  # raises
     time.sleep(100)
 if sys.argv[1] == "other order":
     pair = [jdaso.mpi_exchange(topology) for _ in range(2)]
