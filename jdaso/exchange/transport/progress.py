@@ -9,7 +9,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from jdaso.cluster.abort import at_exit
@@ -18,83 +18,20 @@ from jdaso.cluster.topology import Topology
 from jdaso.core.types import JdasoError
 from jdaso.exchange.transport.deadlines import Deadlines
 from jdaso.exchange.transport.membership import Membership
-from jdaso.exchange.transport.operation import Operation, WaitState
+from jdaso.exchange.transport.operation import Operation
 from jdaso.exchange.transport.peers import Peers
+from jdaso.exchange.transport.polling import Polling
 from jdaso.exchange.transport.request import Request
 
 # After a longer pause between two looks, the process was stopped or the machine was suspended.
 _SUSPENDED_SECONDS = 5.0
 # Without operations, the thread looks for deaths this often, if a job survives them.
 _IDLE_SECONDS = 0.5
-# While no MPI request completes, the thread looks this often at operations and deadlines.
-_LOOK_SECONDS = 0.1
 # If nobody has awaited an error for this long, the program is blocked somewhere else.
 _UNAWAITED_SECONDS = 60.0
-# The pause between two polls is a fraction of the time since the last progress, within these
-# limits. The longest pause is short enough that a slow link's send buffers do not run empty. The
-# limit is lower while an operation waits for a peer's message that it cannot name as an MPI
-# request.
-_SHORTEST_SECONDS, _LONGEST_SECONDS, _LONGEST_SERVING_SECONDS = 5e-4, 10e-3, 2e-3
-_POLLS_PER_PROGRESS = 4
-# While the program waits for a result, latency counts, but other processes may need the core. The
-# pause is an eighth of the time since the last progress, so that a long wait needs few polls.
-_AWAITED_SECONDS, _POLLS_PER_AWAITED = (5e-5, 2e-3), 8
 # Failed requests of closed exchanges. They are kept until the process ends, because MPI may still
 # write to their buffers.
 _kept: list[Request] = []
-
-
-class Polling:
-    """Sleeps between two polls. The pause grows while no operation progresses."""
-
-    def __init__(self) -> None:
-        self._asleep = threading.Lock()  # free while a wake-up is pending
-        self._asleep.acquire()
-        self._pause, self._longest = _SHORTEST_SECONDS, _LONGEST_SECONDS
-        self.reset()
-
-    def reset(self) -> None:
-        """Restarts both clocks after an idle time."""
-        self.looked_at = self._progressed_at = time.monotonic()
-
-    def hurry(self) -> None:
-        """Polls often again, because the program waits from now on; called by any thread."""
-        self._progressed_at = time.monotonic()
-
-    def start(self) -> float:
-        """Starts to look at the operations, and returns the seconds since it did so before."""
-        before, self.looked_at = self.looked_at, time.monotonic()
-        return self.looked_at - before
-
-    def note(self, states: Sequence[WaitState]) -> None:
-        """Notes the states of the operations, and whether one of them has progressed."""
-        serving = not all(state.requests for state in states)
-        self._longest = _LONGEST_SERVING_SECONDS if serving else _LONGEST_SECONDS
-        if any(state.progressed for state in states):
-            self._pause = (self.looked_at - self._progressed_at) / _POLLS_PER_PROGRESS
-            self._progressed_at = self.looked_at
-
-    def pause(self, awaited: bool) -> float:
-        """Seconds until the next poll."""
-        quiet = time.monotonic() - self._progressed_at
-        if awaited:
-            shortest, longest = _AWAITED_SECONDS
-            return max(shortest, min(quiet / _POLLS_PER_AWAITED, longest))
-        self._pause = max(quiet / _POLLS_PER_PROGRESS, self._pause, _SHORTEST_SECONDS)
-        self._pause = min(self._pause, self._longest)
-        return self._pause
-
-    def sleep(self, seconds: float) -> bool:
-        """Sleeps; whether ``wake`` has ended it earlier.
-
-        A lock takes less time than a condition, which is implemented in Python.
-        """
-        return self._asleep.acquire(timeout=seconds)
-
-    def wake(self) -> None:
-        """Ends the sleep, or else the next one; called by one thread at a time."""
-        if self._asleep.locked():
-            self._asleep.release()
 
 
 class Progress:
@@ -123,7 +60,7 @@ class Progress:
         self._failed: list[Request] = []
         self._lock = threading.Lock()
         self._closing = self._closed = False
-        self._waiters, self._polling = 0, Polling()
+        self._polling = Polling()
         self._thread = threading.Thread(target=self._run, name="jdaso-progress", daemon=True)
         self._thread.start()
         self._forget = at_exit(functools.partial(_close_at_exit, self))
@@ -154,17 +91,9 @@ class Progress:
 
     def wait(self, request: Request, busy: Callable[[], bool] | None = None) -> Any:
         """The result of an operation; JdasoError with the missing ranks if it failed or is late."""
-        with self._lock:
-            if not self._waiters:
-                self._polling.hurry()
-            self._waiters += 1
-            request.awaited = True
-            self._polling.wake()
-        try:
+        request.awaited = True
+        with self._polling.hurried():
             return request.wait(busy)
-        finally:
-            with self._lock:
-                self._waiters -= 1
 
     def close(self) -> None:
         """Completes all operations, announces the exit, and leaves MPI ready to be finalized."""
@@ -203,7 +132,7 @@ class Progress:
     def _loop(self) -> None:
         polling = self._polling
         while (requests := self._next_requests()) or not self._closed:
-            if (paused := polling.start()) > _SUSPENDED_SECONDS:
+            if (paused := polling.look()) > _SUSPENDED_SECONDS:
                 for request in requests:
                     request.postpone(paused)
             self._abort_if_unawaited()
@@ -214,13 +143,13 @@ class Progress:
                 self._peers.check(request, polling.looked_at)
             if self._peers.recovery and (died or any(r.state.needs_repair for r in requests)):
                 self._peers.repair()
-                polling.start()
+                polling.look()
                 for request in requests:
                     if not request.done.is_set():
                         request.restart()
             polling.note([r.state for r in requests if not r.done.is_set()])
             if requests and not self._remove_completed(requests):
-                self._poll(requests)
+                polling.poll(requests)
 
     def _next_requests(self) -> list[Request]:
         """The requests. Without any, it waits for the next one, or until it is time to look."""
@@ -231,16 +160,6 @@ class Progress:
             self._polling.reset()
         with self._lock:
             return list(self._requests)
-
-    def _poll(self, requests: Sequence[Request]) -> None:
-        """Polls until an operation can continue, or it is time to look at all of them.
-
-        Between two looks, a poll is a pause and at most one call of MPI for each operation.
-        """
-        polling, look_at = self._polling, self._polling.looked_at + _LOOK_SECONDS
-        while not polling.sleep(polling.pause(awaited=self._waiters > 0)):
-            if any(r.can_continue() for r in requests) or time.monotonic() > look_at:
-                return
 
     def _remove_completed(self, requests: list[Request]) -> bool:
         """Removes the requests that have completed or failed; returns whether there were any."""

@@ -13,10 +13,12 @@ import pytest
 from jdaso import JdasoError
 from jdaso.cluster.roll_call import Absent, Answer, Call, RollCall
 from jdaso.exchange.transport import peers as peers_module
+from jdaso.exchange.transport import polling as polling_module
 from jdaso.exchange.transport import progress as progress_module
 from jdaso.exchange.transport import request as request_module
 from jdaso.exchange.transport.operation import WaitState
-from jdaso.exchange.transport.progress import Polling, Progress
+from jdaso.exchange.transport.polling import Polling
+from jdaso.exchange.transport.progress import Progress
 
 TIMEOUT, PATIENCE = 0.5, 20.0
 
@@ -287,7 +289,7 @@ def test_deadlines_are_looked_at_while_no_message_is_complete(progress):
 
 
 def test_a_new_operation_begins_while_no_message_of_another_one_is_complete(aborts, monkeypatch):
-    monkeypatch.setattr(progress_module, "_LOOK_SECONDS", PATIENCE)
+    monkeypatch.setattr(polling_module, "_LOOK_SECONDS", PATIENCE)
     progress = Progress(Topology(), PATIENCE, lambda progress: None, aborts.put)
     message, another = Message(), Message()
     request = progress.submit(messages_of(message), "an exchange")

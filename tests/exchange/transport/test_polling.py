@@ -1,0 +1,103 @@
+"""The pauses between two polls, as formulas in the time since the last progress."""
+
+import threading
+import time
+import types
+
+import pytest
+
+from jdaso.exchange.transport import polling as module
+from jdaso.exchange.transport.operation import WaitState
+from jdaso.exchange.transport.polling import Polling
+
+TIMEOUT = 20.0
+WAITING = WaitState(requests=(object(),))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still, except where a test moves it."""
+    now = types.SimpleNamespace(seconds=100.0)
+    monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: now.seconds))
+    return now
+
+
+def test_the_pause_is_a_fraction_of_the_time_since_the_last_progress(clock):
+    polling = Polling()
+    assert polling.pause() == module._SHORTEST_SECONDS
+    clock.seconds += 4 * module._LONGEST_SECONDS / 2
+    assert polling.pause() == pytest.approx(module._LONGEST_SECONDS / 2)
+    clock.seconds += 4 * module._LONGEST_SECONDS
+    assert polling.pause() == module._LONGEST_SECONDS
+
+
+def test_after_progress_the_pause_is_a_fraction_of_what_that_progress_took(clock):
+    polling = Polling()
+    clock.seconds += 4 * 3e-3
+    polling.look()
+    polling.note([WAITING._replace(progressed=True)])
+    assert polling.pause() == pytest.approx(3e-3)
+    clock.seconds += 4 * 2e-3
+    polling.look()
+    polling.note([WAITING])
+    assert polling.pause() == pytest.approx(3e-3)  # it does not shrink before the next progress
+
+
+def test_an_operation_that_names_no_message_is_polled_more_often(clock):
+    polling = Polling()
+    clock.seconds += 1.0
+    polling.note([WAITING, WaitState()])
+    assert polling.pause() == module._LONGEST_SERVING_SECONDS
+    polling.note([WAITING])
+    clock.seconds += 1.0
+    assert polling.pause() == module._LONGEST_SECONDS
+
+
+def test_while_the_program_waits_the_pause_begins_short_and_grows(clock):
+    polling = Polling()
+    clock.seconds += 1.0
+    with polling.hurried(), polling.hurried():
+        assert polling.pause() == module._AWAITED_SECONDS[0]
+        clock.seconds += 1e-3
+        assert polling.pause() == pytest.approx(1e-3 / module._POLLS_PER_AWAITED)
+        clock.seconds += 1.0
+        assert polling.pause() == module._AWAITED_SECONDS[1]
+    assert polling.pause() == module._LONGEST_SECONDS
+
+
+def test_looks_tell_the_seconds_between_them(clock):
+    polling = Polling()
+    polling.look()
+    clock.seconds += 7.0
+    assert polling.look() == 7.0
+
+
+def test_a_wake_up_ends_the_sleep_or_the_next_one():
+    polling = Polling()
+    polling.wake()
+    polling.wake()
+    assert polling.sleep(TIMEOUT)
+    assert not polling.sleep(1e-3)  # two wake-ups before a sleep are one
+    threading.Timer(0.05, polling.wake).start()
+    begin = time.monotonic()
+    assert polling.sleep(-1)
+    assert time.monotonic() - begin < TIMEOUT
+
+
+def test_polls_end_with_a_message_a_wake_up_or_the_time_to_look(monkeypatch):
+    polls = []
+
+    def request(ready):
+        return types.SimpleNamespace(can_continue=lambda: polls.append(ready) or ready)
+
+    polling = Polling()
+    polling.look()
+    polling.poll([request(False), request(True)])
+    assert polls == [False, True]
+    polling.wake()
+    polling.poll([request(False)])
+    assert len(polls) == 2  # without a poll
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.02)
+    polling.look()
+    polling.poll([request(False)])
+    assert len(polls) > 2
