@@ -1,10 +1,12 @@
 """Studies how period and delay change the accuracy of DASO, with 32 nodes on one device.
 
-    python examples/virtual_cluster.py --out runs/virtual_cluster
+    python examples/virtual_cluster.py --out runs/virtual_cluster [--phases]
 
 Repeats the rows of Table 2 of the DASO paper (Coquelin et al. 2022). The paper trains ResNet-50 on
-ImageNet with 32 nodes, this study trains a small network on digits. As in the paper, period and
-delay are constant during a training. The study takes some minutes on two cores.
+ImageNet with 32 nodes, this study trains a small network on digits. Period and delay are constant
+during a training. With --phases, every exchange of the first and of the last twentieth of the steps
+is blocking, and period and delay are halved when the loss reaches a plateau, as DASO does. The
+study takes some minutes on two cores.
 """
 
 from __future__ import annotations
@@ -71,11 +73,19 @@ def fixed(period: jax.Array, delay: jax.Array) -> jdaso.Schedule:
     return jdaso.Schedule(lambda: (), plan, lambda state, loss: state, max(PERIODS), True)
 
 
-@functools.partial(jax.jit, static_argnames="learning_rate")
-def train(period, delay, params, images, labels, order, learning_rate):
-    """Returns the mean of all nodes' parameters after the training, and the loss of every step."""
+def phases(period: int, delay: int, steps: int) -> jdaso.Schedule:
+    """DASO's three phases. The loss of a tenth of the steps is tested for a plateau."""
+    return jdaso.cycling(period, steps // 20, steps // 20, steps, steps // 10, delay)
+
+
+@functools.partial(jax.jit, static_argnames=("learning_rate", "schedule"))
+def train(period, delay, params, images, labels, order, learning_rate, schedule=None):
+    """Returns the mean of all nodes' parameters after the training, and the loss of every step.
+
+    Without a ``schedule``, period and delay are constant.
+    """
     exchange = jdaso.axis_exchange("node", NODES)
-    averaging = jdaso.daso(exchange, fixed(period, delay))
+    averaging = jdaso.daso(exchange, schedule or fixed(period, delay))
     decay = optax.cosine_decay_schedule(learning_rate, decay_steps=len(order))
     tx = jdaso.chain(optax.sgd(decay, MOMENTUM), averaging)
 
@@ -124,8 +134,10 @@ def sweep(args: argparse.Namespace) -> Rows:
     rows = {}
     for (period, delay), paper in PAPER.items():
         accuracies, last = [], []
+        schedule = phases(period, delay, len(seeds[0][1])) if args.phases else None
         for start, order in seeds:
-            params, losses = train(period, delay, start, images, labels, order, args.learning_rate)
+            batches = (start, images, labels, order)
+            params, losses = train(period, delay, *batches, args.learning_rate, schedule)
             accuracies.append(
                 100 * study.accuracy(MODEL, params, data.test_images, data.test_labels)
             )
@@ -208,6 +220,7 @@ def main() -> None:
         "--learning-rate", type=float, default=0.15, help="initial learning rate; falls as a cosine"
     )
     add("--seeds", type=int, default=4, help="trainings of each row")
+    add("--phases", action="store_true", help="warm-up, cycling and cool-down, as in DASO")
     add(
         "--out", type=Path, default=Path("runs/virtual_cluster"), help="folder to write plot.png to"
     )

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from jdaso import perf
 from jdaso.core.wire import block_bits
+from jdaso.perf.choice import STEPS_PER_STALENESS
 
 #: The wires that ``tune`` and ``predict`` compare.
 COMPARED_WIRES = ("float32", "bfloat16", "int8", "float4")
@@ -23,7 +24,7 @@ def advice(step_time: float, costs: Mapping[str, perf.WireCosts], nodes: int) ->
     Choose wire bfloat16, period 3, delay 2: a step takes 0.18 s (+5.9%). What a node knows of the \
 others is 3 steps old on average.
     Merges of DASO take back 22% of the progress, DaSGD's 50%. A learning rate 1.29 times as high \
-would make up for DASO's. Measurements confirm this only in part.
+would make up for DASO's. Measurements confirm this only in part, and the choice does not count it.
     """
     best, *others = perf.recommend(step_time, costs, nodes)
     lines = [f"Choose {expected(best, step_time)}"]
@@ -32,11 +33,16 @@ would make up for DASO's. Measurements confirm this only in part.
         lines.append(
             f"Merges of DASO take back {best.taken_back:.0%} of the progress, DaSGD's {dasgd:.0%}. "
             f"A learning rate {best.rate_factor:.3g} times as high would make up for DASO's. "
-            "Measurements confirm this only in part."
+            "Measurements confirm this only in part, and the choice does not count it."
         )
     else:
         lines.append("Exchanges block, and nothing is stale.")
     lines += [f"Or {expected(other, step_time)}" for other in others]
+    lines.append(
+        "Settings are compared by step time, and each step of age counts as "
+        f"{STEPS_PER_STALENESS:.0%} more steps. Rounding counts as nothing, except for the "
+        "time of copies."
+    )
     if best.staleness > OLDEST:
         lines.append(
             f"The rule was measured up to an age of {OLDEST} steps only. Choose a larger batch per "

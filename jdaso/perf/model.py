@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jdaso.core.block_format import FORMATS
 from jdaso.core.validation import check_choice, check_number, check_period_and_delay, check_whole
-from jdaso.perf.network import Network, allreduce_time, wire_bytes
+from jdaso.perf.network import WITHOUT_FORMATS, Network, allreduce_time, wire_bytes
 
 
 class Algorithm(NamedTuple):
@@ -219,7 +219,7 @@ def predict(
             f"{blocking_share} for {algorithm}."
         )
     wire = wire or ALGORITHMS[algorithm].wire
-    if wire in FORMATS and pattern in ("ring", "halving"):
+    if wire in FORMATS and pattern in WITHOUT_FORMATS:
         raise ValueError(f"pattern must be collectives with wire {wire}, got {pattern!r}.")
     if pattern == "halving" and nodes & (nodes - 1):
         raise ValueError(f"pattern halving requires a power of two for nodes, got {nodes}.")

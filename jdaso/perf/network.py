@@ -14,6 +14,8 @@ from jdaso.core.wire import WIRES
 
 #: Patterns with a cost model: that of ``mpi_exchange``, and those of papers.
 MODELLED_PATTERNS = ("collectives", "ring", "halving", "butterfly", "tree")
+#: Those of them that exclude the wires int8 and float4.
+WITHOUT_FORMATS = ("ring", "halving")
 #: Wires that are not wider than float32 parameters.
 FLOAT32_WIRES = tuple(wire for wire in WIRES if wire != "float64")
 #: Bytes of a parameter on each wire. int8 and float4 add one byte of scale to each block.

@@ -10,7 +10,7 @@ from jdaso.core.block_format import FORMATS
 from jdaso.core.text_table import text_table, wrapped
 from jdaso.perf.advice import COMPARED_WIRES, advice
 from jdaso.perf.model import Network, Prediction, exchange_seconds
-from jdaso.perf.network import FLOAT32_WIRES, MODELLED_PATTERNS
+from jdaso.perf.network import FLOAT32_WIRES, MODELLED_PATTERNS, WITHOUT_FORMATS
 
 ALGORITHMS = ("allreduce_gradients", "local_sgd", "dasgd", "easgd", "daso", "diloco")
 DILOCO_PERIOD = 500  # H of its paper, arXiv:2311.08105
@@ -26,6 +26,10 @@ dasgd, an exchange over {args.max_nodes} nodes takes {dasgd.exchange_time:.4g} s
 NO_COSTS = """\
 --overhead and --slowdown are 0, so this does not include copies to the host, or the time that \
 moving messages takes from computing. tune measures both."""
+NO_LATENCY = """\
+--latency is 0, so messages take no time except for their bytes. tune measures it."""
+NO_ROUNDING = """\
+The pattern {} excludes int8 and float4, which are left out of the choice below."""
 LOWER_BOUND = """\
 This does not include MPI's time to process messages. With hundreds of nodes, compare --pattern \
 ring, which counts a latency for each."""
@@ -108,8 +112,12 @@ def run(args: argparse.Namespace) -> None:
     print(wrapped(f"\n{notes}"))
     if args.overhead == args.slowdown == 0:
         print(wrapped(NO_COSTS))
+    if args.latency == 0:
+        print(wrapped(NO_LATENCY))
     if args.pattern == "collectives":
         print(wrapped(LOWER_BOUND))
+    if args.pattern in WITHOUT_FORMATS:
+        print(wrapped(NO_ROUNDING.format(args.pattern)))
     try:
         out = draw(predictions, node_counts(args.max_nodes), args.out or Path("predict.png"))
         print(f"\npicture: {out}")
@@ -177,7 +185,7 @@ def wire_costs(args: argparse.Namespace) -> dict[str, perf.WireCosts]:
             args.slowdown,
         )
         for wire in wires
-        if wire not in FORMATS or args.pattern not in ("ring", "halving")
+        if wire not in FORMATS or args.pattern not in WITHOUT_FORMATS
     }
 
 

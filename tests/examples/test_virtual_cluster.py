@@ -23,6 +23,19 @@ def test_numbers_that_are_traced_make_the_plans_of_constant(period, delay):
         assert jax.tree.map(int, ours(period, delay, step)) == jax.tree.map(int, expected)
 
 
+def test_phases_block_in_the_first_and_in_the_last_twentieth_of_the_steps():
+    steps = 440
+    schedule = virtual_cluster.phases(8, 4, steps)
+    state, blocking = schedule.init(), []
+    for step in range(steps):
+        plan, _ = schedule.plan(state, step)
+        blocking.append(bool(plan.blocking))
+        if not plan.blocking and not plan.flush:
+            assert (int(plan.period), int(plan.delay)) == (8, 4)
+    edge = steps // 20
+    assert blocking == [True] * edge + [False] * (steps - 2 * edge) + [True] * edge
+
+
 def around(means, spread):
     return {row: mean + spread * np.array([-1.0, 0.5, 0.5]) for row, mean in means.items()}
 

@@ -51,7 +51,7 @@ def closed_without(names: str) -> str:
     """Why an operation cannot complete in which processes have not taken part."""
     return (
         f"{names} closed this exchange, or exited, without taking part. All nodes must take the "
-        "same number of steps."
+        "same number of steps and make the same calls."
     )
 
 
