@@ -7,12 +7,13 @@ Needs its own environment, not that of the project. The CPU build of PyTorch is 
 
     python -m venv /path/to/torch
     /path/to/torch/bin/pip install torch==2.13.0 numpy pillow
+    /path/to/torch/bin/pip install torchft==0.2.0    # only for torchft-diloco
 
 Runs on every node, started with the variables of torch.distributed (RANK, WORLD_SIZE, MASTER_ADDR),
 with gloo and one thread. Prints a line of JSON for each variant: the seconds of a step, the images
 per second over all nodes, and the bytes that a node sends per step, counted on its eth0. Times are
 those of rounds of ``--period`` steps on the slowest node, because only one step of a period
-communicates in the last variant.
+communicates in the last two variants.
 
 - ``none``: no communication
 - ``ddp``: DistributedDataParallel, which sums buckets of gradients during the backward pass
@@ -20,6 +21,8 @@ communicates in the last variant.
 - ``ddp-fp16``: ``ddp`` in half precision (fp16_compress_hook)
 - ``powersgd``: gradients as products of rank 2 (powerSGD_hook, from the third step on)
 - ``postlocal``: post-local SGD, all parameters averaged once a period (PeriodicModelAverager)
+- ``torchft-diloco``: torchft's DiLoCo, with one fragment that is synchronized once a period. It is
+  not among the default variants.
 
 With ``--train FOLDER`` it trains on the images of FOLDER/train/<class>/*.jpg until the mean loss
 of the last ``--log-every`` steps over all nodes is at most ``--target-loss``, and prints a line of
@@ -29,9 +32,11 @@ JSON with each such mean. The time does not contain the reading of the images.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import platform
+import socket
 import statistics
 import time
 from pathlib import Path
@@ -51,6 +56,8 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 VARIANTS = ("none", "ddp", "ddp-4mb", "ddp-fp16", "powersgd", "postlocal")
+DILOCO = "torchft-diloco"
+TIMEOUT = datetime.timedelta(minutes=5)
 POWER_SGD_RANK = 2
 # Size of a bucket of gradients in MB, where it differs from torch's default. PowerSGD has one
 # bucket. With several, it may start sums in different orders on different nodes. Then gloo aborts.
@@ -90,7 +97,7 @@ def build(network: str, seed: int) -> nn.Sequential:
 def make(variant: str, options: argparse.Namespace):
     """Creates model and optimizer of a variant."""
     model = build(options.network, options.seed)
-    if variant != "none":
+    if variant not in ("none", DILOCO):
         model = DistributedDataParallel(model, bucket_cap_mb=BUCKETS.get(variant))
     optimizer = torch.optim.SGD(model.parameters(), options.learning_rate, workload.MOMENTUM)
     if variant == "ddp-fp16":
@@ -108,7 +115,40 @@ def make(variant: str, options: argparse.Namespace):
         model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
         averager = PeriodicModelAverager(period=options.period, warmup_steps=0)
         optimizer = PostLocalSGDOptimizer(optim=optimizer, averager=averager)
+    elif variant == DILOCO:
+        start_diloco(model, optimizer, options)
     return model, optimizer
+
+
+def start_diloco(model, optimizer, options: argparse.Namespace) -> None:
+    """Makes the optimizer run torchft's DiLoCo until ``options.ending`` ends.
+
+    Each node is a replica group of one process, with a store of its own. The nodes reach each other
+    by their host names. A failed synchronization is an error.
+    """
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.coordination import LighthouseServer
+    from torchft.local_sgd import DiLoCo
+
+    nodes, node, lighthouse = dist.get_world_size(), dist.get_rank(), [None]
+    if node == 0:
+        server = LighthouseServer(bind="[::]:0", min_replicas=nodes)
+        options.ending.callback(server.shutdown)
+        lighthouse = [server.address()]
+    dist.broadcast_object_list(lighthouse)
+    host = socket.gethostname()
+    # The store ends when there is no reference to it.
+    options.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        **{"pg": ProcessGroupGloo(TIMEOUT), "load_state_dict": None, "state_dict": None},
+        **{"rank": 0, "world_size": 1, "replica_id": str(node), "min_replica_size": nodes},
+        **{"store_addr": host, "store_port": options.store.port, "lighthouse_addr": lighthouse[0]},
+        **{"use_async_quorum": False, "init_sync": False, "max_retries": 0},
+        **{"timeout": TIMEOUT, "quorum_timeout": TIMEOUT},
+    )
+    options.ending.callback(manager.shutdown)
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    options.ending.enter_context(DiLoCo(manager, [model], optimizer, outer, options.period))
 
 
 def take_step(model, optimizer, images, labels) -> torch.Tensor:
@@ -208,7 +248,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--variants", nargs="+", default=VARIANTS, choices=VARIANTS)
+    add("--variants", nargs="+", default=VARIANTS, choices=(*VARIANTS, DILOCO))
     add("--network", default="conv", choices=workload.NETWORKS)
     add("--batch", type=int, help="images per node and step; the network's own by default")
     add("--period", type=int, default=4)
@@ -223,7 +263,7 @@ def main() -> None:
     options.batch = options.batch or workload.BATCH[options.network]
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=5))
+    dist.init_process_group("gloo", timeout=TIMEOUT)
     parameters = sum(
         array.size
         for layer in workload.first_parameters(options.network)
@@ -240,7 +280,8 @@ def main() -> None:
     if options.train:
         options.images = workload.load(options.train / "train")
     for variant in options.variants:
-        result = train(variant, options) if options.train else measure(variant, options)
+        with contextlib.ExitStack() as options.ending:
+            result = train(variant, options) if options.train else measure(variant, options)
         say({"peer": "torch", "variant": variant, **result, **about})
     dist.barrier()
     dist.destroy_process_group()
