@@ -20,6 +20,7 @@ from steps import TrainState
 
 import jdaso
 from jdaso import perf
+from jdaso.perf.advice import OLDEST, too_old
 
 WIRE = "bfloat16"  # if the configuration has none
 STEPS, PERIOD, DELAY = 24, 8, 4  # of the measurement, which posts after the steps 7, 15 and 23
@@ -64,6 +65,7 @@ def choose(
         text = (
             f"a step takes {alone:.3g} s, and an exchange in {wire} {costs.exchange_time:.3g} s. "
             f"Expected: {found[0].step_time:.3g} s. "
+            + (f"{too_old()} " if found[0].staleness > OLDEST else "")
             + taken_back(dataclasses.replace(config, **best), topology.num_nodes)
         )
     if topology.rank == 0:

@@ -67,15 +67,15 @@ def step_table(found: list[dict]) -> list[list[str]]:
     rows = [[*head, "MB/step"]]
     for line in found:
         seconds = line["seconds_per_step"]
-        base = line.get("seconds_per_step_alone", {}).get("median") or alone[line["peer"]]
-        ratio = line.get("ratio", {}).get("median") or seconds["median"] / base
+        base = line.get("seconds_per_step_alone", {}).get("median") or alone.get(line["peer"])
+        ratio = line.get("ratio", {}).get("median") or (base and seconds["median"] / base)
         rows.append(
             [
                 f"{line['peer']} {line['variant']}",
                 f"{seconds['median']:.3f}",
                 f"{seconds['min']:.3f}..{seconds['max']:.3f}",
-                f"{base:.3f}",
-                f"{ratio:.3f}",
+                f"{base:.3f}" if base else "-",
+                f"{ratio:.3f}" if ratio else "-",
                 f"{line['images_per_second']:.0f}",
                 f"{line['bytes_sent_per_step'] / 1e6:.2f}",
             ]

@@ -140,11 +140,21 @@ def start_diloco(model, optimizer, options: argparse.Namespace) -> None:
     # The store ends when there is no reference to it.
     options.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
     manager = Manager(
-        **{"pg": ProcessGroupGloo(TIMEOUT), "load_state_dict": None, "state_dict": None},
-        **{"rank": 0, "world_size": 1, "replica_id": str(node), "min_replica_size": nodes},
-        **{"store_addr": host, "store_port": options.store.port, "lighthouse_addr": lighthouse[0]},
-        **{"use_async_quorum": False, "init_sync": False, "max_retries": 0},
-        **{"timeout": TIMEOUT, "quorum_timeout": TIMEOUT},
+        pg=ProcessGroupGloo(TIMEOUT),
+        load_state_dict=None,
+        state_dict=None,
+        rank=0,
+        world_size=1,
+        replica_id=str(node),
+        min_replica_size=nodes,
+        store_addr=host,
+        store_port=options.store.port,
+        lighthouse_addr=lighthouse[0],
+        use_async_quorum=False,
+        init_sync=False,
+        max_retries=0,
+        timeout=TIMEOUT,
+        quorum_timeout=TIMEOUT,
     )
     options.ending.callback(manager.shutdown)
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)

@@ -86,7 +86,8 @@ def averaging(
     if merge.relative and (rounds := {wire, blocking_wire} & {*FORMATS}):
         raise ValueError(
             f"{name}: the wire {rounds.pop()} sends differences from an anchor, and does not "
-            "go with a merge that adds the mean's change: use the wire float32, or bfloat16, "
+            'go with a merge that adds the mean\'s change, as merge="delta" does: use the wire '
+            "float32, or bfloat16, "
             "which rounds the sum of each merge."
         )
     if merge.base is not None and not merge.shared:

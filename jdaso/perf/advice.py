@@ -23,8 +23,9 @@ def advice(step_time: float, costs: Mapping[str, perf.WireCosts], nodes: int) ->
     ...     print(line)
     Choose wire bfloat16, period 3, delay 2: a step takes 0.18 s (+5.9%). What a node knows of the \
 others is 3 steps old on average.
-    Merges of DASO take back 22% of the progress, DaSGD's 50%. A learning rate 1.29 times as high \
-would make up for DASO's. Measurements confirm this only in part, and the choice does not count it.
+    Merges of DASO take back 22% of the progress, DaSGD's 50%. The choice does not count this. \
+Keep the learning rate, or also try one 1.29 times as high, which would make up for DASO's share. \
+Measurements confirm this only in part.
     """
     best, *others = perf.recommend(step_time, costs, nodes)
     lines = [f"Choose {expected(best, step_time)}"]
@@ -32,8 +33,9 @@ would make up for DASO's. Measurements confirm this only in part, and the choice
         dasgd = perf.taken_back("dasgd", best.period, best.delay, nodes)
         lines.append(
             f"Merges of DASO take back {best.taken_back:.0%} of the progress, DaSGD's {dasgd:.0%}. "
-            f"A learning rate {best.rate_factor:.3g} times as high would make up for DASO's. "
-            "Measurements confirm this only in part, and the choice does not count it."
+            "The choice does not count this. Keep the learning rate, or also try one "
+            f"{best.rate_factor:.3g} times as high, which would make up for DASO's share. "
+            "Measurements confirm this only in part."
         )
     else:
         lines.append("Exchanges block, and nothing is stale.")
@@ -44,10 +46,7 @@ would make up for DASO's. Measurements confirm this only in part, and the choice
         "time of copies."
     )
     if best.staleness > OLDEST:
-        lines.append(
-            f"The rule was measured up to an age of {OLDEST} steps only. Choose a larger batch per "
-            "node, or diloco, which is made for long periods."
-        )
+        lines.append(too_old())
     if best.delay and (best.delay > LONGEST_DELAY or nodes > FEW_NODES):
         lines.append(
             f"Delay {best.delay} may cost accuracy. In the papers, delays up to {LONGEST_DELAY} "
@@ -77,6 +76,14 @@ would make up for DASO's. Measurements confirm this only in part, and the choice
             "core (srun --cpus-per-task)."
         )
     return [*lines, f"\n{code(best)}"]
+
+
+def too_old() -> str:
+    """What to do if what a node knows is older than ``OLDEST`` steps."""
+    return (
+        f"The rule was measured up to an age of {OLDEST} steps only. Choose a larger batch per "
+        "node, or diloco, which is made for long periods."
+    )
 
 
 def expected(found: perf.Recommendation, step_time: float) -> str:

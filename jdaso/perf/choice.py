@@ -11,6 +11,7 @@ from jdaso.core.validation import (
     check_share,
     check_whole,
 )
+from jdaso.core.wire import check_wire
 from jdaso.perf.model import ALGORITHMS, hiding_schedule
 
 #: Additional steps to the same loss for each step of mean staleness, as a share.
@@ -134,8 +135,8 @@ def recommend(
         The best setting and the next two, at most one for each wire and delay.
 
     Raises:
-        ValueError: for numbers out of range, no wire, an unknown algorithm, or
-            ``allreduce_gradients``.
+        ValueError: for numbers out of range, no wire, an unknown wire or algorithm, costs that are
+            no :class:`WireCosts`, or ``allreduce_gradients``.
 
     >>> wires = {"bfloat16": WireCosts(0.32, slowdown=0.03), "int8": WireCosts(0.17, overhead=0.15)}
     >>> best, *others = recommend(step_time=0.17, wires=wires, nodes=2)
@@ -154,6 +155,9 @@ def recommend(
         )
     best: dict[tuple[str, int], Recommendation] = {}
     for wire, costs in wires.items():
+        check_wire("each key of wires", wire)
+        if not isinstance(costs, WireCosts):
+            raise ValueError(f"wires[{wire!r}] must be a WireCosts, got {costs!r}.")
         for name, seconds in costs._asdict().items():
             check_number(f"wires[{wire!r}].{name}", seconds)
         for period, delay in _candidates(step_time, costs, algorithm):

@@ -110,6 +110,14 @@ def test_the_lab_with_a_link_of_200_megabits():
     ("function", "message"),
     [
         (lambda: perf.recommend(0, {"int8": WireCosts(1)}, 2), "step_time must be .*, got 0"),
+        (
+            lambda: perf.recommend(1, {"int4": perf.WireCosts(1.0)}, 2),
+            "each key of wires must be one of .*, got 'int4'",
+        ),
+        (
+            lambda: perf.recommend(1, {"int8": 0.8}, 2),
+            r"wires\['int8'\] must be a WireCosts, got 0.8",
+        ),
         (lambda: perf.recommend(1, {}, 2), "wires must have .* at least one wire, got none"),
         (
             lambda: perf.recommend(1, {"int8": WireCosts(1, -1)}, 2),

@@ -134,7 +134,7 @@ def test_advice_says_what_to_choose_and_what_to_expect():
     assert "3 steps old on average" in text
     # w = P / (2 s + P) = 1/3 of the mean, of 2 steps in 3; DaSGD's weight is 3/4.
     assert "DASO take back 22% of the progress, DaSGD's 50%" in text
-    assert "A learning rate 1.29 times as high" in text
+    assert "try one 1.29 times as high" in text
     assert text.count("\nOr wire") == 2
     assert text.endswith(
         '\njdaso.daso(exchange, jdaso.constant(period=3, delay=2), wire="bfloat16")'
