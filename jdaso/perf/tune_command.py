@@ -109,8 +109,8 @@ def report(
         lines.append(f"extrapolated from {largest / 1e6:.3g} MB")
     lines += ["", text_table(rows), ""]
     lines.append(
-        "Copies are the time of posting and merging, which no delay hides, and which the time of "
-        "the exchange does not include. Slowdown is by how much computing takes longer while an "
+        "Copies are the time of posting and merging. No delay hides it, and the time of the "
+        "exchange does not include it. Slowdown is by how much computing takes longer while an "
         "exchange is in flight."
     )
     for wire, found in measured.items():
@@ -136,10 +136,11 @@ def report(
         overhead, slowdown = costs[first].overhead, costs[first].slowdown
         lines += [
             "",
-            "How it scales to more nodes, where --overhead and --slowdown are those of one wire: "
-            f"python -m jdaso predict --parameters {args.parameters} "
+            f"The command has --overhead and --slowdown of {first} for all wires.",
+            f"How it scales: python -m jdaso predict --parameters {args.parameters} "
             f"--step-time {args.step_time or 'SECONDS'} --bandwidth {8e-9 * network.bandwidth:.3g} "
-            f"--latency {network.latency:.3g} --overhead {overhead:.3g} --slowdown {slowdown:.3g}",
+            f"--latency {network.latency:.3g} --overhead {overhead:.3g} --slowdown {slowdown:.3g} "
+            f"--max-nodes {4 * nodes}",
         ]
     return lines
 

@@ -198,7 +198,7 @@ def test_tune_prints_the_network_and_the_next_command():
     text = report([(1000, 0.002), (4000, 0.005), (4000, 0.0051)], step_time=0.01)
     assert "latency    0.000492 s" in text
     assert costs_in(text) == ["float32", "0.00505", "0.001", "0.002"]
-    assert text.endswith("--overhead 0.001 --slowdown 0.002")
+    assert text.endswith("--overhead 0.001 --slowdown 0.002 --max-nodes 8")
     assert "python -m jdaso predict --parameters 1000 --step-time 0.01 --bandwidth 0.00787" in text
     assert "Unreliable" not in text
     assert "did not measure" not in text
