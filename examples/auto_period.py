@@ -20,7 +20,7 @@ from steps import TrainState
 
 import jdaso
 from jdaso import perf
-from jdaso.perf.advice import OLDEST, too_old
+from jdaso.perf.advice import too_old
 
 WIRE = "bfloat16"  # if the configuration has none
 STEPS, PERIOD, DELAY = 24, 8, 4  # of the measurement, which posts after the steps 7, 15 and 23
@@ -65,9 +65,10 @@ def choose(
         text = (
             f"a step takes {alone:.3g} s, and an exchange in {wire} {costs.exchange_time:.3g} s. "
             f"Expected: {found[0].step_time:.3g} s. "
-            + (f"{too_old()} " if found[0].staleness > OLDEST else "")
             + taken_back(dataclasses.replace(config, **best), topology.num_nodes)
         )
+        if warning := too_old(found[0].staleness):
+            text += f". {warning}"
     if topology.rank == 0:
         options = " ".join(f"{configuration.option(name)} {best[name]}" for name in CHOSEN)
         print(f"--period auto chose {options}: {text}", flush=True)

@@ -87,8 +87,7 @@ def averaging(
         raise ValueError(
             f"{name}: the wire {rounds.pop()} sends differences from an anchor, and does not "
             'go with a merge that adds the mean\'s change, as merge="delta" does: use the wire '
-            "float32, or bfloat16, "
-            "which rounds the sum of each merge."
+            "float32, or bfloat16, which rounds the sum of each merge."
         )
     if merge.base is not None and not merge.shared:
         raise ValueError(f"{name}: a merge with a base must be shared, because all nodes use it.")

@@ -45,8 +45,8 @@ Measurements confirm this only in part.
         f"{STEPS_PER_STALENESS:.0%} more steps. Rounding counts as nothing, except for the "
         "time of copies."
     )
-    if best.staleness > OLDEST:
-        lines.append(too_old())
+    if text := too_old(best.staleness):
+        lines.append(text)
     if best.delay and (best.delay > LONGEST_DELAY or nodes > FEW_NODES):
         lines.append(
             f"Delay {best.delay} may cost accuracy. In the papers, delays up to {LONGEST_DELAY} "
@@ -78,8 +78,10 @@ Measurements confirm this only in part.
     return [*lines, f"\n{code(best)}"]
 
 
-def too_old() -> str:
-    """What to do if what a node knows is older than ``OLDEST`` steps."""
+def too_old(staleness: float) -> str:
+    """What to do if what a node knows is older than ``OLDEST`` steps; empty if it is not."""
+    if staleness <= OLDEST:
+        return ""
     return (
         f"The rule was measured up to an age of {OLDEST} steps only. Choose a larger batch per "
         "node, or diloco, which is made for long periods."
