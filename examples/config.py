@@ -58,7 +58,7 @@ DECAY = {
     "constant": {},
 }
 #: The period that the first steps of the run choose, see auto_period.py.
-AUTO = -1
+AUTO: Any = "auto"
 #: Keys that do not change the result. A resumed run may change them.
 MAY_CHANGE = {"data", "workers", "out", "keep", "save_every", "resume", "on_failure", "tensorboard"}
 
@@ -422,7 +422,9 @@ def _or_none(kind: type) -> Any:
     """Reads ``none`` as None, so that an option can undo what a file sets, and ``auto``."""
 
     def read_option(text: str) -> Any:
-        return {"none": None, "auto": AUTO}[text] if text in ("none", "auto") else kind(text)
+        if text == "none":
+            return None
+        return AUTO if text == AUTO else kind(text)
 
     read_option.__name__ = kind.__name__  # argparse prints this name in errors
     return read_option

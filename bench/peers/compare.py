@@ -157,7 +157,9 @@ def main() -> None:
         print(f"skipped: {error}")
         sys.exit(77)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.with_suffix(".jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in found))
+    # The name may contain a dot.
+    lines, plot = (Path(f"{options.out}.{suffix}") for suffix in ("jsonl", "png"))
+    lines.write_text("".join(f"{json.dumps(x)}\n" for x in found))
     ours = next(line for line in found if line.get("peer") == "jdaso")
     title = (
         f"{options.nodes} nodes, one core each, {options.rate}, {options.delay}; "
@@ -169,8 +171,8 @@ def main() -> None:
     head, *rows = training_table(found) if training else step_table(found)
     for row in (head, ["---"] * len(head), *rows):
         print(f"| {' | '.join(row)} |")
-    print(f"\nplot: {options.out.with_suffix('.png')}")
-    draw(found, title, options.out.with_suffix(".png"))
+    print(f"\nplot: {plot}")
+    draw(found, title, plot)
 
 
 if __name__ == "__main__":

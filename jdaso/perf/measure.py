@@ -23,6 +23,7 @@ class Measured(NamedTuple):
     exchanges: list[tuple[float, float]]  # bytes and seconds in the background of each exchange
     overhead: float  # seconds of copies before and after one of the largest exchanges
     slowdown: float  # seconds by which one of the largest exchanges in flight slows computing
+    noise: float = 0.0  # seconds by which equal computations differed on the node with the most
 
     @property
     def largest(self) -> float:
@@ -89,8 +90,9 @@ def sweep(
             break
     # The median of each node comes first: the longest single time may be a disturbance.
     slowdown = longest(statistics.median(beside) - statistics.median(alone))
+    noise = longest(max(max(times) - min(times) for times in (alone, beside)))
     comm.Free()
-    return Measured(exchanges, statistics.median(overheads), max(0.0, slowdown))
+    return Measured(exchanges, statistics.median(overheads), max(0.0, slowdown), noise)
 
 
 def prepare(

@@ -16,7 +16,8 @@ from jdaso.perf.network import FLOAT32_WIRES
 from jdaso.perf.predict_command import add_model
 
 HELP = "measure the network between nodes and recommend a wire, a period and a delay"
-# (slowest - fastest) / median of equal exchanges. A larger ratio means a disturbed measurement.
+# A measurement was disturbed if equal exchanges, or equal computations beside them, differ by more
+# than this share of the time of an exchange.
 DISTURBED = 0.5
 
 
@@ -114,11 +115,16 @@ def report(
         "exchange is in flight."
     )
     for wire, found in measured.items():
-        times = found.times()
-        if max(times) - min(times) > DISTURBED * statistics.median(times):
+        times, texts = found.times(), []
+        allowed = DISTURBED * statistics.median(times)
+        if max(times) - min(times) > allowed:
+            texts.append(f"equal exchanges in {wire} took {min(times):.3g} to {max(times):.3g} s")
+        if found.noise > allowed:
+            texts.append(f"equal computations beside {wire} differed by {found.noise:.3g} s")
+        if texts:
             lines.append(
-                f"Unreliable: equal exchanges in {wire} took {min(times):.3g} to {max(times):.3g} "
-                "s, because hosts or network are busy with other work. Measure again without it."
+                f"Unreliable: {' and '.join(texts)}, because hosts or network are busy with other "
+                "work. Measure again without it."
             )
     lines.append("")
     if args.step_time is None:

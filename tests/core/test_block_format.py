@@ -164,6 +164,26 @@ def test_the_mean_over_time_of_constant_gradients_is_exact(name):
     assert (error <= bound + steps * 2.0**-24 * np.abs(grads).max()).all()
 
 
+@pytest.mark.parametrize(
+    ("name", "small", "step"), [("int8", 1e-5, 1 / 64), ("float4", 1e-4, 1 / 8)]
+)
+def test_numbers_far_below_the_step_of_their_block_are_sent_in_the_end(name, small, step):
+    """The residual sums up what is not sent, so it needs more bits than the wire."""
+    averaging = jdaso.allreduce_gradients(jdaso.single_exchange(wire=name))
+    grads, steps = jnp.array([1.0, small]), 4000
+
+    def body(carry, _):
+        state, sent = carry
+        mean, state = averaging.update(grads, state, grads)
+        return (state, sent + mean), None
+
+    start = averaging.init(grads), jnp.zeros(2)
+    (_, sent), _ = jax.jit(lambda x: jax.lax.scan(body, x, length=steps))(start)
+    # The residual is at most half a step of the message and half a step of the sum.
+    np.testing.assert_allclose(sent, steps * grads, rtol=0, atol=step)
+    assert steps * small > step
+
+
 def distance(one, other):
     """Distance of two runs at each step, relative to the path of the parameters."""
     path = np.linalg.norm(other - other[:1], axis=(1, 2)).max()

@@ -166,7 +166,7 @@ def test_a_file_that_is_missing_is_named(refused, tmp_path):
         ("--period 4 --delay 5", "--delay must not exceed --period 4, got 5."),
         ("--period auto --delay 5", "--period auto chooses the delay as well; leave --delay out."),
         ("--period auto --sync easgd", "--period auto needs --sync daso or dasgd, got easgd."),
-        ("--fragments auto", "--fragments must be a whole number in [1, inf), got -1."),
+        ("--fragments auto", "--fragments must be a whole number, got 'auto'."),
         ("--period 0", "--period must be a whole number in [1, inf), got 0."),
         ("--decay step", "--decay step needs --decay-epochs"),
         ("--decay step --decay-epochs 12 6", "--decay-epochs must increase within [3, 24)"),
@@ -229,6 +229,10 @@ def test_none_takes_back_what_a_file_says(file):
     words = ["--sync", "easgd", "--delay", "none", "--decay", "constant", "--decay-epochs"]
     parsed = parse(["--config", path, *words])
     assert (parsed.period, parsed.delay, parsed.decay_epochs) == (8, None, ())
+
+
+def test_a_file_can_leave_the_period_to_the_run(file):
+    assert parse(["--config", file("period = 'auto'")]).period == config.AUTO
 
 
 def test_what_is_saved_is_the_resolved_configuration_in_its_order(tmp_path):

@@ -178,14 +178,14 @@ def test_advice_warns(times, line):
     assert line in advised(*times)
 
 
-def report(measured, hosts=("a", "b"), **changes):
+def report(measured, hosts=("a", "b"), noise=0.0, **changes):
     """The report of tune on measured exchanges of 1000 parameters."""
     defaults = {"parameters": 1000, "step_time": None}
     topology = argparse.Namespace(
         num_nodes=len(hosts), processes=[argparse.Namespace(host=host) for host in hosts]
     )
     arguments = argparse.Namespace(**(defaults | changes))
-    found = tune.Measured(measured, overhead=0.001, slowdown=0.002)
+    found = tune.Measured(measured, overhead=0.001, slowdown=0.002, noise=noise)
     return "\n".join(tune.report(arguments, topology, {"float32": found}))
 
 
@@ -215,6 +215,12 @@ def test_tune_warns_of_unreliable_measurements():
     text = report([(1000, 0.002), (4000, 0.005), (4000, 0.009)], hosts=("a", "a", "b"))
     assert "Unreliable: equal exchanges in float32 took 0.005 to 0.009 s" in text
     assert "This did not measure a network: 3 nodes share 2 hosts" in text
+
+
+def test_tune_warns_if_computing_was_disturbed():
+    assert "Unreliable" not in report([(1000, 0.002), (4000, 0.005)], noise=0.002)
+    text = report([(1000, 0.002), (4000, 0.005)], noise=0.003)
+    assert "Unreliable: equal computations beside float32 differed by 0.003 s, because" in text
 
 
 def test_tune_goes_on_without_a_bandwidth():

@@ -1,7 +1,6 @@
 #include "block_kernels.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
 // One version for each vector unit. The loader takes the best one that the processor has.
@@ -57,7 +56,7 @@ struct Int8 {
   static constexpr int kMaxExponent = 121;
   static constexpr size_t kRow = 1 + kBlock;
 
-  static JDASO_INLINE int Doublings(float) { return 0; }
+  static JDASO_INLINE uint32_t Doublings(uint32_t) { return 0; }
   static JDASO_INLINE void Store(const int8_t* codes, uint8_t* row) { std::memcpy(row + 1, codes, kBlock); }
   static JDASO_INLINE void Load(const uint8_t* row, float* integers) {
     for (size_t i = 0; i < kBlock; ++i) integers[i] = static_cast<int8_t>(row[1 + i]);
@@ -70,19 +69,19 @@ struct Float4 {
   static constexpr int kMaxExponent = 124;
   static constexpr size_t kHalf = kBlock / 2, kRow = 1 + kHalf;
 
-  static JDASO_INLINE int Doublings(float magnitude) { return (magnitude >= 4) + (magnitude >= 8); }
+  static JDASO_INLINE uint32_t Doublings(uint32_t magnitude) { return std::max(magnitude >> 23, 128u) - 128; }
   static JDASO_INLINE void Store(const int8_t* codes, uint8_t* row) {
     for (size_t i = 0; i < kHalf; ++i) row[1 + i] = (codes[i] & 15) | static_cast<uint8_t>(codes[kHalf + i]) << 4;
   }
-  // One loop for each half, and sums in place of shifts, so that compilers vectorize them.
+  // One loop for each half, without comparisons, so that compilers vectorize them.
   static JDASO_INLINE void Load(const uint8_t* row, float* integers) {
     for (size_t i = 0; i < kHalf; ++i) integers[i] = Integer(static_cast<int8_t>(row[1 + i] << 4) >> 4);
     for (size_t i = 0; i < kHalf; ++i) integers[kHalf + i] = Integer(static_cast<int8_t>(row[1 + i]) >> 4);
   }
   static JDASO_INLINE float Integer(int code) {
-    const int size = code < 0 ? -code : code;
-    const int integer = size + (size > 4) + (size > 5) + 3 * (size > 6);
-    return static_cast<float>(code < 0 ? -integer : integer);
+    const int negative = code >> 31, size = (code ^ negative) - negative;
+    const int integer = size + std::max(size, 4) - 4 + 2 * (std::max(size, 6) - 6);
+    return static_cast<float>((integer ^ negative) - negative);
   }
 };
 
@@ -101,16 +100,15 @@ JDASO_INLINE void Pack(const float* block, float* rounded, uint8_t* row) {
   row[0] = static_cast<uint8_t>(exponent);
   int8_t codes[kBlock];
   for (size_t i = 0; i < kBlock; ++i) {
-    const float x = block[i] * inverse;
-    const float above = x > -Format::kLimit ? x : -Format::kLimit;
-    const float inside = above < Format::kLimit ? above : Format::kLimit;
-    const int doublings = Format::Doublings(std::fabs(inside));
+    // Integers in place of comparisons of floats, so that compilers vectorize the loop.
+    const uint32_t bits = BitsOf(block[i] * inverse), magnitude = std::min(bits & 0x7fffffff, limit);
+    const float inside = FromBits(magnitude | (bits & 0x80000000));
+    const uint32_t twice = 2 * Format::Doublings(magnitude), negative = 0 - (bits >> 31);
     // In float32 numbers of the size of this one, the last bit stands for 2^doublings. A sum with
     // one is rounded to a multiple of that, which is in its lowest bits.
-    const float rounder = FromBits(0x4b400000 + (static_cast<uint32_t>(doublings) << 23));
+    const float rounder = FromBits(0x4b400000 + (twice << 22));
     const float sum = inside + rounder;
-    const int integer = static_cast<int8_t>(BitsOf(sum));
-    codes[i] = static_cast<int8_t>(integer + (integer < 0 ? -2 * doublings : 2 * doublings));
+    codes[i] = static_cast<int8_t>(BitsOf(sum) + ((twice ^ negative) - negative));
     rounded[i] = (sum - rounder) * scale;
   }
   Format::Store(codes, row);
