@@ -252,7 +252,10 @@ def complete(config: Config) -> Config:
         for field, *kind in _keys(config)
     }
     if values["period"] == AUTO and values["delay"] is not None:
-        raise SystemExit("--period auto chooses the delay as well; leave --delay out.")
+        raise SystemExit(
+            "--period auto chooses the delay as well; leave --delay out, or set it to none if a "
+            "file sets it."
+        )
     for chooser, users in config.CHOOSERS.items():
         own = users[values[chooser]]
         # Keys of algorithms that only other programs have are refused as well.
@@ -264,6 +267,8 @@ def complete(config: Config) -> Config:
                     f"{option(name)} has no effect with {option(chooser)} {values[chooser]}; "
                     "leave it out, or set it to none if a file sets it."
                 )
+    if values["period"] == AUTO:
+        values["delay"] = None
     config = dataclasses.replace(config, **values)
     _check_together(config)
     return config

@@ -23,7 +23,7 @@ class Measured(NamedTuple):
     exchanges: list[tuple[float, float]]  # bytes and seconds in the background of each exchange
     overhead: float  # seconds of copies before and after one of the largest exchanges
     slowdown: float  # seconds by which one of the largest exchanges in flight slows computing
-    noise: float = 0.0  # seconds by which equal computations differed on the node with the most
+    noise: float = 0.0  # seconds between the quartiles of equal computations, of the worst node
 
     @property
     def largest(self) -> float:
@@ -90,7 +90,7 @@ def sweep(
             break
     # The median of each node comes first: the longest single time may be a disturbance.
     slowdown = longest(statistics.median(beside) - statistics.median(alone))
-    noise = longest(max(max(times) - min(times) for times in (alone, beside)))
+    noise = longest(max(_between_quartiles(times) for times in (alone, beside)))
     comm.Free()
     return Measured(exchanges, statistics.median(overheads), max(0.0, slowdown), noise)
 
@@ -139,6 +139,11 @@ def matrix_products(seconds: float) -> Callable[[], object]:
     products(matrix, few).block_until_ready()  # compiles
     number = max(1, round(few * seconds / elapsed(lambda: products(matrix, few))))
     return lambda: products(matrix, number)
+
+
+def _between_quartiles(times: list[float]) -> float:
+    low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else (0.0, 0.0, 0.0)
+    return high - low
 
 
 def elapsed(compute: Callable[[], object]) -> float:

@@ -16,8 +16,8 @@ from jdaso.perf.network import FLOAT32_WIRES
 from jdaso.perf.predict_command import add_model
 
 HELP = "measure the network between nodes and recommend a wire, a period and a delay"
-# A measurement was disturbed if equal exchanges, or equal computations beside them, differ by more
-# than this share of the time of an exchange.
+# A measurement was disturbed if equal exchanges, or the quartiles of equal computations, differ by
+# more than this share of the time of an exchange.
 DISTURBED = 0.5
 
 
@@ -120,7 +120,7 @@ def report(
         if max(times) - min(times) > allowed:
             texts.append(f"equal exchanges in {wire} took {min(times):.3g} to {max(times):.3g} s")
         if found.noise > allowed:
-            texts.append(f"equal computations beside {wire} differed by {found.noise:.3g} s")
+            texts.append(f"equal computations with {wire} differed by {found.noise:.3g} s")
         if texts:
             lines.append(
                 f"Unreliable: {' and '.join(texts)}, because hosts or network are busy with other "

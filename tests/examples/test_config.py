@@ -164,7 +164,7 @@ def test_a_file_that_is_missing_is_named(refused, tmp_path):
         ("--epochs 3", "--warmup-epochs must be less than --epochs 3, got 3."),
         ("--epochs 5", "must not exceed --epochs 5, got 3 + 3."),
         ("--period 4 --delay 5", "--delay must not exceed --period 4, got 5."),
-        ("--period auto --delay 5", "--period auto chooses the delay as well; leave --delay out."),
+        ("--period auto --delay 5", "--period auto chooses the delay as well; leave --delay out"),
         ("--period auto --sync easgd", "--period auto needs --sync daso or dasgd, got easgd."),
         ("--fragments auto", "--fragments must be a whole number, got 'auto'."),
         ("--period 0", "--period must be a whole number in [1, inf), got 0."),
@@ -232,7 +232,9 @@ def test_none_takes_back_what_a_file_says(file):
 
 
 def test_a_file_can_leave_the_period_to_the_run(file):
-    assert parse(["--config", file("period = 'auto'")]).period == config.AUTO
+    parsed = parse(["--config", file("period = 'auto'")])
+    assert (parsed.period, parsed.delay) == (config.AUTO, None)
+    assert config.complete(parsed) == parsed
 
 
 def test_what_is_saved_is_the_resolved_configuration_in_its_order(tmp_path):

@@ -220,7 +220,7 @@ def test_tune_warns_of_unreliable_measurements():
 def test_tune_warns_if_computing_was_disturbed():
     assert "Unreliable" not in report([(1000, 0.002), (4000, 0.005)], noise=0.002)
     text = report([(1000, 0.002), (4000, 0.005)], noise=0.003)
-    assert "Unreliable: equal computations beside float32 differed by 0.003 s, because" in text
+    assert "Unreliable: equal computations with float32 differed by 0.003 s, because" in text
 
 
 def test_tune_goes_on_without_a_bandwidth():

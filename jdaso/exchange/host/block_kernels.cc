@@ -73,7 +73,7 @@ struct Float4 {
   static JDASO_INLINE void Store(const int8_t* codes, uint8_t* row) {
     for (size_t i = 0; i < kHalf; ++i) row[1 + i] = (codes[i] & 15) | static_cast<uint8_t>(codes[kHalf + i]) << 4;
   }
-  // One loop for each half, without comparisons, so that compilers vectorize them.
+  // One loop for each half, and maxima in place of conditions, so that compilers vectorize them.
   static JDASO_INLINE void Load(const uint8_t* row, float* integers) {
     for (size_t i = 0; i < kHalf; ++i) integers[i] = Integer(static_cast<int8_t>(row[1 + i] << 4) >> 4);
     for (size_t i = 0; i < kHalf; ++i) integers[kHalf + i] = Integer(static_cast<int8_t>(row[1 + i]) >> 4);

@@ -64,3 +64,15 @@ def test_blocks_are_summed_and_decoded_with_and_without_a_library(name):
     decoded = np.empty((7, 64), np.float32)
     block_kernels.unpack_blocks(packed[1], decoded)
     np.testing.assert_array_equal(decoded, unpack(packed[1]))
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_byte_is_decoded_as_the_format_says(name):
+    rows = FORMATS[name]
+    size = rows.row_bytes - 1
+    codes = np.arange(256, dtype=np.uint8).reshape(-1, size)
+    packed = np.concatenate([np.ones((len(codes), 1), np.uint8), codes], axis=1).view(rows.dtype)
+    decoded = np.empty((len(packed), 64), np.float32)
+    block_kernels.unpack_blocks(packed, decoded)
+    np.testing.assert_array_equal(decoded, unpack(packed))
