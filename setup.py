@@ -23,12 +23,8 @@ if jaxlib is not None and jaxlib.origin is not None:
                 for name in ("ffi_queue", "block_kernels", "cuda_driver")
             ],
             include_dirs=[str(Path(jaxlib.origin).parent / "include")],
-            # Without contraction to fused operations, the bits are those of NumPy. The other
-            # options let the compiler vectorize comparisons of floating-point numbers.
-            extra_compile_args=[
-                *("-std=c++17", "-O3", "-ffp-contract=off"),
-                *("-fno-math-errno", "-fno-trapping-math"),
-            ],
+            # Without contraction to fused operations, the bits are those of NumPy.
+            extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off"],
             libraries=["dl"],
             language="c++",
             optional=True,
