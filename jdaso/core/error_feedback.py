@@ -20,9 +20,9 @@ of the parameters.
 - The first exchange has no mean to differ from. It is in float32, or in the leaves' dtype if that
   is narrower.
 - Gradients need no anchor: a = 0.
-- The residual has as many bits as the anchor. In bfloat16 it would need half of the memory, but
-  numbers that are much smaller than the largest of their block would never be sent: the residual
-  would stop growing before it reaches half a step of the block.
+- The residual is not kept in bfloat16, which would need half of the memory. It would stop growing
+  before it reaches half a step of the block. Numbers that are much smaller than the largest of
+  their block would then never be sent.
 - EASGD and DiLoCo move their anchor themselves. The mean is still a + C(s) / P, and the rounding
   errors stay in the residuals, so that sums over time lose nothing.
 - On CPUs with compiled code, the exchange computes these equations while it copies, with the same

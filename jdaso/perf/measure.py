@@ -142,7 +142,9 @@ def matrix_products(seconds: float) -> Callable[[], object]:
 
 
 def _between_quartiles(times: list[float]) -> float:
-    low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else (0.0, 0.0, 0.0)
+    if len(times) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(times, n=4)
     return high - low
 
 

@@ -164,7 +164,11 @@ def test_a_file_that_is_missing_is_named(refused, tmp_path):
         ("--epochs 3", "--warmup-epochs must be less than --epochs 3, got 3."),
         ("--epochs 5", "must not exceed --epochs 5, got 3 + 3."),
         ("--period 4 --delay 5", "--delay must not exceed --period 4, got 5."),
-        ("--period auto --delay 5", "--period auto chooses the delay as well; leave --delay out"),
+        (
+            "--period auto --delay 5",
+            "--period auto chooses the delay as well; leave --delay out, or set it to none if a "
+            "file sets it.",
+        ),
         ("--period auto --sync easgd", "--period auto needs --sync daso or dasgd, got easgd."),
         ("--fragments auto", "--fragments must be a whole number, got 'auto'."),
         ("--period 0", "--period must be a whole number in [1, inf), got 0."),
