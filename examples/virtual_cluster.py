@@ -70,7 +70,7 @@ def fixed(period: jax.Array, delay: jax.Array) -> jdaso.Schedule:
         plan = jdaso.core.Plan(1, period, delay, step + 1, flush=no, blocking=no, epoch_end=no)
         return plan, state
 
-    return jdaso.Schedule(lambda: (), plan, lambda state, loss: state, max(PERIODS), True)
+    return jdaso.Schedule(lambda: (), plan, lambda state, loss: state, max(PERIODS))
 
 
 def phases(period: int, delay: int, steps: int) -> jdaso.Schedule:

@@ -46,7 +46,7 @@ def constant(period: int, delay: int = 0) -> Schedule:
         return _cycling_plan(period, delay, step + 1), state
 
     delays = {"may_block": delay == 0, "may_delay": delay > 0}
-    return Schedule(lambda: (), plan, lambda state, loss: state, period, delay == period, **delays)
+    return Schedule(lambda: (), plan, lambda state, loss: state, period, **delays)
 
 
 def by_step(function: Callable[[jax.Array], tuple[Number, Number]]) -> Schedule:
@@ -97,8 +97,7 @@ def by_step(function: Callable[[jax.Array], tuple[Number, Number]]) -> Schedule:
         plan = _cycling_plan(period, jnp.clip(delay, 0, period), step - last)
         return plan, jnp.where(plan.posts(), jnp.asarray(step, jnp.int32), last)
 
-    longest, fills_period = int(periods.max()), bool((periods == delays).any())
-    return Schedule(lambda: jnp.int32(-1), plan, lambda state, loss: state, longest, fills_period)
+    return Schedule(lambda: jnp.int32(-1), plan, lambda state, loss: state, int(periods.max()))
 
 
 def linear(start: tuple[int, int], end: tuple[int, int], steps: int) -> Schedule:
@@ -252,10 +251,7 @@ def cycling(
         same = state._replace(best=best, bad_epochs=bad_epochs)
         return where_tree(bad_epochs > patience, new, same)
 
-    # Halving at the ends of epochs takes both to 1.
-    fills = delay == period or (epoch is not None and delay > 0)
-    late = {"delay_fills_period": fills, "may_delay": delay > 0}
-    return Schedule(init, plan, observe, longest=period, total=total, **late)
+    return Schedule(init, plan, observe, longest=period, total=total, may_delay=delay > 0)
 
 
 def _cycling_plan(period: Number, delay: Number, clock: Number) -> Plan:

@@ -49,8 +49,8 @@ def dasgd(
         An optax transformation. Put it last in a chain. ``update`` requires ``params``.
 
     Raises:
-        ValueError: for an xi outside [0, 1], a delay above the period or, with xi = 0, equal to
-            it, more fragments than steps in a period, or an unknown wire.
+        ValueError: for an xi outside [0, 1], a delay above the period, more fragments than steps in
+            a period, or an unknown wire.
 
     References:
         Zhou et al., DaSGD: Squeezing SGD parallelization performance in distributed training
@@ -62,7 +62,6 @@ def dasgd(
     """
     check_share("xi", xi)
     schedule = defaults.resolve_schedule("dasgd", period, delay, schedule)
-    defaults.check_progress("dasgd", "xi", xi, schedule)
     merge, options = mixing_merge(xi), {"nonfinite": nonfinite, "fragments": fragments}
     return defaults.averaging_on_one_wire("dasgd", exchange, schedule, merge, wire, **options)
 

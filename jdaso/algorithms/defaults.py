@@ -59,20 +59,6 @@ def python_float(argument: str, value: Any) -> Any:
     return float(value) if is_concrete(argument, value) else value
 
 
-def check_progress(name: str, share: str, value: float, schedule: Schedule) -> None:
-    """Raises ValueError if a merge would discard every local step.
-
-    A mean with a delay of a whole period is older than all steps since the last merge. If a
-    node's own parameters have weight 0, the mean replaces these steps, and training stands still.
-    """
-    if is_concrete(share, value) and value == 0 and schedule.delay_fills_period:
-        raise ValueError(
-            f"{name}: delay must be less than period where {share} is 0, or the merge would "
-            "discard every step; got a schedule whose delay reaches its period (at most "
-            f"{schedule.longest} steps, or 1 step after a cycling schedule has halved both)."
-        )
-
-
 def mix_leaves(own: float, leaves: list[jax.Array], others: list[jax.Array]) -> list[jax.Array]:
     """``own x + (1 - own) y``; for the number 0 exactly y, even where x is not finite."""
     if is_concrete("own", own) and own == 0:

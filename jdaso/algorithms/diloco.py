@@ -104,9 +104,8 @@ def diloco(
         to ``init`` must be equal on all nodes. An MPI exchange raises an error if anchors differ.
 
     Raises:
-        ValueError: for a warmup below 0, a mix outside [0, 1), a delay above the period or, with
-            mix = 0, equal to it, more fragments than steps in a period or leaves, or an unknown
-            wire.
+        ValueError: for a warmup below 0, a mix outside [0, 1), a delay above the period, more
+            fragments than steps in a period or leaves, or an unknown wire.
 
     References:
         Douillard et al., DiLoCo: Distributed low-communication training of language models,
@@ -128,7 +127,6 @@ def diloco(
     if warmup:
         outer = _with_warmup(outer, warmup)
     schedule = defaults.resolve_schedule("diloco", period, delay, schedule)
-    defaults.check_progress("diloco", "mix", mix, schedule)
     merge, options = _outer_merge(outer, mix), {"nonfinite": nonfinite, "fragments": fragments}
     return defaults.averaging_on_one_wire("diloco", exchange, schedule, merge, wire, **options)
 
@@ -198,12 +196,15 @@ def _outer_merge(outer: optax.GradientTransformation, mix: float) -> Merge:
         gradient = jax.tree.map(lambda a, m: a - m, state.anchor, mean)
         updates, outer_state = outer.update(gradient, state.outer, state.anchor)
         anchor = optax.apply_updates(state.anchor, updates)
-        mixed = defaults.mix_leaves(mix, leaves, jax.tree.leaves(anchor))
-        return mixed, DilocoState(anchor, outer_state)
+        return leaves, DilocoState(anchor, outer_state)
+
+    def adopt(leaves: Leaves, state: DilocoState) -> Leaves:
+        return defaults.mix_leaves(mix, leaves, jax.tree.leaves(state.anchor))
 
     return Merge(
         init,
         merge,
+        adopt,
         own_weight=lambda arrival: mix,
         shared=True,
         base=lambda state: jax.tree.leaves(state.anchor),

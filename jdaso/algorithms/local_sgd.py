@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from jdaso.algorithms.dasgd import mixing_merge
-from jdaso.algorithms.defaults import averaging_on_one_wire, check_progress, resolve_schedule
+from jdaso.algorithms.defaults import averaging_on_one_wire, resolve_schedule
 from jdaso.core.exchange import Exchange
 from jdaso.core.fragments import Fragments
 from jdaso.core.transformation import Averaging
@@ -57,8 +57,8 @@ def local_sgd(
         An optax transformation. Put it last in a chain. ``update`` requires ``params``.
 
     Raises:
-        ValueError: for a period below 1, a delay above the period or, with ``merge="mean"``, equal
-            to it, an unknown merge or wire, or more fragments than steps in a period.
+        ValueError: for a period below 1, a delay above the period, an unknown merge or wire, or
+            more fragments than steps in a period.
 
     References:
         The delta rule is ``delta_rule_averaging`` of ``TrainingStateAverager`` in hivemind,
@@ -69,8 +69,6 @@ def local_sgd(
     """
     check_choice("merge", merge, MERGES)
     schedule = resolve_schedule("local_sgd", period, delay, schedule)
-    if merge == "mean":
-        check_progress("local_sgd", "a node's own weight", 0.0, schedule)
     rule = mixing_merge(0.0) if merge == "mean" else _DELTA
     options = {"nonfinite": nonfinite, "fragments": fragments}
     return averaging_on_one_wire("local_sgd", exchange, schedule, rule, wire, **options)

@@ -3,10 +3,10 @@
 After the local optimizer's update of a step, the engine changes the parameters in place. It does
 the following for each fragment of the parameters:
 
-1. It merges the exchange in flight, if its delay has passed, if the next exchange is due, or if
+1. It posts the parameters, if an exchange is due.
+2. It merges the exchange in flight, if its delay has passed, if the next exchange is due, or if
    the schedule requests to complete all exchanges.
-2. It posts an exchange, if one is due.
-3. It merges this exchange immediately, if its delay is 0.
+3. It merges the exchange of this step, if its delay is 0.
 
 At all other steps the parameters pass unchanged.
 """
@@ -24,7 +24,7 @@ from jax import lax
 from jdaso.core.block_format import FORMATS
 from jdaso.core.engine_config import EngineConfig, StepContext, planned, stop_unless_finite
 from jdaso.core.exchange import Exchange
-from jdaso.core.fragment_merge import merge_fragment
+from jdaso.core.fragment_merge import merge_fragment, no_arrival
 from jdaso.core.fragment_step import FragmentResult, skip_fragment, step_fragment, step_updates
 from jdaso.core.fragments import Fragments, float_positions, num_parameters
 from jdaso.core.initial_state import init_state
@@ -215,14 +215,17 @@ def _finish(
     positions_of = float_positions(params, config.fragments)
     for positions, fragment in zip(positions_of, state.fragments, strict=True):
         own, count = _bound(config, params, positions)
-        merged, fragment, lost = lax.cond(
+        merged, fragment, arrived = lax.cond(
             fragment.posted,
-            lambda x, f, n=count, c=own: merge_fragment(c, state.step, n, x, f)[:3],
-            lambda x, f: (x, f, jnp.zeros((), bool)),
+            lambda x, f, n=count, c=own: merge_fragment(c, state.step, n, x, f),
+            lambda x, f: (x, f, no_arrival()),
             [xs[i] for i in positions],
             fragment,
         )
-        left_out = left_out + lost
+        left_out = left_out + arrived.lost
+        fragment = fragment._replace(
+            posted=jnp.zeros((), bool), sound=fragment.sound | fragment.posted
+        )
         for i, x in zip(positions, merged, strict=True):
             xs[i] = x
         new_fragments.append(fragment)

@@ -205,6 +205,8 @@ class Exchange(NamedTuple):
         anyone: ``(flag) -> bool``, whether any node passed True in one call: this call, or over MPI
             the fourth before it. The answer is the same on all nodes. All nodes call it at the same
             steps, on the host, outside jit.
+        keeps_sums: whether the state holds the sums in flight. An exchange is then finished with
+            the state that its own ``start`` has returned, also if a later one has been posted.
         compares: whether the exchange compares the agreement numbers of the nodes. If not, the
             engine does not compute them.
         same_bits: whether the last agreement number, the shared state's, must be equal.
@@ -240,6 +242,7 @@ class Exchange(NamedTuple):
     restart: Callable[[int | None], None] = lambda total: None
     sent_leaves: Callable[[HostState], list[SentLeaf] | None] = lambda state: None
     anyone: Callable[[bool], bool] = lambda flag: flag
+    keeps_sums: bool = False
     compares: bool = False
     same_bits: bool = True
     topology: Callable[[], Any] = lambda: None  # the core must not import Topology

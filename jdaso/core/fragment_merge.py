@@ -15,16 +15,59 @@ from jdaso.core.merge_state import Dependence, SplitState, dependence, split_sta
 from jdaso.core.parts import Lists, finish_in_parts, joined
 from jdaso.core.state import FragmentState
 from jdaso.core.tree import division_by, where_tree
-from jdaso.core.types import Arrival, Leaves, PyTree
+from jdaso.core.types import Arrival, Leaves, Merge, PyTree
+
+
+class Arrived(NamedTuple):
+    """Scalars of an exchange whose sums have arrived.
+
+    Attributes:
+        members: float32, the number of nodes that have contributed.
+        age: int32, steps since the exchange was posted.
+        usable: bool, whether the sums are finite and not empty.
+        lost: bool, whether the sums are not finite.
+        losses: float32[2], sum and number of the losses of all nodes.
+    """
+
+    members: jax.Array
+    age: jax.Array
+    usable: jax.Array
+    lost: jax.Array
+    losses: jax.Array
+
+
+def no_arrival() -> Arrived:
+    """What stands for an exchange where none has arrived."""
+    no = jnp.zeros((), bool)
+    return Arrived(
+        jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32), no, no, jnp.zeros((2,), jnp.float32)
+    )
+
+
+def has_anchor(merge: Merge, fragment: FragmentState) -> bool:
+    """Whether the means of a fragment move an anchor, so that a merge can be deferred."""
+    return bool(fragment.feedback.anchor) or merge.base is not None
 
 
 def merge_fragment(
-    config: EngineConfig, step: jax.Array, num_params: int, leaves: Leaves, fragment: FragmentState
-) -> tuple[Leaves, FragmentState, jax.Array, jax.Array]:
+    config: EngineConfig,
+    step: jax.Array,
+    num_params: int,
+    leaves: Leaves,
+    fragment: FragmentState,
+    defer: bool = False,
+    obsolete: jax.Array | None = None,
+) -> tuple[Leaves, FragmentState, Arrived]:
     """Waits for the sums of a posted fragment and merges them.
 
-    Returns the leaves, the fragment's state, whether the sums were not finite, and sum and number
-    of the losses of all nodes.
+    Args:
+        defer: whether to leave the leaves to :func:`settle_fragment`, which needs an anchor. Only
+            the anchor and what belongs to it move, and leaves that are not finite become the mean.
+        obsolete: bool scalar, whether nothing is merged; None if never.
+
+    Returns:
+        The leaves, the fragment with the new states of the exchange, of the merge rule and of the
+        error feedback, and what has arrived.
     """
     merge, exchange, feedback = config.merge, config.exchange, fragment.feedback
     state = split_state(merge.init, fragment.merge)
@@ -32,7 +75,7 @@ def merge_fragment(
     if exchange.parts is not None:
         reads = dependence(merge, leaves[:num_params], state)
     anchor = anchors(merge, fragment.merge, feedback) if feedback else []
-    posted = _Posted(config, num_params, leaves, fragment, state, anchor)
+    posted = _Posted(config, num_params, leaves, fragment, state, anchor, defer, obsolete)
     merged: list[tuple[Lists, Leaves, Lists]] = []
 
     def merge_part(*arrived):
@@ -54,13 +97,33 @@ def merge_fragment(
         anchor = anchor[: len(feedback.anchor)]
         feedback = Feedback(residual, anchor, feedback.block_bits, ready)
     fragment = fragment._replace(
-        posted=jnp.zeros((), bool),
-        sound=jnp.ones((), bool),
-        exchange=exchange_state,
-        merge=state.rebuild(lists, merged[-1][1]),
-        feedback=feedback,
+        exchange=exchange_state, merge=state.rebuild(lists, merged[-1][1]), feedback=feedback
     )
-    return leaves, fragment, lost, header[1:3]
+    usable = ~lost & (header[0] > 0)
+    return leaves, fragment, Arrived(header[0], fragment.age, usable, lost, header[1:3])
+
+
+def settle_fragment(
+    config: EngineConfig,
+    num_params: int,
+    leaves: Leaves,
+    fragment: FragmentState,
+    arrived: Arrived,
+) -> tuple[Leaves, FragmentState]:
+    """Merges into the leaves what has arrived with ``defer``. The means are in the anchor."""
+    merge, members, state = config.merge, arrived.members, fragment.merge
+    own = [x.astype(r.dtype) for x, r in zip(leaves, fragment.feedback.residual, strict=True)]
+    if mean := fragment.feedback.anchor:
+        total = [members.astype(m.dtype) * m for m in mean]
+        numbers = members, arrived.age, jnp.ones((), bool)
+        merged, state = _apply(merge, num_params, own, Arrival(total, mean, *numbers), state)
+        state = where_tree(arrived.usable, state, fragment.merge)
+    else:
+        merged = merge.adopt(own, state)
+    leaves = [
+        jnp.where(arrived.usable, m.astype(x.dtype), x) for x, m in zip(leaves, merged, strict=True)
+    ]
+    return leaves, fragment._replace(merge=state)
 
 
 class _Posted(NamedTuple):
@@ -72,6 +135,8 @@ class _Posted(NamedTuple):
     fragment: FragmentState
     state: SplitState  # of the merge rule
     anchor: Leaves
+    defer: bool
+    obsolete: jax.Array | None
 
     @property
     def copied(self) -> bool:
@@ -87,7 +152,7 @@ def _merge_part(
     Returns the leaves and the lists that are like them, the rest of the merge rule's state, which
     is the same for all parts, and residual and anchor if the exchange has computed them.
     """
-    config, num_params, leaves, fragment, state, _ = posted
+    config, num_params, leaves, fragment, state, *_ = posted
     merge, feedback = config.merge, fragment.feedback
     members, finite = header[0], header[FINITE] > 0
     own, count = leaves[part], max(0, min(num_params, part.stop) - part.start)
@@ -99,14 +164,17 @@ def _merge_part(
         wide = [jnp.where(header[OWN] > 0, x, 0) for x in wide]
     else:
         wide = [jnp.where(fragment.sound, x, m) for x, m in zip(wide, mean, strict=True)]
-    arrival = Arrival(total[:count], mean[:count], members, fragment.age, fragment.sound)
     old_lists = [each[part] for each in state.lists]
     old_state = state.rebuild(old_lists, state.rest, part)
-    merged, new_state = merge.merge(wide[:count], arrival, old_state)
-    if merge.own_weight is not None:
-        w, moments = merge.own_weight(arrival), zip(wide[count:], mean[count:], strict=True)
-        merged = [*merged, *(w * x + (1 - w) * m for x, m in moments)]
+    arrival = Arrival(total, mean, members, fragment.age, fragment.sound)
+    if not posted.defer:
+        merged, new_state = _apply(merge, count, wide, arrival, old_state)
+    else:
+        merged = wide
+        new_state = old_state if feedback.anchor else merge.merge(wide, arrival, old_state)[1]
     usable = finite & (members > 0)
+    if posted.obsolete is not None:
+        usable &= ~posted.obsolete
     merged = [
         jnp.where(usable, m.astype(x.dtype), config.sync_target.fallback(x))
         for x, m in zip(own, merged, strict=True)
@@ -119,6 +187,19 @@ def _merge_part(
     # A sum that is not finite must not stay in the feedback.
     old_feedback = [feedback.residual[part], feedback.anchor[part]]
     return [*lists, *where_tree(finite, new_feedback, old_feedback)], rest, []
+
+
+def _apply(
+    merge: Merge, count: int, wide: Leaves, arrival: Arrival, state: PyTree
+) -> tuple[Leaves, PyTree]:
+    """Merges leaves, of which the first ``count`` are parameters and the others are moments."""
+    of_params = arrival._replace(total=arrival.total[:count], mean=arrival.mean[:count])
+    merged, state = merge.merge(wide[:count], of_params, state)
+    merged = merge.adopt(merged, state)
+    if merge.own_weight is not None:
+        w, moments = merge.own_weight(arrival), zip(wide[count:], arrival.mean[count:], strict=True)
+        merged = [*merged, *(w * x + (1 - w) * m for x, m in moments)]
+    return merged, state
 
 
 def _collect(posted: _Posted, state: PyTree, part: slice) -> tuple[Leaves, jax.Array, PyTree]:

@@ -29,7 +29,10 @@ def post_fragment(
     fragment: FragmentState,
     number: jax.Array,
 ) -> tuple[Leaves, FragmentState, jax.Array]:
-    """Posts a fragment. Returns its leaves, its state and the number of the next exchange."""
+    """Posts a fragment. Returns its leaves, its state and the number of the next exchange.
+
+    The leaves that are returned are ordered after the post, so that they may change in place.
+    """
     merge = config.merge
     params, moments = leaves[:num_params], leaves[num_params:]
     message, new_state = merge.message(params, fragment.merge)
@@ -43,20 +46,13 @@ def post_fragment(
     sent = _Message(number, context.step, message, header)
     exchange_state, following, feedback = _send(config, fragment, sent, wires, choice)
     if config.exchange.parts is not None:
-        # ``after`` makes the leaves depend on the post, so that the moves may change them in place.
+        # ``after`` makes the leaves depend on the post, so that later moves change them in place.
         whole = slice(0, len(leaves))
         exchange_state, [leaves] = config.exchange.parts.after(exchange_state, whole, [leaves])
-        params, moments = leaves[:num_params], leaves[num_params:]
         # Without the barrier, arrays that pass through this branch unchanged would make XLA copy
         # what the merge before the post has changed in place.
         new_state, feedback = lax.optimization_barrier((new_state, feedback))
-    # A node that does not contribute must not move, because the sum does not contain its move.
-    moved = [
-        jnp.where(sound, new, old)
-        for new, old in zip(merge.on_post(params, new_state), params, strict=True)
-    ]
     fragment = fragment._replace(
-        posted=jnp.ones((), bool),
         age=jnp.zeros((), jnp.int32),
         delay=context.plan.delay,
         number=number,
@@ -65,7 +61,7 @@ def post_fragment(
         merge=new_state,
         feedback=feedback,
     )
-    return [*moved, *moments], fragment, following
+    return leaves, fragment, following
 
 
 def _check(

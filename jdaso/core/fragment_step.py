@@ -9,7 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdaso.core.engine_config import EngineConfig, StepContext
-from jdaso.core.fragment_merge import merge_fragment
+from jdaso.core.fragment_merge import (
+    has_anchor,
+    merge_fragment,
+    no_arrival,
+    settle_fragment,
+)
 from jdaso.core.fragment_post import post_fragment
 from jdaso.core.state import FragmentState
 from jdaso.core.tree import difference
@@ -41,34 +46,89 @@ def step_fragment(
 ) -> tuple[Leaves, FragmentState, FragmentResult]:
     """Merges the exchange in flight and posts the fragment, as ``context`` says.
 
+    Where both are due, the node sends its leaves from before the merge (dasgd Eq. 2 and 7), and two
+    exchanges are in flight until the older one is merged.
+
     The first ``num_params`` leaves are parameters, the others are optimizer moments. ``number`` is
     that of the next exchange.
     """
+    merge, due, post = config.merge, context.due, context.post
+    at_once = post & (context.plan.delay == 0)
 
-    def collect(leaves, fragment):
-        return merge_fragment(config, context.step, num_params, leaves, fragment)
+    def send(leaves, fragment):
+        return lax.cond(
+            post,
+            lambda x, f: post_fragment(config, context, num_params, x, f, number),
+            lambda x, f: (x, f, number),
+            *(leaves, fragment),
+        )
 
-    def skip(leaves, fragment):
-        return leaves, fragment, jnp.zeros((), bool), jnp.zeros((2,), jnp.float32)
+    def collect(condition, leaves, fragment, **options):
+        return lax.cond(
+            condition,
+            lambda x, f: merge_fragment(config, context.step, num_params, x, f, **options),
+            lambda x, f: (x, f, no_arrival()),
+            *(leaves, fragment),
+        )
 
-    lost = context.due & context.post  # of an exchange that another schedule has posted
-    if config.schedule.may_delay:
-        leaves, fragment, lost, _ = lax.cond(context.due, collect, skip, leaves, fragment)
-    leaves, fragment, number = lax.cond(
-        context.post,
-        lambda x, f: post_fragment(config, context, num_params, x, f, number),
-        lambda x, f: (x, f, number),
-        leaves,
-        fragment,
+    # A merge replaces leaves that were not finite by the mean of the others.
+    repaired = due & (~fragment.sound | ~post)
+    if not config.schedule.may_delay:
+        leaves, fragment, following = send(leaves, fragment)
+        lost, repaired = due, jnp.zeros((), bool)  # another schedule has posted what is due
+    elif not fragment.feedback:
+        # The new exchange is posted first, so that the older one can be merged into the leaves in
+        # their place. Afterwards the state of the exchange has both.
+        earlier = fragment
+        leaves, fragment, following = send(leaves, fragment)
+        kept = config.exchange.keeps_sums
+        earlier = earlier._replace(
+            exchange=earlier.exchange if kept else fragment.exchange, merge=fragment.merge
+        )
+        # A change relative to what was sent earlier is obsolete where a blocking mean is posted:
+        # the sum of both would leave the nodes apart.
+        obsolete = at_once if merge.relative else None
+        leaves, earlier, arrived = collect(due, leaves, earlier, obsolete=obsolete)
+        fragment = fragment._replace(
+            exchange=fragment.exchange if kept else earlier.exchange, merge=earlier.merge
+        )
+        lost = arrived.lost
+    else:
+        # A node sends differences from an anchor that the sums move, so they arrive first. They are
+        # merged when the leaves have been sent, from the anchor that has become their mean.
+        defer = has_anchor(config.merge, fragment)
+        merged, fragment, arrived = collect(due, leaves, fragment, defer=defer)
+        leaves, fragment, following = send(merged if defer else leaves, fragment)
+        if defer:
+            leaves, fragment = lax.cond(
+                due,
+                lambda x, f: settle_fragment(config, num_params, x, f, arrived),
+                lambda x, f: (x, f),
+                *(leaves, fragment),
+            )
+        else:
+            leaves = merged
+        lost = arrived.lost
+    contributes = fragment.sound
+    fragment = fragment._replace(
+        posted=(fragment.posted & ~due) | post, sound=fragment.sound | repaired
     )
-    unsound = context.post & ~fragment.sound
-    losses = jnp.zeros((2,), jnp.float32)
+    if merge.on_post is not keep_leaves:
+        # A node that does not contribute must not move, because the sum does not contain its move.
+        leaves = lax.cond(
+            post & contributes,
+            lambda x: [*merge.on_post(x[:num_params], fragment.merge), *x[num_params:]],
+            lambda x: x,
+            leaves,
+        )
+    left_out, losses = lost.astype(jnp.int32) + (post & ~contributes), no_arrival().losses
     if config.schedule.may_block:
-        at_once = context.post & (context.plan.delay == 0)
-        leaves, fragment, lost_now, losses = lax.cond(at_once, collect, skip, leaves, fragment)
-        lost = lost.astype(jnp.int32) + lost_now
-    left_out = lost.astype(jnp.int32) + unsound
-    return leaves, fragment, FragmentResult(number, left_out, losses)
+        leaves, fragment, arrived = collect(at_once, leaves, fragment)
+        fragment = fragment._replace(
+            posted=fragment.posted & ~at_once, sound=fragment.sound | at_once
+        )
+        left_out, losses = left_out + arrived.lost, arrived.losses
+    return leaves, fragment, FragmentResult(following, left_out, losses)
 
 
 def step_updates(

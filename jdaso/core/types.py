@@ -55,7 +55,6 @@ class Schedule(NamedTuple):
             ``blocking``. ``loss`` is the mean loss of the epoch over all nodes, a float32 scalar
             with the same bits on every node.
         longest: the longest period in steps.
-        delay_fills_period: whether the delay may be as long as the period.
         may_block: whether the delay may be 0, and a plan ``blocking``. If not, a program contains
             no merge at the step that posts, and no code for the blocking wire.
         may_delay: whether the delay may be above 0. If not, a program contains only the merge at
@@ -68,7 +67,6 @@ class Schedule(NamedTuple):
     plan: Callable[[PyTree, jax.Array], tuple[Plan, PyTree]]
     observe: Callable[[PyTree, jax.Array], PyTree]
     longest: int
-    delay_fills_period: bool
     may_block: bool = True
     may_delay: bool = True
     total: int | None = None
@@ -95,7 +93,7 @@ class Arrival(NamedTuple):
 
 
 def keep_leaves(leaves: Leaves, state: PyTree) -> Leaves:
-    """Returns the leaves unchanged, the default of ``Merge.on_post``."""
+    """Returns the leaves unchanged, the default of ``Merge.adopt`` and ``Merge.on_post``."""
     return leaves
 
 
@@ -111,8 +109,12 @@ class Merge(NamedTuple):
         init: ``(params) -> state``, arrays only. With several fragments it is called for each of
             them, on a tree with :class:`optax.MaskedNode` in place of the other fragments' leaves.
         merge: ``(leaves, arrival, state) -> (leaves, state)``, called when the sums arrive.
-            ``leaves`` are the node's floating-point leaves in the dtype of ``arrival.total``.
-        on_post: ``(leaves, state) -> leaves``, called after the node has posted its leaves.
+            ``leaves`` are the node's floating-point leaves in the dtype of ``arrival.total``. With
+            a ``base`` it returns them unchanged, and ``adopt`` changes them.
+        adopt: ``(leaves, state) -> leaves``, called after ``merge`` with its results. Where the
+            next exchange is due at the same step, the node posts its leaves between the two.
+        on_post: ``(leaves, state) -> leaves``, called after the node has posted its leaves, and
+            after the merge of that step if there is one.
         message: ``(leaves, state) -> (message, state)``, computes what is posted. The arrays of
             the message have the shapes of the leaves.
         own_weight: ``(arrival) -> w``, the weight of a node's own optimizer moments m where they
@@ -132,6 +134,7 @@ class Merge(NamedTuple):
 
     init: Callable[[PyTree], PyTree]
     merge: Callable[[Leaves, Arrival, PyTree], tuple[Leaves, PyTree]]
+    adopt: Callable[[Leaves, PyTree], Leaves] = keep_leaves
     on_post: Callable[[Leaves, PyTree], Leaves] = keep_leaves
     own_weight: Callable[[Arrival], jax.Array | float] | None = None
     message: Callable[[Leaves, PyTree], tuple[Leaves, PyTree]] = send_leaves

@@ -82,4 +82,6 @@ def stored_exchange(
         del number, like
         return jax.tree.leaves(state.sums), state.header, state
 
-    return Exchange(num_nodes, check_wire("wire", wire), init, start, finish, broadcast)
+    return Exchange(
+        num_nodes, check_wire("wire", wire), init, start, finish, broadcast, keeps_sums=True
+    )

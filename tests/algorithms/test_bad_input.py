@@ -136,35 +136,6 @@ def test_an_exchange_of_the_wrong_type_is_refused():
         jdaso.daso(topology, RARE)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "lost"),
-    [
-        (jdaso.constant(4, 3), False),
-        (jdaso.constant(1, 0), False),
-        (jdaso.constant(1, 1), True),
-        (jdaso.schedules.by_step(lambda step: (4, step % 4)), False),
-        (jdaso.schedules.by_step(lambda step: (4, 4 * (step == 4000))), True),
-        (jdaso.schedules.linear((2, 1), (8, 4), 9), False),
-        (jdaso.schedules.linear((2, 0), (8, 8), 9), True),
-        (jdaso.cycling(4, 0, 0, 40, epoch=10, delay=0), False),
-        (jdaso.cycling(4, 0, 0, 40, epoch=10, delay=2), True),  # halving ends at period 1, delay 1
-    ],
-)
-def test_what_would_lose_every_step_is_refused(schedule, lost):
-    def build():
-        jdaso.dasgd(ALONE, schedule=schedule, xi=0)
-        jdaso.diloco(ALONE, schedule=schedule)
-        jdaso.local_sgd(ALONE, schedule=schedule)
-
-    if lost:
-        with pytest.raises(ValueError, match="discard every step"):
-            build()
-    else:
-        build()
-    jdaso.dasgd(ALONE, schedule=schedule, xi=0.25)
-    jdaso.diloco(ALONE, schedule=schedule, mix=0.5)
-
-
 @pytest.mark.parametrize("factory", [dasgd, diloco])
 def test_more_fragments_than_leaves_are_refused(factory):
     averaging = factory(fragments=3)

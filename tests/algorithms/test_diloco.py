@@ -38,7 +38,7 @@ def rules(draw, least_period=1):
     """Valid periods, delays and mixes of the papers' algorithm, which has no warm-up."""
     period = draw(st.integers(least_period, 6))
     delay = draw(st.integers(0, period))
-    mixes = [0.25, 0.6] if delay == period else [0.0, 0.25, 0.6]
+    mixes = [0.0, 0.25, 0.6]
     mix = draw(st.sampled_from(mixes))
     return {"period": period, "delay": delay, "mix": mix, "warmup": 0}
 

@@ -67,11 +67,11 @@ def test_daso_in_a_blocking_phase_is_a_mean_at_every_step():
     x, grads = random_run(4, 60, NODES)
     schedule = jdaso.cycling(period=4, warmup=30, cooldown=30, total=60)
     averaging = jdaso.daso(NODE_AXIS, schedule, blocking_wire="float32")
-    # With tx.update, XLA may leave out the rounding of the mean before it subtracts parameters.
-    daso, state = simulate(averaging, x, grads, in_place=True)
-    local_sgd, _ = simulate(jdaso.local_sgd(NODE_AXIS, period=1), x, grads, in_place=True)
+    daso, state = simulate(averaging, x, grads)
+    local_sgd, _ = simulate(jdaso.local_sgd(NODE_AXIS, period=1), x, grads)
     assert state.plan.blocking.all()
-    assert_same(daso, local_sgd)
+    # The programs differ, so XLA fuses the products that make a mean of a sum in different ways.
+    assert_near(daso, local_sgd)
 
 
 @pytest.mark.usefixtures("optimized")

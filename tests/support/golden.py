@@ -174,16 +174,19 @@ def daso(
         v = momentum * v + grads[t] if momentum else grads[t]  # 0 * inf would stay forever
         x = x - lr * v
 
-        # Merge first, then post: with S = B, what is posted is the merged value.
+        # What is posted is x before the merge of the same step, as Heat sends before it receives.
+        new = None
+        if (t - start + 1) % period == 0 or epoch_end:
+            new, sound = posted(x, t, delay, blocking_wire if blocking else wire)
+            left_out += ~sound
         if flight is not None and (t == flight.step + flight.delay or finish):
             ages[t].append(t - flight.step)
             x, flight = merged(x, flight, age=t - flight.step), None
-        if (t - start + 1) % period == 0 or epoch_end:
-            flight, sound = posted(x, t, delay, blocking_wire if blocking else wire)
-            left_out += ~sound
-            if delay == 0:
-                ages[t].append(0)
-                x, flight = merged(x, flight, age=0), None
+        if new is not None and delay == 0:
+            ages[t].append(0)
+            x = merged(x, new, age=0)
+        elif new is not None:
+            flight = new
 
         history.append((x, period, delay, phase, flight is not None))
         # The loss of an epoch is the mean over its steps and over all nodes, so that all decide

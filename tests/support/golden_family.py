@@ -73,7 +73,7 @@ def late_means(
 ) -> Run:
     """Means of x', taken after the steps k with (k + 1) mod period = turn, arrive delay steps late.
 
-    With delay = period, a mean is of what the arrival of the last one has left.
+    With delay = period, a mean is of x' from before the arrival of the last one (dasgd Eq. 7).
 
     Args:
         x: (P, n), where the nodes start.
@@ -93,14 +93,11 @@ def late_means(
 
     for k, update in enumerate(updates):
         x = stepped(x, update)
-        due = (k + 1) % period == turn
-        if due and delay == 0:
+        if (k + 1) % period == turn:
             take_mean(k)
-        if k - delay in means:  # (k + 1) mod tau = d, but for the first
+        if k - delay in means:  # (k + 1 - d) mod tau = 0
             mean = means.pop(k - delay)
             x, state = merge(recovered(x, mean), mean, state)
-        if due and delay > 0:
-            take_mean(k)
         params.append(x)
         common.append(state[0])
     return Run(np.array(params), np.array(common), left_out)
@@ -141,13 +138,10 @@ def delta(x: np.ndarray, updates: np.ndarray, period: int, delay: int, turn: int
         sound = is_sound(update)
         out |= ~sound
         x = x + np.where(sound[:, None], update, 0)
-        due = (k + 1) % period == turn
-        if due and delay == 0:
+        if (k + 1) % period == turn:
             post(k)
         if k - delay in posted:
             merge(k - delay)
-        if due and delay > 0:
-            post(k)
         params.append(x)
         common.append(mean)
     return Run(np.array(params), np.array(common), left_out)
@@ -214,13 +208,16 @@ def easgd(x: np.ndarray, updates: np.ndarray, period: int, alpha: float, delay: 
     for t, update in enumerate(updates):
         sound = is_sound(update)[:, None]
         x = np.where(sound, x, np.nan)
-        if delay > 0 and t - delay in means:
-            x = recovered(x, means.pop(t - delay))
-        if t > 0 and t % period == 0:  # Algorithm 1; at t = 0 every x equals c
+        due = t > 0 and t % period == 0  # Algorithm 1; at t = 0 every x equals c
+        if due:
             post, contributed = golden.posted(x, t, delay, wire=None)
             left_out += ~contributed
+        if delay > 0 and t - delay in means:
+            x = recovered(x, means.pop(t - delay))
+        if due:
             beta, means[t] = post.members * alpha, post.total / post.members
-            x, c = x - alpha * (x - c), (1 - beta) * c + beta * means[t]
+            x = np.where(contributed[:, None], x - alpha * (x - c), x)
+            c = (1 - beta) * c + beta * means[t]
         if delay == 0 and t in means:
             x = recovered(x, means.pop(t))
         x = x + np.where(sound, update, 0)
