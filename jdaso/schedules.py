@@ -45,7 +45,7 @@ def constant(period: int, delay: int = 0) -> Schedule:
     def plan(state, step):
         return _cycling_plan(period, delay, step + 1), state
 
-    delays = {"may_block": delay == 0, "may_delay": delay > 0}
+    delays = {"may_block": delay == 0, "may_delay": delay > 0, "may_coincide": delay == period}
     return Schedule(lambda: (), plan, lambda state, loss: state, period, **delays)
 
 

@@ -196,15 +196,12 @@ def _outer_merge(outer: optax.GradientTransformation, mix: float) -> Merge:
         gradient = jax.tree.map(lambda a, m: a - m, state.anchor, mean)
         updates, outer_state = outer.update(gradient, state.outer, state.anchor)
         anchor = optax.apply_updates(state.anchor, updates)
-        return leaves, DilocoState(anchor, outer_state)
-
-    def adopt(leaves: Leaves, state: DilocoState) -> Leaves:
-        return defaults.mix_leaves(mix, leaves, jax.tree.leaves(state.anchor))
+        mixed = defaults.mix_leaves(mix, leaves, jax.tree.leaves(anchor))
+        return mixed, DilocoState(anchor, outer_state)
 
     return Merge(
         init,
         merge,
-        adopt,
         own_weight=lambda arrival: mix,
         shared=True,
         base=lambda state: jax.tree.leaves(state.anchor),

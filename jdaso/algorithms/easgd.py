@@ -161,4 +161,4 @@ def _elastic_merge(alpha: float) -> Merge:
     def base(state: ElasticState) -> Leaves:
         return split(state.center)[0]
 
-    return Merge(init, merge, on_post=on_post, shared=True, base=base)
+    return Merge(init, merge, on_post, shared=True, base=base)

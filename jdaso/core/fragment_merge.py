@@ -44,25 +44,17 @@ def no_arrival() -> Arrived:
     )
 
 
-def has_anchor(merge: Merge, fragment: FragmentState) -> bool:
-    """Whether the means of a fragment move an anchor, so that a merge can be deferred."""
-    return bool(fragment.feedback.anchor) or merge.base is not None
-
-
 def merge_fragment(
     config: EngineConfig,
     step: jax.Array,
     num_params: int,
     leaves: Leaves,
     fragment: FragmentState,
-    defer: bool = False,
     obsolete: jax.Array | None = None,
 ) -> tuple[Leaves, FragmentState, Arrived]:
     """Waits for the sums of a posted fragment and merges them.
 
     Args:
-        defer: whether to leave the leaves to :func:`settle_fragment`, which needs an anchor. Only
-            the anchor and what belongs to it move, and leaves that are not finite become the mean.
         obsolete: bool scalar, whether nothing is merged; None if never.
 
     Returns:
@@ -75,7 +67,7 @@ def merge_fragment(
     if exchange.parts is not None:
         reads = dependence(merge, leaves[:num_params], state)
     anchor = anchors(merge, fragment.merge, feedback) if feedback else []
-    posted = _Posted(config, num_params, leaves, fragment, state, anchor, defer, obsolete)
+    posted = _Posted(config, num_params, leaves, fragment, state, anchor, obsolete)
     merged: list[tuple[Lists, Leaves, Lists]] = []
 
     def merge_part(*arrived):
@@ -103,27 +95,57 @@ def merge_fragment(
     return leaves, fragment, Arrived(header[0], fragment.age, usable, lost, header[1:3])
 
 
-def settle_fragment(
-    config: EngineConfig,
+def arrive(
+    config: EngineConfig, step: jax.Array, leaves: Leaves, fragment: FragmentState
+) -> tuple[FragmentState, Arrived]:
+    """Waits for sums that move the anchor of the error feedback, for :func:`merge_anchor`."""
+    exchange, feedback = config.exchange, fragment.feedback
+    state = split_state(config.merge.init, fragment.merge)
+    posted = _Posted(config, 0, leaves, fragment, state, feedback.anchor, None)
+    copied: list[Lists] = []
+
+    def move(part: slice, arrived: Leaves, header: jax.Array) -> Lists:
+        _, new = _means(posted, part, arrived, header[0])
+        if posted.copied:
+            copied.append(new)
+            return []
+        # A sum that is not finite must not stay in the feedback.
+        return where_tree(header[FINITE] > 0, new, [feedback.residual[part], feedback.anchor[part]])
+
+    results, header, exchange_state = finish_in_parts(
+        *(exchange, fragment.exchange, leaves, functools.partial(_collect, posted), move),
+        into=None if posted.copied else [feedback.residual, feedback.anchor],
+    )
+    residual, anchor = joined(copied) if posted.copied else results
+    lost = ~stop_unless_finite(config, header[FINITE] > 0, step)
+    usable = ~lost & (header[0] > 0)
+    feedback = Feedback(residual, anchor, feedback.block_bits, feedback.anchor_ready | usable)
+    arrived = Arrived(header[0], fragment.age, usable, lost, header[1:3])
+    return fragment._replace(exchange=exchange_state, feedback=feedback), arrived
+
+
+def merge_anchor(
+    merge: Merge,
     num_params: int,
     leaves: Leaves,
-    fragment: FragmentState,
+    state: PyTree,
+    mean: Leaves,
+    sound: jax.Array,
     arrived: Arrived,
-) -> tuple[Leaves, FragmentState]:
-    """Merges into the leaves what has arrived with ``defer``. The means are in the anchor."""
-    merge, members, state = config.merge, arrived.members, fragment.merge
-    own = [x.astype(r.dtype) for x, r in zip(leaves, fragment.feedback.residual, strict=True)]
-    if mean := fragment.feedback.anchor:
-        total = [members.astype(m.dtype) * m for m in mean]
-        numbers = members, arrived.age, jnp.ones((), bool)
-        merged, state = _apply(merge, num_params, own, Arrival(total, mean, *numbers), state)
-        state = where_tree(arrived.usable, state, fragment.merge)
-    else:
-        merged = merge.adopt(own, state)
+) -> tuple[Leaves, PyTree]:
+    """Merges the means that have become the anchor. Returns the leaves and the rule's state.
+
+    ``sound`` is that of the fragment when the sums arrived.
+    """
+    members = arrived.members
+    total = [members.astype(m.dtype) * m for m in mean]
+    wide = [jnp.where(sound, x.astype(m.dtype), m) for x, m in zip(leaves, mean, strict=True)]
+    arrival = Arrival(total, mean, members, arrived.age, sound)
+    merged, new = _apply(merge, num_params, wide, arrival, state)
     leaves = [
-        jnp.where(arrived.usable, m.astype(x.dtype), x) for x, m in zip(leaves, merged, strict=True)
+        jnp.where(arrived.usable, m.astype(x.dtype), x) for m, x in zip(merged, leaves, strict=True)
     ]
-    return leaves, fragment._replace(merge=state)
+    return leaves, where_tree(arrived.usable, new, state)
 
 
 class _Posted(NamedTuple):
@@ -135,7 +157,6 @@ class _Posted(NamedTuple):
     fragment: FragmentState
     state: SplitState  # of the merge rule
     anchor: Leaves
-    defer: bool
     obsolete: jax.Array | None
 
     @property
@@ -167,11 +188,7 @@ def _merge_part(
     old_lists = [each[part] for each in state.lists]
     old_state = state.rebuild(old_lists, state.rest, part)
     arrival = Arrival(total, mean, members, fragment.age, fragment.sound)
-    if not posted.defer:
-        merged, new_state = _apply(merge, count, wide, arrival, old_state)
-    else:
-        merged = wide
-        new_state = old_state if feedback.anchor else merge.merge(wide, arrival, old_state)[1]
+    merged, new_state = _apply(merge, count, wide, arrival, old_state)
     usable = finite & (members > 0)
     if posted.obsolete is not None:
         usable &= ~posted.obsolete
@@ -195,7 +212,6 @@ def _apply(
     """Merges leaves, of which the first ``count`` are parameters and the others are moments."""
     of_params = arrival._replace(total=arrival.total[:count], mean=arrival.mean[:count])
     merged, state = merge.merge(wide[:count], of_params, state)
-    merged = merge.adopt(merged, state)
     if merge.own_weight is not None:
         w, moments = merge.own_weight(arrival), zip(wide[count:], arrival.mean[count:], strict=True)
         merged = [*merged, *(w * x + (1 - w) * m for x, m in moments)]

@@ -52,6 +52,12 @@ def post_fragment(
         # Without the barrier, arrays that pass through this branch unchanged would make XLA copy
         # what the merge before the post has changed in place.
         new_state, feedback = lax.optimization_barrier((new_state, feedback))
+    # A node that does not contribute must not move, because the sum does not contain its move.
+    params, moments = leaves[:num_params], leaves[num_params:]
+    moved = [
+        jnp.where(sound, new, old)
+        for new, old in zip(merge.on_post(params, new_state), params, strict=True)
+    ]
     fragment = fragment._replace(
         age=jnp.zeros((), jnp.int32),
         delay=context.plan.delay,
@@ -61,7 +67,7 @@ def post_fragment(
         merge=new_state,
         feedback=feedback,
     )
-    return leaves, fragment, following
+    return [*moved, *moments], fragment, following
 
 
 def _check(

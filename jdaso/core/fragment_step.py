@@ -10,14 +10,14 @@ from jax import lax
 
 from jdaso.core.engine_config import EngineConfig, StepContext
 from jdaso.core.fragment_merge import (
-    has_anchor,
+    arrive,
+    merge_anchor,
     merge_fragment,
     no_arrival,
-    settle_fragment,
 )
 from jdaso.core.fragment_post import post_fragment
 from jdaso.core.state import FragmentState
-from jdaso.core.tree import difference
+from jdaso.core.tree import difference, where_tree
 from jdaso.core.types import Leaves, PyTree, keep_leaves
 
 
@@ -71,19 +71,26 @@ def step_fragment(
             *(leaves, fragment),
         )
 
+    sound = fragment.sound
     # A merge replaces leaves that were not finite by the mean of the others.
-    repaired = due & (~fragment.sound | ~post)
+    repaired = due & (~sound | ~post)
     if not config.schedule.may_delay:
         leaves, fragment, following = send(leaves, fragment)
         lost, repaired = due, jnp.zeros((), bool)  # another schedule has posted what is due
+    elif not config.schedule.may_coincide or merge.on_post is not keep_leaves:
+        # The order does not matter where both are never due at one step, and in a rule that moves
+        # the leaves when they are posted instead of merging something into them.
+        leaves, fragment, arrived = collect(due, leaves, fragment)
+        leaves, fragment, following = send(leaves, fragment)
+        lost = arrived.lost
     elif not fragment.feedback:
         # The new exchange is posted first, so that the older one can be merged into the leaves in
-        # their place. Afterwards the state of the exchange has both.
-        earlier = fragment
+        # their place.
+        before = fragment
         leaves, fragment, following = send(leaves, fragment)
         kept = config.exchange.keeps_sums
-        earlier = earlier._replace(
-            exchange=earlier.exchange if kept else fragment.exchange, merge=fragment.merge
+        earlier = before._replace(
+            exchange=before.exchange if kept else fragment.exchange, merge=fragment.merge
         )
         # A change relative to what was sent earlier is obsolete where a blocking mean is posted:
         # the sum of both would leave the nodes apart.
@@ -93,34 +100,30 @@ def step_fragment(
             exchange=fragment.exchange if kept else earlier.exchange, merge=earlier.merge
         )
         lost = arrived.lost
-    else:
+    elif fragment.feedback.anchor:
         # A node sends differences from an anchor that the sums move, so they arrive first. They are
-        # merged when the leaves have been sent, from the anchor that has become their mean.
-        defer = has_anchor(config.merge, fragment)
-        merged, fragment, arrived = collect(due, leaves, fragment, defer=defer)
-        leaves, fragment, following = send(merged if defer else leaves, fragment)
-        if defer:
-            leaves, fragment = lax.cond(
-                due,
-                lambda x, f: settle_fragment(config, num_params, x, f, arrived),
-                lambda x, f: (x, f),
-                *(leaves, fragment),
-            )
-        else:
-            leaves = merged
-        lost = arrived.lost
+        # merged when the leaves have been sent, from the anchor, which is their mean.
+        fragment, arrived = lax.cond(
+            due,
+            lambda f: arrive(config, context.step, leaves, f),
+            lambda f: (f, no_arrival()),
+            fragment,
+        )
+        leaves, fragment, following = send(leaves, fragment)
+        # Not in a conditional, which would take more memory.
+        leaves, state = merge_anchor(
+            merge, num_params, leaves, fragment.merge, fragment.feedback.anchor, sound, arrived
+        )
+        fragment, lost = fragment._replace(merge=state), arrived.lost
+    else:
+        # The merge rule moves the anchor. Its results wait in a copy of the leaves.
+        merged, fragment, arrived = collect(due, leaves, fragment)
+        leaves, fragment, following = send(leaves, fragment)
+        leaves, lost = where_tree(due, merged, leaves), arrived.lost
     contributes = fragment.sound
     fragment = fragment._replace(
         posted=(fragment.posted & ~due) | post, sound=fragment.sound | repaired
     )
-    if merge.on_post is not keep_leaves:
-        # A node that does not contribute must not move, because the sum does not contain its move.
-        leaves = lax.cond(
-            post & contributes,
-            lambda x: [*merge.on_post(x[:num_params], fragment.merge), *x[num_params:]],
-            lambda x: x,
-            leaves,
-        )
     left_out, losses = lost.astype(jnp.int32) + (post & ~contributes), no_arrival().losses
     if config.schedule.may_block:
         leaves, fragment, arrived = collect(at_once, leaves, fragment)

@@ -91,7 +91,7 @@ def dependence(merge: Merge, leaves: Leaves, state: SplitState) -> Dependence:
         arrival = Arrival(sums[:count], sums[count:], *scalars)
         merged, new = merge.merge(lists[0], arrival, state.rebuild(lists[1:], rest))
         split = split_state(merge.init, new)
-        return [merge.adopt(merged, new), *split.lists], split.rest
+        return [merged, *split.lists], split.rest
 
     jaxpr = jax.make_jaxpr(rule)(lists, 2 * wide, state.rest).jaxpr
     # Each array has a list and an index. The sums are list -1.

@@ -60,6 +60,8 @@ class Schedule(NamedTuple):
         may_delay: whether the delay may be above 0. If not, a program contains only the merge at
             the step that posts. An exchange that is in flight when another schedule takes over is
             then not merged, and counts as left out.
+        may_coincide: whether an exchange may be merged at a step that posts the next one. If not, a
+            program needs no code for two exchanges in flight.
         total: steps of the whole run, after which every step blocks, or None.
     """
 
@@ -69,6 +71,7 @@ class Schedule(NamedTuple):
     longest: int
     may_block: bool = True
     may_delay: bool = True
+    may_coincide: bool = True
     total: int | None = None
 
 
@@ -93,7 +96,7 @@ class Arrival(NamedTuple):
 
 
 def keep_leaves(leaves: Leaves, state: PyTree) -> Leaves:
-    """Returns the leaves unchanged, the default of ``Merge.adopt`` and ``Merge.on_post``."""
+    """Returns the leaves unchanged, the default of ``Merge.on_post``."""
     return leaves
 
 
@@ -109,12 +112,9 @@ class Merge(NamedTuple):
         init: ``(params) -> state``, arrays only. With several fragments it is called for each of
             them, on a tree with :class:`optax.MaskedNode` in place of the other fragments' leaves.
         merge: ``(leaves, arrival, state) -> (leaves, state)``, called when the sums arrive.
-            ``leaves`` are the node's floating-point leaves in the dtype of ``arrival.total``. With
-            a ``base`` it returns them unchanged, and ``adopt`` changes them.
-        adopt: ``(leaves, state) -> leaves``, called after ``merge`` with its results. Where the
-            next exchange is due at the same step, the node posts its leaves between the two.
-        on_post: ``(leaves, state) -> leaves``, called after the node has posted its leaves, and
-            after the merge of that step if there is one.
+            ``leaves`` are the node's floating-point leaves in the dtype of ``arrival.total``.
+        on_post: ``(leaves, state) -> leaves``, called after the node has posted its leaves. Where a
+            merge is due at the same step, it comes first and must not change the leaves.
         message: ``(leaves, state) -> (message, state)``, computes what is posted. The arrays of
             the message have the shapes of the leaves.
         own_weight: ``(arrival) -> w``, the weight of a node's own optimizer moments m where they
@@ -134,7 +134,6 @@ class Merge(NamedTuple):
 
     init: Callable[[PyTree], PyTree]
     merge: Callable[[Leaves, Arrival, PyTree], tuple[Leaves, PyTree]]
-    adopt: Callable[[Leaves, PyTree], Leaves] = keep_leaves
     on_post: Callable[[Leaves, PyTree], Leaves] = keep_leaves
     own_weight: Callable[[Arrival], jax.Array | float] | None = None
     message: Callable[[Leaves, PyTree], tuple[Leaves, PyTree]] = send_leaves
