@@ -18,6 +18,7 @@ from jdaso.checkpoint.flight_check import differences
 from jdaso.checkpoint.folder import SavedCheckpoint, describe_incomplete, list_checkpoints
 from jdaso.checkpoint.in_flight import awaited_names, describe_posted, other_bits
 from jdaso.checkpoint.node_part import NodePart, checkpointer, is_finite, read_part
+from jdaso.core.local_path import path_option
 from jdaso.core.text_table import text_table
 from jdaso.core.types import JdasoError
 
@@ -67,7 +68,7 @@ def verify(path: Path) -> tuple[str, list[str]]:
 def add_command(commands: Any) -> None:
     parser = commands.add_parser("verify", help="check that training can resume from a checkpoint")
     text = "a checkpoint, or a folder, of which the newest complete checkpoint is verified"
-    parser.add_argument("checkpoint", type=Path, help=text)
+    parser.add_argument("checkpoint", type=path_option, help=text)
     parser.set_defaults(run=run)
 
 
