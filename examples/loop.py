@@ -53,11 +53,12 @@ def train(
     setup, state = set_up(config, topology, task)
     if first:
         warn_of_few_rounds(config, setup.total)
+    checkpoints = Checkpoints(out / "checkpoints", topology, setup.world, config.keep)
+    checkpoints.claim()  # before another job's files are touched
     if first and not (out / "config.json").exists():
         # Only now, because a program that has failed before this point has not begun a run.
         out.mkdir(parents=True, exist_ok=True)
         configuration.save(config, out / "config.json")
-    checkpoints = Checkpoints(out / "checkpoints", topology, setup.world, config.keep)
     position, begin = Position(state, setup.rates.init(), np.zeros(len(TOTALS))), 0
     if config.resume:
         position, begin = resume(setup, checkpoints, position)
