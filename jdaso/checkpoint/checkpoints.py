@@ -166,8 +166,9 @@ class Checkpoints:
         whole = gather_shards(self._node_comm, own)
         self._last_number = (self._last_number or 0) + 1
         if whole is not None:
+            arrays, in_flight = whole
             with self._write_errors():
-                self._orbax.save(path, part_tree(*whole, run=self._run))
+                self._orbax.save(path, part_tree(arrays, in_flight, self._run))
                 self._has_saved = True
 
     def wait(self) -> None:
@@ -188,7 +189,7 @@ class Checkpoints:
         barrier(self._topology, self._purpose)
         self.wait()
         self._orbax.close()
-        if self._lock is not None:
+        if self._lock is not None and self._topology.rank == 0:
             self._lock.release()
 
     def restore(self, like: PyTree) -> Restored | None:

@@ -106,11 +106,12 @@ class FolderLock:
             threading.Thread(target=self._renew, name="jdaso-lock", daemon=True).start()
 
     def release(self) -> None:
-        """Removes the lock, if this process holds it, and stops renewing it."""
+        """Removes the lock, if this job holds it, and stops renewing it."""
         self._released.set()
         self._cancel_exit()
         with contextlib.suppress(OSError):
-            if self.held():
+            seen = self._read()
+            if seen is not None and seen.holder.run == self.run:  # maybe of a process that died
                 self._path.unlink()
 
     def _put_in_place(self, candidate: Path) -> None:
