@@ -9,7 +9,6 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import config as configuration
 import jax
@@ -20,6 +19,7 @@ from steps import TrainState
 
 import jdaso
 from jdaso import perf
+from jdaso.core.local_path import local_path
 from jdaso.perf.advice import too_old
 
 WIRE = "bfloat16"  # if the configuration has none
@@ -29,7 +29,7 @@ CHOSEN = ("period", "delay", "wire")
 
 def before(config: Config, topology: jdaso.Topology) -> Config:
     """The configuration with what an earlier start of the run has chosen, if it is resumed."""
-    saved = Path(config.out) / "config.json"
+    saved = local_path(config.out, "out") / "config.json"
     found = None
     if topology.rank == 0 and config.period == AUTO and config.resume and saved.exists():
         found = {name: json.loads(saved.read_text())[name] for name in CHOSEN}

@@ -28,6 +28,7 @@ from jdaso import (
     single_exchange,
 )
 from jdaso.core.exchange import Exchange
+from jdaso.core.local_path import path_option
 from jdaso.core.text_table import text_table
 from jdaso.core.types import PyTree
 
@@ -201,7 +202,7 @@ def main() -> None:
     add("--period", type=int, default=4, help="steps between two exchanges")
     add("--delay", type=int, default=1, help="steps between posting an exchange and merging it")
     add("--seed", type=int, default=0, help="seed of parameters and batches")
-    add("--out", type=Path, default=Path("runs/compare"), help="folder to write plot.png to")
+    add("--out", type=path_option, default=Path("runs/compare"), help="folder to write plot.png to")
     compare(parser.parse_args())
 
 

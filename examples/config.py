@@ -62,6 +62,9 @@ AUTO: Any = "auto"
 #: Keys that do not change the result. A resumed run may change them.
 MAY_CHANGE = {"data", "workers", "out", "keep", "save_every", "resume", "on_failure", "tensorboard"}
 
+#: Keys that are paths, or the name of a built-in choice.
+PATHS = {"out", "data", "tokenizer"}
+
 
 def key(default: Any, text: str, valid: str | tuple[str, ...] = "") -> Any:
     """A field with its help text and its choices or, for numbers, the interval of valid values."""
@@ -188,6 +191,7 @@ def parse(
         )
     given = vars(known)
     path = given.pop("config")
+    path = None if path is None else str(_path("config", path))
     from_file = {} if path is None else read(path, defaults)
     if path is not None and is_json(path) and given.get("resume") and "out" not in given:
         raise SystemExit(
@@ -240,6 +244,18 @@ def read(path: str, defaults: Config = DEFAULTS) -> dict[str, Any]:
     return {name: _checked(f"{path}: {name}", v, *keys[name]) for name, v in values.items()}
 
 
+def _path(name: str, given: str) -> Path:
+    """The path that a key gives. Raises SystemExit if it is none of this machine."""
+    if given and not given.startswith("~") and ":/" not in given:
+        return Path(given)  # without the import of jdaso, and so of JAX, which takes a second
+    from jdaso.core.local_path import local_path
+
+    try:
+        return local_path(given, option(name))
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+
+
 def is_json(path: str) -> bool:
     """Whether a path is that of a file written by :func:`save`."""
     return path.endswith(".json")
@@ -251,6 +267,8 @@ def complete(config: Config) -> Config:
         field.name: _checked(option(field.name), getattr(config, field.name), field, *kind)
         for field, *kind in _keys(config)
     }
+    for name in PATHS & values.keys():
+        _path(name, values[name])
     if values["period"] == AUTO and values["delay"] is not None:
         raise SystemExit(
             "--period auto chooses the delay as well; leave --delay out, or set it to none if a "

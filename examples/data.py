@@ -12,6 +12,8 @@ import numpy as np
 import study
 from augment import Crop, read_image
 
+from jdaso.core.local_path import local_path
+
 SUFFIXES = (".jpg", ".jpeg", ".png")
 SYNTHETIC_DISTINCT = 16  # number of different synthetic images, which are repeated
 SYNTHETIC_TEST_IMAGES = 1000
@@ -67,7 +69,7 @@ def load(config) -> Dataset:
     if config.data == "synthetic":
         return synthetic(config.synthetic_images, config.image_size, config.num_classes)
     crop = Crop(config.augment, config.image_size, config.padding, config.min_area)
-    return folder(Path(config.data), crop)
+    return folder(local_path(config.data, "data"), crop)
 
 
 def digits() -> Dataset:

@@ -15,6 +15,7 @@ from jax.experimental.multihost_utils import process_allgather
 
 import jdaso
 from jdaso.checkpoint.node_part import checkpointer
+from jdaso.core.local_path import local_path
 
 FOLDER = "model"
 
@@ -48,7 +49,7 @@ def load(out: Path | str, model: nnx.Module) -> nnx.Module:
     Raises:
         ValueError: If the folder has no final model.
     """
-    folder = Path(out).absolute() / FOLDER
+    folder = local_path(out, "out").absolute() / FOLDER
     if not folder.is_dir():
         raise ValueError(f"out: {folder} does not exist; a training writes it when it ends.")
     graphdef, *states = nnx.split(model, nnx.Param, nnx.BatchStat)

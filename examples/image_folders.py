@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jdaso.core.local_path import local_path
+
 SUFFIXES = (".jpg", ".jpeg", ".png")
 
 
@@ -66,8 +68,9 @@ def folder(root: Path | str, size: int = 32) -> Images:
         raise ImportError(
             "Pillow, which decodes images, is not installed: pip install pillow"
         ) from error
-    train, test = Path(root) / "train", Path(root) / "val"
-    test = test if test.is_dir() else Path(root) / "test"
+    root = local_path(root, "data")
+    train, test = root / "train", root / "val"
+    test = test if test.is_dir() else root / "test"
     splits = []
     for split in (train, test):
         classes = sorted(x.name for x in split.iterdir() if x.is_dir()) if split.is_dir() else []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import auto_period
@@ -23,6 +22,7 @@ from watch import Watch
 
 import jdaso
 from jdaso.checkpoint import Checkpoints
+from jdaso.core.local_path import local_path
 
 FETCH_EVERY = 10  # steps; fetching the loss of every step would keep the devices waiting
 #: Values that are counted from the start of the training, across all of its restarts.
@@ -44,7 +44,7 @@ def train(
         jdaso.cluster.use_virtual_devices(config.devices)
     per_node = config.processes_per_node or (1 if config.sync in configuration.SHARED else None)
     topology = jdaso.discover_topology(per_node, config.join_processes)
-    first, out, task = topology.rank == 0, Path(config.out), create_task(config)
+    first, out, task = topology.rank == 0, local_path(config.out, "out"), create_task(config)
     config = auto_period.before(config, topology)
     if first:
         check_folder(out, config)
@@ -53,11 +53,12 @@ def train(
     setup, state = set_up(config, topology, task)
     if first:
         warn_of_few_rounds(config, setup.total)
+    checkpoints = Checkpoints(out / "checkpoints", topology, setup.world, config.keep)
+    checkpoints.claim()  # before another job's files are touched
     if first and not (out / "config.json").exists():
         # Only now, because a program that has failed before this point has not begun a run.
         out.mkdir(parents=True, exist_ok=True)
         configuration.save(config, out / "config.json")
-    checkpoints = Checkpoints(out / "checkpoints", topology, setup.world, config.keep)
     position, begin = Position(state, setup.rates.init(), np.zeros(len(TOTALS))), 0
     if config.resume:
         position, begin = resume(setup, checkpoints, position)

@@ -23,6 +23,7 @@ import timeline
 from runs import Run, names, read
 from runs import read_lines as read_lines
 
+from jdaso.core.local_path import local_path, path_option
 from jdaso.core.text_table import text_table
 from jdaso.schedules import PHASES
 
@@ -90,7 +91,7 @@ def read_all(runs: Sequence[Path | str]) -> list[Run]:
     """
     if not runs:
         raise ValueError("runs is empty; give at least one folder with a metrics.jsonl.")
-    return [read(run) for run in dict.fromkeys(Path(run).resolve() for run in runs)]
+    return [read(run) for run in dict.fromkeys(local_path(run, "runs").resolve() for run in runs)]
 
 
 def keys_of_tests(runs: Sequence[Run]) -> list[str]:
@@ -159,7 +160,7 @@ def draw(runs: Sequence[Run], out: Path | str | None = None) -> Path:
     if exchange is not None:
         timeline.draw(axes[len(wanted)], exchange)
     _draw_legend(figure, runs, colours)
-    path = Path(out or (runs[0].folder if len(runs) == 1 else Path()) / "report.png")
+    path = local_path(out or (runs[0].folder if len(runs) == 1 else Path()) / "report.png", "out")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, format=path.suffix[1:] or "png")
     return path
@@ -274,11 +275,11 @@ def main() -> None:
         description="Draw the metrics of trainings, and compare them in a table."
     )
     parser.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN", help="folder with a metrics.jsonl"
+        "runs", type=path_option, nargs="+", metavar="RUN", help="folder with a metrics.jsonl"
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=path_option,
         help="file to write; default: report.png in the folder of a single run, or in the current "
         "folder for several runs",
     )

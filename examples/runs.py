@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import timeline
 
+from jdaso.core.local_path import local_path
+
 FILE = "metrics.jsonl"
 
 
@@ -44,7 +46,7 @@ def read(folder: Path | str) -> Run:
     Raises:
         ValueError: If the file does not exist, is empty, or has a line without step or seconds.
     """
-    path = Path(folder).resolve() / FILE
+    path = local_path(folder, "runs").resolve() / FILE
     if not path.is_file():
         raise ValueError(f"runs: {path} does not exist; give a folder that a training wrote to.")
     lines = read_lines(path)

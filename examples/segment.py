@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,8 @@ from segmentation import attention, intersection_over_union
 from segmentation.cityscapes import cityscapes
 from segmentation.streets import streets
 from steps import Task
+
+from jdaso.core.local_path import local_path
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def task(config: Segmentation) -> Task:
     if config.data == "streets":
         dataset = streets(*size, config.num_train, config.num_test)
     else:
-        dataset = cityscapes(Path(config.data), size)
+        dataset = cityscapes(local_path(config.data, "data"), size)
     model = attention.MultiScaleAttention(
         dataset.channels,
         dataset.num_classes,

@@ -24,6 +24,7 @@ import study
 from jax import lax
 
 import jdaso
+from jdaso.core.local_path import path_option
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
@@ -222,7 +223,10 @@ def main() -> None:
     add("--seeds", type=int, default=4, help="trainings of each row")
     add("--phases", action="store_true", help="warm-up, cycling and cool-down, as in DASO")
     add(
-        "--out", type=Path, default=Path("runs/virtual_cluster"), help="folder to write plot.png to"
+        "--out",
+        type=path_option,
+        default=Path("runs/virtual_cluster"),
+        help="folder to write plot.png to",
     )
     args = parser.parse_args()
     if args.seeds < 2:

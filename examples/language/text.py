@@ -13,6 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from data import Dataset, Split
 
+from jdaso.core.local_path import local_path
+
 HELD_OUT = 20  # one part of so many is never trained on
 NOT_IN_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 BINARY_WITHIN = 8192  # bytes at the start of a file; a zero among them marks a binary file
@@ -72,12 +74,13 @@ def tokenizer(name: str) -> Tokenizer:
     """
     if name == "bytes":
         return byte_tokenizer()
+    path = str(local_path(name, "tokenizer"))
     try:
         import tokenizers
     except ImportError as error:
         raise ImportError(f"--tokenizer {name} needs: pip install tokenizers") from error
     try:
-        loaded = tokenizers.Tokenizer.from_file(name)
+        loaded = tokenizers.Tokenizer.from_file(path)
     except Exception as error:  # the package raises nothing more specific
         raise ValueError(f"tokenizer: {name} cannot be read: {error}") from error
     loaded.no_truncation()
@@ -108,7 +111,7 @@ def load(source: str, tokenizer: Tokenizer) -> Text:
             the tokens do not stand for all of the text held out. Bits per byte would then be those
             of another text.
     """
-    files = sorted(_library() if source == "python" else _files(Path(source)))
+    files = sorted(_library() if source == "python" else _files(local_path(source, "data")))
     texts = [text for text in map(_read, files) if text]
     if not texts:
         raise ValueError(f"data: {source} has no text file; give a folder with some.")

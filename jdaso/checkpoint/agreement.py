@@ -20,18 +20,20 @@ def gathered(topology: Topology, value: Any) -> list[Any]:
 
 
 def on_all(topology: Topology, purpose: str, function: Callable[[], Any]) -> Any:
-    """This process's result of the function; JdasoError on all if it raises on one.
+    """This process's result of the function; an error on all processes if it raises on one.
 
-    Errors of the barrier after the calls name the ``purpose``.
+    The error is a ValueError if one of theirs is, and otherwise a JdasoError. Errors of the barrier
+    after the calls name the ``purpose``.
     """
-    value = problem = None
+    value = problem = kind = None
     try:
         value = function()
     except Exception as error:
-        problem = f"{topology.describe(topology.rank)}: {error}"
+        problem, kind = f"{topology.describe(topology.rank)}: {error}", type(error)
     barrier(topology, purpose)
     if problems := [text for text in gathered(topology, problem) if text]:
+        kind = ValueError if any(gathered(topology, kind is ValueError)) else JdasoError
         more = len(problems) - MAX_NAMES
         texts = problems[:MAX_NAMES] + [f"and {more} more processes"] * (more > 0)
-        raise JdasoError("; ".join(texts))
+        raise kind("; ".join(texts))
     return value

@@ -1,26 +1,32 @@
 """Saving and restoring the checkpoints of all nodes.
 
 The parameters of the nodes differ between two exchanges, and exchanges in flight are not part of
-the state. One node's state is therefore not a checkpoint. Nodes do not communicate to save.
+the state. One node's state is therefore not a checkpoint. Nodes communicate for the first save of
+a training, and for no later one.
 """
 
 import contextlib
+import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from jdaso.checkpoint import folder
-from jdaso.checkpoint.agreement import from_first
+from jdaso.checkpoint.agreement import from_first, on_all
 from jdaso.checkpoint.flight_check import exchanges_in_flight, number_exchanges
 from jdaso.checkpoint.host_arrays import gather_shards, to_host_arrays
+from jdaso.checkpoint.lock import FolderLock
 from jdaso.checkpoint.node_part import checkpointer, part_tree
 from jdaso.checkpoint.restore import read_checkpoint
 from jdaso.cluster.barrier import barrier
 from jdaso.cluster.topology import Topology
 from jdaso.core.exchange import Exchange
+from jdaso.core.local_path import local_path
 from jdaso.core.log import logger
 from jdaso.core.types import JdasoError, PyTree
 from jdaso.core.validation import check_whole
+
+_MAX_READS = 5  # of a folder in which a training deletes what is being read
 
 
 class Restored(NamedTuple):
@@ -37,6 +43,10 @@ class Restored(NamedTuple):
     num_nodes: int
 
 
+class _DeletedError(Exception):
+    """A training has deleted the checkpoint that is being read."""
+
+
 class Checkpoints:
     """The checkpoints in a folder on a file system that all nodes share.
 
@@ -45,14 +55,18 @@ class Checkpoints:
     checkpoints are never restored. All nodes must call every method at the same steps. Requires
     ``pip install orbax-checkpoint``.
 
+    Only :meth:`claim` and :meth:`save` write to the folder. A program that restores checkpoints
+    changes nothing, and may read while a training writes.
+
     Args:
-        directory: The folder. It is created if it does not exist.
+        directory: The folder, in a file system: ``~`` is expanded and ``file://`` removed. The
+            first save creates it.
         exchange: The exchange that the optimizer was made with. A list of exchanges if the state
             holds several optimizer states, always in the same order.
-        keep: Number of complete checkpoints to keep. Older ones are deleted.
+        keep: Number of complete checkpoints to keep. Older ones are deleted after a save.
 
     Raises:
-        ValueError: For a ``keep`` below 1, or a folder that not all nodes see.
+        ValueError: For a ``keep`` below 1, or a URL such as ``s3://`` as folder.
 
     >>> import tempfile, jax.numpy as jnp, jdaso
     >>> topology, folder = jdaso.discover_topology(), tempfile.mkdtemp()
@@ -73,23 +87,55 @@ class Checkpoints:
         check_whole("keep", keep, 1)
         self._orbax = checkpointer()
         self._node_comm = topology.node_communicator() if topology.joined else None
-        self._folder = folder.CheckpointFolder(Path(directory).absolute(), keep)
+        path = local_path(directory, "directory").absolute()
+        self._folder = folder.CheckpointFolder(path, keep)
         self._topology = topology
         self._exchanges = [exchange] if isinstance(exchange, Exchange) else list(exchange)
         self._last_number: int | None = None  # of the checkpoints of this training
-        self._folder.path.mkdir(parents=True, exist_ok=True)
-        folder.check_shared(self._folder.path, topology)
-        # The answer of rank 0 counts: another node may look when a part is already being written.
-        self._has_foreign = from_first(topology, bool(folder.list_checkpoints(self._folder.path)))
+        self._lock: FolderLock | None = None  # of the folder, from claim on
+        self._run = 0  # the identity of this job
+        self._has_foreign = self._has_saved = False
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first, without those that restore skipped."""
         return [checkpoint.step for checkpoint in self._folder.usable()]
 
+    def claim(self) -> None:
+        """Reserves the folder for this job, as the first save does.
+
+        It creates the folder, checks that all nodes see it, and locks it until :meth:`close`. Call
+        it at the beginning of a training, to learn of a wrong folder before the first save. While
+        another job holds the lock, this one waits until that one is known to live, for at most
+        three minutes.
+
+        Raises:
+            JdasoError: On all nodes, if another job is writing to the folder, or if this one cannot
+                write to it.
+            ValueError: If not all nodes see the folder.
+        """
+        self._update_topology()
+        if self._lock is not None:
+            return
+        here, path = self._topology, self._folder.path
+        barrier(here, self._purpose)
+        lock = FolderLock(path, from_first(here, secrets.randbits(63)))
+
+        def claimed() -> bool:
+            """Whether rank 0 finds checkpoints. Others may look when it has begun to write one."""
+            if here.rank > 0:
+                return False
+            self._acquire(lock)
+            return bool(folder.list_checkpoints(path))
+
+        self._has_foreign = from_first(here, on_all(here, self._purpose, claimed))
+        folder.check_shared(path, here)
+        self._lock, self._run = lock, lock.run
+
     def save(self, step: int, state: PyTree) -> None:
         """Copies a state and the exchanges in flight to the host; a thread writes them.
 
-        Waits until the previous checkpoint is written.
+        Waits until the previous checkpoint is written. The first save claims the folder, see
+        :meth:`claim`, and has its errors as well.
 
         Args:
             step: Optimizer steps taken.
@@ -98,11 +144,14 @@ class Checkpoints:
         Raises:
             JdasoError: If the previous checkpoint could not be written, for instance because the
                 disk is full. Earlier checkpoints are kept. If the state does not wait for exactly
-                the exchanges that are in flight, as the state of an earlier step.
+                the exchanges that are in flight, as the state of an earlier step. If another job
+                has taken the folder over, because this one was stopped for three minutes.
             ValueError: If the folder holds checkpoints of another training.
         """
+        self.claim()
+        if self._lock is not None and self._topology.rank == 0:
+            self._acquire(self._lock)  # another job may have taken it
         self.wait()
-        self._update_topology()
         if self._topology.local_rank > 0 and self._node_comm is None:
             return  # the first has all
         if self._last_number is None and self._has_foreign:
@@ -117,27 +166,31 @@ class Checkpoints:
         whole = gather_shards(self._node_comm, own)
         self._last_number = (self._last_number or 0) + 1
         if whole is not None:
+            arrays, in_flight = whole
             with self._write_errors():
-                self._orbax.save(path, part_tree(*whole))
+                self._orbax.save(path, part_tree(arrays, in_flight, self._run))
+                self._has_saved = True
 
     def wait(self) -> None:
-        """Waits until everything is written, then deletes old checkpoints.
+        """Waits until everything is written, then deletes old checkpoints if it has saved one.
 
         Raises:
             JdasoError: If the checkpoint could not be written.
         """
         with self._write_errors():
             self._orbax.wait_until_finished()
-        if self._topology.rank == 0:
+        if self._topology.rank == 0 and self._has_saved and self._lock and self._lock.held():
             self._folder.delete_old()
 
     def close(self) -> None:
-        """Waits until all nodes have written everything, and stops the writing threads."""
+        """Waits until all nodes have written everything, and releases the folder and threads."""
         self._update_topology()
         self.wait()
-        barrier(self._topology, f"the checkpoints in {self._folder.path}")
+        barrier(self._topology, self._purpose)
         self.wait()
         self._orbax.close()
+        if self._lock is not None and self._topology.rank == 0:
+            self._lock.release()
 
     def restore(self, like: PyTree) -> Restored | None:
         """Restores the newest complete checkpoint and posts its exchanges in flight again.
@@ -149,7 +202,8 @@ class Checkpoints:
 
         A damaged checkpoint, or one of nodes that were out of step, is skipped with a warning, so
         that a job that restarts by itself does not fail at the same place forever. If no
-        checkpoint is complete, a warning says so, and this process deletes none of them.
+        checkpoint is complete, a warning says so, and this process deletes none of them. If a
+        training deletes a checkpoint while this program reads it, the newest one is read.
 
         Args:
             like: A state of the same structure, shapes, dtypes and placement as the result. The
@@ -159,36 +213,69 @@ class Checkpoints:
             The restored checkpoint, or None if none is complete.
 
         Raises:
-            ValueError: If the leaves of the checkpoint are not those of ``like``.
+            ValueError: If the leaves of the checkpoint are not those of ``like``, or if another
+                version of jdaso saved it in another format.
             JdasoError: On all nodes, if complete checkpoints exist and none can be restored.
         """
         self._update_topology()
         self.wait()
-        barrier(self._topology, f"the checkpoints in {self._folder.path}")
-        checkpoints = from_first(self._topology, folder.list_checkpoints(self._folder.path))
+        for _ in range(_MAX_READS):
+            with contextlib.suppress(_DeletedError):
+                return self._restore_newest(like)
+        raise JdasoError(
+            f"the training that writes to {self._folder.path} deletes its checkpoints while this "
+            "program reads them. Let it keep more, or save less often."
+        )
+
+    def _restore_newest(self, like: PyTree) -> Restored | None:
+        """Does the work of :meth:`restore`; raises _DeletedError if a training has deleted one."""
+        topology, path = self._topology, self._folder.path
+
+        def found() -> list[folder.SavedCheckpoint]:
+            return folder.list_checkpoints(path) if topology.rank == 0 else []
+
+        checkpoints = from_first(topology, on_all(topology, self._purpose, found))
         # New numbers follow the incomplete ones: a new part must not complete an old checkpoint.
         self._last_number = max((checkpoint.number for checkpoint in checkpoints), default=0)
         problems = []
         for saved in reversed([checkpoint for checkpoint in checkpoints if checkpoint.parts]):
             try:
-                state = read_checkpoint(saved, like, self._topology, self._exchanges, self._orbax)
+                state = read_checkpoint(saved, like, topology, self._exchanges, self._orbax)
                 return Restored(state, saved.step, len(saved.parts))
             except JdasoError as error:  # on all nodes
+                if from_first(topology, not saved.path.is_dir()):
+                    raise _DeletedError from error
                 problems.append(str(error))
                 self._folder.unusable.add(saved.number)
-                if self._topology.rank == 0:
+                if topology.rank == 0:
                     logger.warning("%s is skipped: %s", saved.path.name, error)
         if problems:
             raise JdasoError("; ".join(problems))
         self._folder.protected_up_to = self._last_number
-        if checkpoints and self._topology.rank == 0:
+        if checkpoints and topology.rank == 0:
             names = ", ".join(folder.describe_incomplete(c.path) for c in checkpoints)
             logger.warning(
                 "no checkpoint in %s is complete: %s. Training starts at its first step. This run "
                 "keeps the incomplete checkpoints. The next run deletes them; copy what you need.",
-                *(self._folder.path, names),
+                *(path, names),
             )
         return None
+
+    @property
+    def _purpose(self) -> str:
+        return f"the checkpoints in {self._folder.path}"
+
+    def _acquire(self, lock: FolderLock) -> None:
+        """Creates and locks the folder, if this process has not done so."""
+        path = self._folder.path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except OSError as error:
+            raise JdasoError(
+                f"this process cannot write to {path}: {error.strerror}. Choose a folder to which "
+                "its user may write, or make room on the disk."
+            ) from error
 
     def _next_path(self, step: int) -> Path:
         number, here = (self._last_number or 0) + 1, self._topology

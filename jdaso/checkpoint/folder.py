@@ -1,8 +1,10 @@
 """The folder of checkpoints: its layout, which checkpoints are complete, which are deleted.
 
-A part gets its name when all of it is written. A checkpoint is complete when it has all parts.
+A part gets its name when all of it is written. A checkpoint is complete when it has all parts, and
+it loses its name before any of it is deleted, so no program ever reads a half of one.
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -14,7 +16,9 @@ from typing import NamedTuple
 from jdaso.cluster.barrier import barrier
 from jdaso.cluster.ranks import name_ranks
 from jdaso.cluster.topology import Topology
+from jdaso.core.types import JdasoError
 
+_DELETED = ".deleted_"  # before the name of a checkpoint
 _CHECKPOINT = re.compile(r"([0-9]{6,18})_step_([0-9]{1,18})")
 _PART = re.compile(r"node_([0-9]{1,9})_of_([0-9]{1,9})")
 # A network file system may show a new file late.
@@ -47,14 +51,37 @@ class CheckpointFolder:
     def delete_old(self) -> None:
         """Deletes every checkpoint that is older than the last ``keep`` usable ones."""
         kept = self.usable()[-self._keep :]
+        for left in self.path.glob(f"{_DELETED}*"):  # by a job that was killed meanwhile
+            shutil.rmtree(left, ignore_errors=True)
         for other in list_checkpoints(self.path):
             if kept and self.protected_up_to < other.number < kept[0].number:
-                shutil.rmtree(other.path, ignore_errors=True)
+                _delete(other.path)
+
+
+def _delete(checkpoint: Path) -> None:
+    with contextlib.suppress(OSError):
+        if checkpoint.is_symlink():
+            checkpoint.unlink()
+        elif checkpoint.is_dir():
+            renamed = checkpoint.rename(checkpoint.with_name(f"{_DELETED}{checkpoint.name}"))
+            shutil.rmtree(renamed, ignore_errors=True)
 
 
 def list_checkpoints(folder: Path) -> list[SavedCheckpoint]:
-    """All checkpoints of a folder, oldest first, including incomplete ones."""
-    matches = [(_CHECKPOINT.fullmatch(path.name), path) for path in folder.iterdir()]
+    """All checkpoints of a folder, oldest first, including incomplete ones.
+
+    There are none if the folder does not exist. It raises JdasoError if it cannot be read.
+    """
+    try:
+        paths = list(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise JdasoError(
+            f"this process cannot read {folder}: {error.strerror}. Give the folder of the "
+            "checkpoints, and its user the right to read it."
+        ) from error
+    matches = [(_CHECKPOINT.fullmatch(path.name), path) for path in paths]
     return sorted(SavedCheckpoint(int(m[1]), int(m[2]), p, _parts(p)) for m, p in matches if m)
 
 
@@ -80,7 +107,7 @@ def check_shared(folder: Path, topology: Topology) -> None:
         os.close(file)
     name = topology.comm.bcast(name, 0)
     until = time.monotonic() + _SECONDS_TO_SHOW
-    while not (seen := Path(name).name in os.listdir(folder)) and time.monotonic() < until:
+    while not (seen := _contains(folder, Path(name).name)) and time.monotonic() < until:
         time.sleep(0.2)
     blind = [rank for rank, sees in enumerate(topology.comm.allgather(seen)) if not sees]
     if topology.rank == 0:
@@ -90,6 +117,13 @@ def check_shared(folder: Path, topology: Topology) -> None:
             f"directory must be on a file system that all nodes share, got {folder}: "
             f"{name_ranks(blind, topology.describe)} cannot see a file that rank 0 wrote."
         )
+
+
+def _contains(folder: Path, name: str) -> bool:
+    try:
+        return name in os.listdir(folder)
+    except OSError:  # rank 0 has made the folder
+        return False
 
 
 def _parts(checkpoint: Path) -> list[Path]:

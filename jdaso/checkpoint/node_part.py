@@ -18,14 +18,18 @@ from jdaso.checkpoint.checksums import checksums
 from jdaso.checkpoint.in_flight import InFlight, arrays_to_posted, posted_to_arrays
 from jdaso.core.types import JdasoError
 
+#: The format of parts. It changes when an older version of jdaso could not read them rightly.
+FORMAT = 1
+_GROUPS = ("state", "in_flight", "about")
 _MAX_ERROR_LENGTH = 300  # characters of an error of orbax
 
 
 class NodePart(NamedTuple):
-    """The arrays of a node's state by name, and its exchanges in flight."""
+    """The arrays of a node's state by name, its exchanges in flight, and the run that saved it."""
 
     state: dict[str, np.ndarray]
     in_flight: InFlight
+    run: int = 0  # what rank 0 of the job has drawn
 
 
 def checkpointer() -> Any:
@@ -44,14 +48,16 @@ def checkpointer() -> Any:
     return StandardCheckpointer(**({"multiprocessing_options": alone} if several else {}))
 
 
-def part_tree(state: Mapping[str, Any], posted: InFlight) -> dict[str, Any]:
+def part_tree(state: Mapping[str, Any], posted: InFlight, run: int = 0) -> dict[str, Any]:
     """The tree that orbax writes, with a checksum for every array.
 
     >>> tree = part_tree({"w": np.ones(3)}, {})
     >>> sorted(tree), tree["checksums"].shape
-    (['checksums', 'state'], (1,))
+    (['about', 'checksums', 'state'], (3,))
     """
-    groups: dict[str, Any] = {"state": state, "in_flight": posted_to_arrays(posted)}
+    about = {"format": np.int64(FORMAT), "run": np.int64(run)}
+    contents = (state, posted_to_arrays(posted), about)
+    groups: dict[str, Any] = dict(zip(_GROUPS, contents, strict=True))
     # orbax restores a scalar that is not an array as a Python number.
     groups = {
         at: {name: np.asarray(x) for name, x in group.items()} for at, group in groups.items()
@@ -63,15 +69,21 @@ def part_tree(state: Mapping[str, Any], posted: InFlight) -> dict[str, Any]:
 def read_part(reader: Any, path: Path) -> NodePart:
     """Reads a part with a :func:`checkpointer` and verifies its checksums.
 
-    If something is missing, damaged, or not a part, it raises JdasoError, which names the folder.
+    If something is missing, damaged, or not a part, it raises JdasoError, which names the folder,
+    and ValueError if the part has another format.
     """
     with _reads_finish():
         try:
-            return _validated(reader.restore(path))
+            tree = reader.restore(path)
+            if (found := _format_of(tree)) == FORMAT:
+                return _validated(tree)
         except Exception as error:  # orbax raises errors of many types
             text = f"{type(error).__name__}: {error}"[:_MAX_ERROR_LENGTH]
-    raise JdasoError(
-        f"{path} cannot be read; it is damaged, or another version of jdaso wrote it. ({text})"
+            raise JdasoError(f"{path} cannot be read; it is damaged. ({text})") from None
+    raise ValueError(
+        f"{path} has {f'the format {found}' if found else 'no format number'}, and this version of "
+        f"jdaso reads the format {FORMAT}. Continue the training with the version of jdaso that "
+        "saved it, or start a new one in another folder."
     )
 
 
@@ -104,9 +116,9 @@ def _reads_finish() -> Iterator[None]:
 
 def _validated(tree: Any) -> NodePart:
     """The part in a tree; raises ValueError if the tree is not what :func:`part_tree` made."""
-    if not isinstance(tree, Mapping) or not tree.keys() <= {"state", "in_flight", "checksums"}:
-        raise ValueError("it is no part of a checkpoint, which has state, in_flight and checksums")
-    groups = {name: dict(tree.get(name, {})) for name in ("state", "in_flight")}
+    if not isinstance(tree, Mapping) or not tree.keys() <= {*_GROUPS, "checksums"}:
+        raise ValueError(f"it is no part of a checkpoint, which has {', '.join(_GROUPS)}")
+    groups = {name: dict(tree.get(name, {})) for name in _GROUPS}
     for group in groups.values():
         for name, x in group.items():
             is_number = isinstance(x, np.ndarray | np.generic | jax.Array) and (
@@ -121,7 +133,15 @@ def _validated(tree: Any) -> NodePart:
     if (changed := computed != saved).any():
         names = [name for group in groups.values() for name in sorted(group)]
         raise ValueError(f"the checksum of {names[int(changed.argmax())]} does not match")
-    return NodePart(groups["state"], arrays_to_posted(groups["in_flight"]))
+    run = int(groups["about"]["run"])
+    return NodePart(groups["state"], arrays_to_posted(groups["in_flight"]), run)
+
+
+def _format_of(tree: Any) -> int:
+    """The format of a part, 0 if it has none; of what is no part, that of this version."""
+    if not isinstance(tree, Mapping) or "checksums" not in tree:
+        return FORMAT  # _validated says what is wrong
+    return int(np.asarray(tree.get("about", {}).get("format", 0)))
 
 
 def is_finite(array: np.ndarray) -> bool:

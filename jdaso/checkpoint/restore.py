@@ -29,12 +29,13 @@ def read_checkpoint(
     """Reads a complete checkpoint on all processes; collective.
 
     It raises JdasoError on all processes if the checkpoint is damaged or inconsistent, and
-    ValueError if its leaves are not those of ``like``.
+    ValueError if its format is another one, or if its leaves are not those of ``like``.
     """
     parts, source = checkpoint.parts, str(checkpoint.path)
     purpose = f"the checkpoints in {checkpoint.path.parent}"
     if len(parts) == topology.num_nodes:
         part = on_all(topology, purpose, lambda: read_part(reader, parts[topology.node]))
+        _check_same_run(source, gathered(topology, part.run))
         _check_same_exchanges(topology, source, in_flight.describe_posted(part.in_flight))
         state = from_host_arrays(part.state, like, source)
         state = with_keys_of(like, state, exchanges, source)
@@ -53,8 +54,7 @@ def read_checkpoint(
         return state
 
     def read_mean() -> dict[str, np.ndarray]:
-        first = topology.rank == 0
-        return mean_of_parts(parts, lambda path: read_part(reader, path)) if first else {}
+        return _mean_of_one_run(parts, source, reader) if topology.rank == 0 else {}
 
     mean = on_all(topology, purpose, read_mean)
     names = from_first(topology, list(mean))
@@ -92,6 +92,27 @@ def mean_of_parts(parts: Sequence[Path], read: Callable[[Path], NodePart]) -> di
         for k, v in first.items()
         if not in_flight.is_exchange_state(k)
     }
+
+
+def _mean_of_one_run(parts: Sequence[Path], source: str, reader: Any) -> dict[str, np.ndarray]:
+    runs = []
+
+    def read(path: Path) -> NodePart:
+        part = read_part(reader, path)
+        runs.append(part.run)
+        return part
+
+    mean = mean_of_parts(parts, read)
+    _check_same_run(source, runs)
+    return mean
+
+
+def _check_same_run(source: str, runs: Sequence[int]) -> None:
+    if len(set(runs)) > 1:
+        raise JdasoError(
+            f"{source} has parts of {len(set(runs))} jobs, which wrote to this folder at the same "
+            "time. Give every job a folder of its own."
+        )
 
 
 def _check_same_exchanges(topology: Topology, source: str, own: dict[str, str]) -> None:

@@ -18,6 +18,7 @@ from jdaso.checkpoint.flight_check import differences
 from jdaso.checkpoint.folder import SavedCheckpoint, describe_incomplete, list_checkpoints
 from jdaso.checkpoint.in_flight import awaited_names, describe_posted, other_bits
 from jdaso.checkpoint.node_part import NodePart, checkpointer, is_finite, read_part
+from jdaso.core.local_path import path_option
 from jdaso.core.text_table import text_table
 from jdaso.core.types import JdasoError
 
@@ -37,6 +38,7 @@ class Summary(NamedTuple):
     shapes: dict[str, str]  # shape and dtype of each array
     shared: dict[str, str]  # value or digest of each array that must be equal on all nodes
     in_flight: dict[str, str]  # description of each exchange in flight, by name
+    run: int  # that saved it
     defects: list[str]  # of this part alone
 
 
@@ -52,7 +54,7 @@ def verify(path: Path) -> tuple[str, list[str]]:
     for node, part_folder in enumerate(checkpoint.parts):
         try:
             summaries.append(_summary(node, read_part(reader, part_folder)))
-        except JdasoError as error:
+        except (JdasoError, ValueError) as error:  # ValueError: of another format
             defects.append(str(error))
     reader.close()
     for summary in summaries:
@@ -67,7 +69,7 @@ def verify(path: Path) -> tuple[str, list[str]]:
 def add_command(commands: Any) -> None:
     parser = commands.add_parser("verify", help="check that training can resume from a checkpoint")
     text = "a checkpoint, or a folder, of which the newest complete checkpoint is verified"
-    parser.add_argument("checkpoint", type=Path, help=text)
+    parser.add_argument("checkpoint", type=path_option, help=text)
     parser.set_defaults(run=run)
 
 
@@ -75,7 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Prints the table. With defects, exits with status 1 and a line for each of them."""
     try:
         table, defects = verify(arguments.checkpoint)
-    except (ImportError, OSError, ValueError) as error:
+    except (ImportError, JdasoError, OSError, ValueError) as error:
         raise SystemExit(f"jdaso verify: {error}") from error
     print(table)
     if defects and (sound := _sound_before(arguments.checkpoint)):
@@ -141,7 +143,7 @@ def _summary(node: int, part: NodePart) -> Summary:
     cells = (str(node), str(len(arrays)), f"{size:.1f}", *before, in_flight, *after, finite)
     row = tuple(cell or "-" for cell in cells)
     shapes = {name: f"{x.dtype.name}{x.shape}" for name, x in arrays.items()}
-    return Summary(row, shapes, shared, describe_posted(part.in_flight), defects)
+    return Summary(row, shapes, shared, describe_posted(part.in_flight), part.run, defects)
 
 
 def _digest(array: np.ndarray) -> str:
@@ -164,6 +166,8 @@ def _differences(first: Summary, other: Summary) -> list[str]:
         for name, x in first.shared.items()
         if other.shared[name] != x
     ]
+    if first.run != other.run:
+        texts.append(f"{who}: another job saved it, which wrote to this folder at the same time")
     if first.in_flight != other.in_flight:
         texts.append(f"{who}: the exchanges in flight are {other.in_flight}, not {first.in_flight}")
     return texts

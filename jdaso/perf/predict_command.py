@@ -7,6 +7,7 @@ from typing import Any
 
 from jdaso import perf
 from jdaso.core.block_format import FORMATS
+from jdaso.core.local_path import path_option
 from jdaso.core.text_table import text_table, wrapped
 from jdaso.perf.advice import COMPARED_WIRES, advice
 from jdaso.perf.model import Network, Prediction, exchange_seconds
@@ -59,7 +60,11 @@ def add_command(commands: Any) -> None:
     add("--slowdown", type=float, default=0.0, help=slowdown_help)
     share_help = "share of daso's steps in warm-up and cool-down, 0 to 1 (default: 10 of 90 epochs)"
     add("--blocking-share", type=float, default=1 / 9, help=share_help)
-    add("--out", type=Path, help="file for the picture, requires matplotlib (default: predict.png)")
+    add(
+        "--out",
+        type=path_option,
+        help="file for the picture, requires matplotlib (default: predict.png)",
+    )
     parser.set_defaults(run=run)
 
 

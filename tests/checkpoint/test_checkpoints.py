@@ -14,9 +14,11 @@ import pytest
 
 import jdaso
 from jdaso import JdasoError
-from jdaso.checkpoint import Checkpoints
+from jdaso.checkpoint import Checkpoints, node_part
+from jdaso.checkpoint.checksums import checksums
 from jdaso.checkpoint.node_part import NodePart
 from jdaso.checkpoint.restore import mean_of_parts
+from jdaso.checkpoint.verify import verify
 
 TOPOLOGY = jdaso.discover_topology()
 EXCHANGE = jdaso.mpi_exchange(TOPOLOGY)
@@ -147,6 +149,49 @@ def test_unfinished_checkpoints_of_another_training_are_not_completed(tmp_path):
     (tmp_path / "000001_step_5" / "node_1_of_2").mkdir(parents=True)
     with pytest.raises(ValueError, match="call restore first"):
         Checkpoints(tmp_path, TOPOLOGY, EXCHANGE).save(5, state())
+
+
+def test_checkpoints_of_another_format_are_refused_by_name(tmp_path, monkeypatch):
+    filled(tmp_path, 3)
+    with monkeypatch.context() as newer:
+        newer.setattr(node_part, "FORMAT", 9)
+        later = Checkpoints(tmp_path, TOPOLOGY, EXCHANGE)
+        with pytest.raises(ValueError, match=r"000001_step_3/node_0_of_1 has the format 1, .* 9"):
+            later.restore(state())
+        later.save(4, state(4))
+        later.close()
+    # The earlier one is not taken in its place: nothing is damaged, and the user decides.
+    message = r"000002_step_4/node_0_of_1 has the format 9, and this version of jdaso .* format 1\."
+    with pytest.raises(ValueError, match=message):
+        Checkpoints(tmp_path, TOPOLOGY, EXCHANGE).restore(state())
+    _, (defect,) = verify(tmp_path)
+    assert "has the format 9" in defect
+
+
+def test_checkpoints_without_a_format_are_refused_by_name(tmp_path):
+    """Those of version 0.2.0, before formats were numbered."""
+    tree = node_part.part_tree({"x": np.ones(3)}, {})
+    del tree["about"]
+    tree["checksums"] = checksums({"state": tree["state"]})
+    with node_part.checkpointer() as writer:
+        writer.save(tmp_path / "000001_step_3" / "node_0_of_1", tree)
+    with pytest.raises(ValueError, match=r"000001_step_3/node_0_of_1 has no format number"):
+        Checkpoints(tmp_path, TOPOLOGY, EXCHANGE).restore({"x": np.ones(3)})
+
+
+def test_parts_of_two_jobs_are_no_checkpoint(tmp_path, caplog):
+    """Their steps and arrays agree: only the jobs that saved them differ."""
+    writer = node_part.checkpointer()
+    for number, runs in enumerate([(5, 5), (6, 7)], start=1):
+        for node, run in enumerate(runs):
+            tree = node_part.part_tree({"x": np.full(3, float(number))}, {}, run)
+            writer.save(tmp_path / f"00000{number}_step_{number}" / f"node_{node}_of_2", tree)
+    writer.close()
+    restored = Checkpoints(tmp_path, TOPOLOGY, EXCHANGE).restore({"x": np.ones(3)})
+    assert restored.step == 1
+    assert "000002_step_2 has parts of 2 jobs, which wrote to this folder" in caplog.text
+    _, (defect,) = verify(tmp_path)
+    assert defect.startswith("node 1 differs from node 0: another job saved it")
 
 
 @pytest.mark.parametrize(

@@ -346,3 +346,15 @@ def test_what_a_run_has_saved_is_a_configuration(tmp_path):
     assert not parse(["--config", str(tmp_path / "config.json")]).resume
     with pytest.raises(SystemExit, match=f"does not set; pass --out {tmp_path}"):
         parse(["--config", str(tmp_path / "config.json"), "--resume"])
+
+
+@pytest.mark.parametrize("key", ["out", "data", "config"])
+def test_a_url_is_refused_before_anything_starts(key):
+    with pytest.raises(SystemExit, match=rf"--{key} must be a path in a file system, got 's3://b"):
+        parse([f"--{key}", "s3://b/x.py"])
+
+
+def test_a_configuration_in_the_home_folder_is_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "keys.py").write_text("epochs = 90")
+    assert parse(["--config=~/keys.py"]).epochs == 90

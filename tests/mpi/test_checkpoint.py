@@ -1,11 +1,14 @@
 """Saved in flight and restored, bit for bit; on another number of nodes, from the mean."""
 
+import os
 import re
+import shutil
 
 import pytest
 from launch import Batch, mpiexec, passes
 
 import jdaso
+from jdaso.checkpoint import lock
 
 # Step -> algorithms that are saved at it.
 SAVED_AT = {
@@ -60,6 +63,29 @@ def test_training_goes_on_with_fewer_nodes_and_then_with_more(tmp_path):
     jobs = [3, 2, 3]
     for end in range(1, len(jobs) + 1):
         passes(mpiexec(jobs[end - 1], "going_on.py", tmp_path, *jobs[:end]))
+
+
+def test_parts_of_two_jobs_are_refused(job, tmp_path):
+    batch, folder = job
+    for node, name in enumerate(["to be damaged", "for one"]):
+        batch.passes(name)
+        (part,) = (folder / name).glob(f"*/node_{node}_of_2")
+        shutil.copytree(part, tmp_path / part.parent.name / part.name)
+    ended = mpiexec(2, "other_nodes.py", "restore", tmp_path, 2, "float32")
+    assert ended.returncode != 0
+    assert re.search(r"is skipped: .*_step_4 has parts of 2 jobs, which wrote", ended.output)
+
+
+def test_a_job_that_writes_to_the_folder_of_another_is_refused_on_all_nodes(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "RENEW_SECONDS", 0.1)
+    first = lock.FolderLock(tmp_path, 1)
+    first.acquire()
+    ended = mpiexec(2, "other_nodes.py", "save", tmp_path, 2, "float32")
+    first.release()
+    assert ended.returncode != 0
+    refused = rf"JdasoError: rank 0 \(.*\): another job writes to .* process {os.getpid()} on "
+    assert len(re.findall(refused, ended.output)) >= 1, ended.output
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_part_that_one_node_cannot_read_is_named_by_all(job):

@@ -1,0 +1,199 @@
+"""The lock of a folder of checkpoints, so that two jobs never write to one folder.
+
+It is a small file that says which process holds it, and whose time of modification that process
+renews. The file of a process that is dead does not keep the next job out.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from jdaso.cluster.abort import at_exit
+from jdaso.cluster.kill_launcher import process_info
+from jdaso.core.log import logger
+from jdaso.core.types import JdasoError
+
+NAME = "lock"
+RENEW_SECONDS = 30.0
+# A holder that has not renewed its lock for so long is dead, or it was stopped.
+DEAD_SECONDS = 180.0
+_POLL_SECONDS = 0.5
+_MAX_BYTES = 4096
+
+
+class Holder(NamedTuple):
+    """The process that holds a lock."""
+
+    run: int = 0  # what rank 0 of a job has drawn; all processes of the job know it
+    host: str = "an unknown host"
+    kernel: str = ""  # the boot and the namespace in which ``pid`` counts, if that is known
+    pid: int = 0
+    start: int = 0  # tells the process from a later one with the same number
+    job: str = ""  # of Slurm, with its cluster
+    restarts: int = 0  # how often Slurm has requeued the job
+
+
+class Seen(NamedTuple):
+    """A lock as it was found."""
+
+    holder: Holder
+    renewed: float  # by the clock of the file system
+
+
+def this_process(run: int) -> Holder:
+    """This process as the holder of a lock."""
+    info, environ = process_info(os.getpid()), os.environ
+    job, restarts = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_RESTART_COUNT", "")
+    return Holder(
+        run,
+        socket.gethostname(),
+        _kernel(),
+        os.getpid(),
+        info.start if info else 0,
+        f"{job}@{environ.get('SLURM_CLUSTER_NAME', '')}".rstrip("@") if job else "",
+        int(restarts) if restarts.isdecimal() else 0,
+    )
+
+
+def _kernel() -> str:
+    with contextlib.suppress(OSError):
+        # In a container, /proc may belong to another namespace, where the numbers mean others.
+        if os.readlink("/proc/self") == str(os.getpid()):
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+class FolderLock:
+    """The lock of a folder for the job with the identity ``run``. One process of it holds it."""
+
+    def __init__(self, folder: Path, run: int):
+        self.run = run
+        self._folder, self._path = folder, folder / NAME
+        self._own = this_process(run)
+        self._released = threading.Event()
+        self._cancel_exit: Callable[[], object] = lambda: None
+        self._renewing = False
+
+    def held(self) -> bool:
+        """Whether this process holds the lock."""
+        seen = self._read()
+        return seen is not None and seen.holder == self._own
+
+    def acquire(self) -> None:
+        """Acquires the lock, unless this process holds it already; JdasoError if another job does.
+
+        A lock whose holder may be dead is watched until the holder renews it, at most three
+        minutes: a job that was killed can start again on another host, and is only late.
+        """
+        if self.held():
+            return
+        candidate = self._folder / f".{NAME}_{self.run:x}_{self._own.pid}"
+        candidate.write_text(json.dumps(self._own._asdict()))
+        try:
+            self._put_in_place(candidate)
+        finally:
+            candidate.unlink(missing_ok=True)
+        if not self._renewing:
+            self._renewing = True
+            self._cancel_exit = at_exit(self.release)
+            threading.Thread(target=self._renew, name="jdaso-lock", daemon=True).start()
+
+    def release(self) -> None:
+        """Removes the lock, if this job holds it, and stops renewing it."""
+        self._released.set()
+        self._cancel_exit()
+        with contextlib.suppress(OSError):
+            seen = self._read()
+            if seen is not None and seen.holder.run == self.run:  # maybe of a process that died
+                self._path.unlink()
+
+    def _put_in_place(self, candidate: Path) -> None:
+        """Makes a file the lock as soon as there is none of another job that lives."""
+        # The clocks of two hosts may differ, but the file system's own has dated this file.
+        begin, written = time.monotonic(), candidate.stat().st_mtime
+        first = None
+        while True:
+            seen, waited = self._read(), time.monotonic() - begin
+            if seen is not None and seen.holder.run == self.run:
+                os.replace(candidate, self._path)  # of a process of this job that has died
+                return
+            if seen is not None:
+                age = max(written + waited - seen.renewed, 0.0)
+                if max(age, waited) > DEAD_SECONDS or is_dead(seen.holder, self._own):
+                    self._path.unlink(missing_ok=True)
+                elif first is None or seen == first:
+                    self._wait(seen, first)
+                    first = seen
+                    continue
+                else:
+                    raise JdasoError(
+                        f"another job writes to {self._folder}: {_name(seen.holder)}, which "
+                        f"renewed the lock {age:.0f} s ago. Checkpoints of two jobs would be mixed "
+                        "up. Give this job a folder of its own, or start it again when the other "
+                        "one has ended."
+                    )
+            try:
+                os.link(candidate, self._path)  # fails if there is a lock
+                return
+            except FileExistsError:
+                time.sleep(_POLL_SECONDS)
+            except OSError:  # this file system has no hard links
+                os.replace(candidate, self._path)
+                return
+
+    def _wait(self, seen: Seen, first: Seen | None) -> None:
+        if first is None:
+            logger.warning(
+                "%s is locked by %s. This job waits until that one renews the lock, and then ends, "
+                "or until it is clear that it is dead, which takes up to %g s.",
+                *(self._folder, _name(seen.holder), DEAD_SECONDS),
+            )
+        time.sleep(_POLL_SECONDS)
+
+    def _renew(self) -> None:
+        while not self._released.wait(RENEW_SECONDS):
+            with contextlib.suppress(OSError):  # the next time will do
+                if self.held():
+                    os.utime(self._path)
+
+    def _read(self) -> Seen | None:
+        """The lock, or None if there is none."""
+        try:
+            # Opening a file makes NFS ask its server, which its status alone does not.
+            with open(self._path, "rb") as file:
+                renewed, text = os.fstat(file.fileno()).st_mtime, file.read(_MAX_BYTES)
+        except FileNotFoundError:
+            return None
+        try:
+            fields = json.loads(text)
+            holder = Holder(**fields)
+        except (ValueError, TypeError, RecursionError):
+            return Seen(Holder(), renewed)
+        known = all(type(x) is type(y) for x, y in zip(holder, Holder(), strict=True))
+        return Seen(holder if known else Holder(), renewed)
+
+
+def is_dead(holder: Holder, own: Holder) -> bool:
+    """Whether it is certain that a holder does not write any more.
+
+    It is an earlier run of the same requeued job, a process of this host that has ended, or this
+    process, which has then opened the folder a second time.
+    """
+    if own.job and holder.job == own.job and holder.restarts < own.restarts:
+        return True
+    if not own.kernel or holder.kernel != own.kernel:
+        return False
+    info = process_info(holder.pid)
+    return info is None or info.start != holder.start or holder.pid == own.pid
+
+
+def _name(holder: Holder) -> str:
+    job = f" of Slurm job {holder.job}" if holder.job else ""
+    return f"process {holder.pid}{job} on {holder.host}"
