@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from jdaso.checkpoint import folder
 from jdaso.checkpoint.agreement import from_first
-from jdaso.checkpoint.flight_check import exchanges_in_flight, number_exchanges
+from jdaso.checkpoint.flight_check import averaged_names, exchanges_in_flight, number_exchanges
 from jdaso.checkpoint.host_arrays import gather_shards, to_host_arrays
 from jdaso.checkpoint.node_part import checkpointer, part_tree
 from jdaso.checkpoint.restore import read_checkpoint
@@ -113,7 +113,8 @@ class Checkpoints:
             )
         path = self._next_path(step)
         numbered = number_exchanges(state, self._exchanges)
-        own = to_host_arrays(numbered), exchanges_in_flight(state, self._exchanges)
+        in_flight = exchanges_in_flight(state, self._exchanges)
+        own = to_host_arrays(numbered), in_flight, averaged_names(state, self._exchanges)
         whole = gather_shards(self._node_comm, own)
         self._last_number = (self._last_number or 0) + 1
         if whole is not None:

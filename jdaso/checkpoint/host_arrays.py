@@ -1,5 +1,6 @@
 """Trees as named arrays in the memory of the host, and back."""
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -94,4 +95,9 @@ def _placed_like(like: Any, value: np.ndarray) -> Any:
 
 def _named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in paths]
+    return [(name_of(path), leaf) for path, leaf in paths]
+
+
+def name_of(path: Sequence[Any]) -> str:
+    """The name of the leaf at a path of ``jax.tree_util``."""
+    return jax.tree_util.keystr(tuple(path), simple=True, separator=".")

@@ -17,7 +17,7 @@ from jdaso.checkpoint.checksums import raw_bytes
 from jdaso.checkpoint.flight_check import differences
 from jdaso.checkpoint.folder import SavedCheckpoint, describe_incomplete, list_checkpoints
 from jdaso.checkpoint.in_flight import awaited_names, describe_posted, other_bits
-from jdaso.checkpoint.node_part import NodePart, checkpointer, is_finite, read_part
+from jdaso.checkpoint.node_part import NodePart, checkpointer, read_part
 from jdaso.core.text_table import text_table
 from jdaso.core.types import JdasoError
 
@@ -127,7 +127,7 @@ def _summary(node: int, part: NodePart) -> Summary:
         for root in roots
         if name.startswith(root) and not _LOCAL.match(name[len(root) :])
     }
-    defects = [f"{name} is not finite" for name, x in arrays.items() if not is_finite(x)]
+    defects = [f"{name} is not finite" for name in part.lost()]
     finite = "no" if defects else "yes"
     defects += differences([key for key, _ in awaited_names(arrays)], part.in_flight)
     defects += other_bits(arrays, part.in_flight)
