@@ -10,7 +10,7 @@ import jdaso
 from jdaso import JdasoError
 from jdaso.checkpoint import Checkpoints
 from jdaso.checkpoint.flight_check import averaged_names
-from jdaso.checkpoint.host_arrays import to_host_arrays
+from jdaso.checkpoint.host_arrays import from_host_arrays, to_host_arrays
 from jdaso.checkpoint.node_part import checkpointer, part_tree, read_part
 from jdaso.checkpoint.verify import verify
 from jdaso.core.exchange import HEADER_SIZE, PostedExchange
@@ -133,3 +133,104 @@ def test_an_exchange_in_flight_may_have_a_leaf_without_elements(tmp_path):
     found = part.in_flight[0, 1].leaves
     assert [(x.dtype, x.shape) for x in found] == [(x.dtype, x.shape) for x in leaves]
     np.testing.assert_array_equal(found[0], leaves[0])
+
+
+LR = 0.01
+WITHOUT_INTEGERS = {"w": True, "b": True, "n": False}
+OPTIMIZERS = {
+    "adafactor": optax.adafactor(LR),
+    "adagrad": optax.adagrad(LR),
+    "adam": optax.adam(LR),
+    "adan": optax.adan(LR),  # it narrows the gradient that it keeps
+    "adopt": optax.contrib.adopt(LR),
+    "apply_if_finite": optax.masked(optax.apply_if_finite(optax.sgd(LR), 3), WITHOUT_INTEGERS),
+    "cocob": optax.contrib.cocob(LR),
+    "dog": optax.contrib.dog(LR),
+    "flatten": optax.masked(optax.flatten(optax.adam(LR)), WITHOUT_INTEGERS),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(learning_rate=LR),
+    "lion": optax.lion(LR),
+    "momo": optax.contrib.momo(LR),
+    "MultiSteps": optax.MultiSteps(optax.adam(LR), 2),
+    "muon": optax.contrib.muon(LR),
+    "prodigy": optax.masked(optax.contrib.prodigy(LR), WITHOUT_INTEGERS),
+    "schedule_free": optax.contrib.schedule_free_adamw(LR),
+    "sgd": optax.sgd(LR, momentum=0.9),
+    "sm3": optax.sm3(LR),
+}
+
+
+def take_steps(tx, params, state, steps):
+    """Steps with float32 gradients, and bfloat16 ones of float32 parameters."""
+    tx = optax.with_extra_args_support(tx)
+    for t in steps:
+        grads = jax.tree.map(lambda x: 0.1 * x.astype(jnp.float32), params)
+        grads |= {"b": grads["b"].astype(jnp.bfloat16), "n": jnp.zeros_like(params["n"])}
+        updates, state = tx.update(grads, state, params, value=jnp.float32(1 / (1 + t)))
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def assert_same_bits(found, expected):
+    for want, got in zip(*map(jax.tree.leaves, (expected, found)), strict=True):
+        assert want.dtype == got.dtype
+        assert np.isfinite(want).all()
+        np.testing.assert_array_equal(want, got)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, "bfloat16") for name in OPTIMIZERS), ("adam", "float16")]
+)
+def test_any_optimizer_continues_bit_for_bit(name, dtype):
+    """Most of them change dtypes of their state at the first step."""
+    tx = OPTIMIZERS[name]
+    w = jnp.linspace(-1, 1, 12).reshape(4, 3)
+    params = {"w": w.astype(dtype), "b": w[0], "n": jnp.arange(3)}
+    first = params, tx.init(params)
+    saved = take_steps(tx, *first, range(3))
+    found = from_host_arrays(to_host_arrays(saved), first, "a checkpoint")
+    expected = take_steps(tx, *saved, range(3, 5))
+    assert_same_bits(take_steps(tx, *found, range(3, 5)), expected)
+
+
+def scale_by_previous():
+    """A user's transformation, whose state takes the dtype of the gradients."""
+
+    def update(updates, state, params=None):
+        del params
+        return jax.tree.map(jnp.add, updates, state), updates
+
+    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+
+
+def test_a_transformation_of_a_user_in_a_chain_continues_bit_for_bit(tmp_path):
+    averaging = jdaso.dasgd(EXCHANGE, period=3, delay=1)
+    tx = jdaso.chain(optax.chain(scale_by_previous(), optax.sgd(LR)), averaging)
+    params = {"w": jnp.ones(3, jnp.bfloat16), "b": jnp.ones(2), "n": jnp.arange(3)}
+    first = params, tx.init(params)
+    saved = take_steps(tx, *first, range(3))
+    assert saved[1].averaging.fragments[0].posted
+    write(tmp_path, [saved])
+    assert verify(tmp_path)[1] == []
+    expected = take_steps(tx, *saved, range(3, 7))
+    assert_same_bits(take_steps(tx, *restore(tmp_path, first), range(3, 7)), expected)
+
+
+@pytest.mark.parametrize("of_lookahead", [False, True])
+def test_parameters_of_another_dtype_are_refused(of_lookahead):
+    """Also the parameters of lookahead, which are of a type of optax, as its states are."""
+    params = {"w": jnp.ones(3)}
+    if of_lookahead:
+        params = optax.LookaheadParams(params, params)
+    tx = optax.lookahead(optax.adam(LR), 5, 0.5) if of_lookahead else optax.adam(LR)
+    arrays = to_host_arrays((params, tx.init(params)))
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    with pytest.raises(ValueError, match=r"w is float32\(3,\), the state has bfloat16\(3,\)"):
+        from_host_arrays(arrays, (narrow, tx.init(narrow)), "a checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("like", "saved"), [(0, 0.73), (False, 3), (0, NAN), (1.0, 2), (np.float32(0), 0.5)]
+)
+def test_a_number_keeps_its_value(like, saved):
+    found = from_host_arrays(to_host_arrays({"best": saved}), {"best": like}, "a checkpoint")
+    np.testing.assert_equal(found["best"], saved)
