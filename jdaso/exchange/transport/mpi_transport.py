@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jdaso.cluster.abort import at_exit
 from jdaso.core.exchange import UNCOUNTED, ExchangeRecord, PostedExchange
 from jdaso.core.log import logger
 from jdaso.core.types import JdasoError
@@ -29,6 +30,14 @@ _PAST_THE_END = (
 )
 
 
+_LOST = (
+    "%s still in flight at the end, posted after step %d, and will never be merged: call "
+    "jdaso.drain after the last step. If the training is to continue later, save it with "
+    "jdaso.checkpoint.Checkpoints, which saves what is in flight, or call jdaso.drain before you "
+    "save it by other means."
+)
+
+
 class _Posted(NamedTuple):
     request: Request
     staging: StagingBuffers
@@ -47,9 +56,15 @@ class MpiTransport:
         self._last_of_queue: dict[int, Request] = {}
         self._left_out = 0
         self._total = math.inf  # steps of the schedule
+        self._saved: set[int] = set()  # exchanges that a checkpoint may hold
         self.statistics = Statistics()
+        # Registered before the function that waits for programs, so it runs after that one.
+        self._forget_exit = at_exit(self._warn_of_lost)
 
     def forget(self) -> None:
+        """Forgets all exchanges, when the exchange is closed."""
+        self._forget_exit()
+        self._warn_of_lost()
         self._table.clear()
         self._last_of_queue.clear()
         self._table.pool = BufferPool()
@@ -103,6 +118,7 @@ class MpiTransport:
             )
             self._last_of_queue[queue] = request
             self._table.post(number, _Posted(request, staging, step, header))
+            self._saved.discard(number)
         name, size = exchange_name(number), sum(vector.nbytes for vector, _ in staging.pairs)
         logger.debug("%s posted %s after step %d, %d bytes", self._name, name, step, size)
 
@@ -138,14 +154,28 @@ class MpiTransport:
         return posted.staging, header
 
     def posted(self) -> dict[int, PostedExchange]:
-        """Copies of the exchanges that are posted and not yet collected."""
+        """Copies of the exchanges that are posted and not yet collected.
+
+        The caller saves them, so they are not lost at exit.
+        """
         with self._table.lock:
             self.pending.wait_until_posted()
-            return {
-                number: _saved(number, posted)
-                for number, posted in sorted(self._table.posted.items())
-                if number != UNCOUNTED
-            }
+            in_flight = self._in_flight()
+            self._saved = set(in_flight)
+            return {number: _saved(number, posted) for number, posted in in_flight.items()}
+
+    def _in_flight(self) -> dict[int, _Posted]:
+        posted = sorted(self._table.posted.items())
+        return {number: each for number, each in posted if number != UNCOUNTED}
+
+    def _warn_of_lost(self) -> None:
+        """Warns if exchanges are in flight at the end that nobody has merged or saved."""
+        with self._table.lock:
+            in_flight = self._in_flight()
+        lost = [posted.step for number, posted in in_flight.items() if number not in self._saved]
+        if lost and self._membership.topology.rank == 0:  # all have the same in flight
+            what = "1 exchange is" if len(lost) == 1 else f"{len(lost)} exchanges are"
+            logger.warning(_LOST, what, max(lost))
 
     def post_again(self, saved: dict[int, tuple[Layout, PostedExchange]]) -> None:
         """Waits for all posted exchanges, forgets them, and posts the saved ones."""
@@ -160,6 +190,7 @@ class MpiTransport:
             stagings[0].fill(layout.cut(exchange.leaves))
             for _ in stagings:
                 self.post(number, exchange.step, exchange.header)
+        self._saved = set(saved)
 
     def _warn_left_out(self, number: int, staging: StagingBuffers) -> None:
         """Warns at the first, second, fourth, eighth ... time."""
