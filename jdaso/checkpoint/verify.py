@@ -1,8 +1,8 @@
 """``python -m jdaso verify CHECKPOINT``: whether a training can continue from a checkpoint.
 
-It checks that all parts exist, that their checksums match, that all numbers are finite, that all
-nodes are at the same step, and that the arrays that all nodes share are equal bit for bit. One
-process does this without MPI and holds one part in memory at a time.
+It checks that all parts exist, that their checksums match, that parameters and moments are finite,
+that all nodes are at the same step, and that the arrays that all nodes share are equal bit for bit.
+One process does this without MPI and holds one part in memory at a time.
 """
 
 import argparse

@@ -41,7 +41,7 @@ def test_steps_that_nobody_awaits_are_executed_before_the_end(devices):
 
 @pytest.mark.parametrize(
     ("how", "lost"),
-    [("lost", 2), ("closed", 2), ("saved too early", 1), ("saved", 0), ("drained", 0)],
+    [("lost", 2), ("closed", 2), ("saved too early", 1), ("saved", 0), ("drained and restored", 0)],
 )
 def test_exchanges_that_nobody_merges_or_saves_are_named_at_the_end(how, lost):
     ended = mpiexec(2, "lost.py", how)
