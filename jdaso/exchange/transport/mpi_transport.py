@@ -3,6 +3,7 @@
 import itertools
 import math
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -62,7 +63,6 @@ class MpiTransport:
         self._forget_exit = at_exit(self._warn_of_lost)
 
     def forget(self) -> None:
-        """Forgets all exchanges, when the exchange is closed."""
         self._forget_exit()
         self._warn_of_lost()
         self._table.clear()
@@ -154,28 +154,18 @@ class MpiTransport:
         return posted.staging, header
 
     def posted(self) -> dict[int, PostedExchange]:
-        """Copies of the exchanges that are posted and not yet collected.
-
-        The caller saves them, so they are not lost at exit.
-        """
+        """Copies of the exchanges that are posted and not yet collected. The caller saves them."""
         with self._table.lock:
             self.pending.wait_until_posted()
-            in_flight = self._in_flight()
-            self._saved = set(in_flight)
-            return {number: _saved(number, posted) for number, posted in in_flight.items()}
-
-    def _in_flight(self) -> dict[int, _Posted]:
-        posted = sorted(self._table.posted.items())
-        return {number: each for number, each in posted if number != UNCOUNTED}
+            posted = sorted(self._table.posted.items())
+            saved = {number: _saved(number, each) for number, each in posted if number != UNCOUNTED}
+            self._saved = set(saved)
+            return saved
 
     def _warn_of_lost(self) -> None:
-        """Warns if exchanges are in flight at the end that nobody has merged or saved."""
-        with self._table.lock:
-            in_flight = self._in_flight()
-        lost = [posted.step for number, posted in in_flight.items() if number not in self._saved]
-        if lost and self._membership.topology.rank == 0:  # all have the same in flight
-            what = "1 exchange is" if len(lost) == 1 else f"{len(lost)} exchanges are"
-            logger.warning(_LOST, what, max(lost))
+        if self._membership.topology.rank == 0:  # all have the same in flight
+            with self._table.lock:
+                _warn_of_lost(self._table.posted, self._saved | {UNCOUNTED})
 
     def post_again(self, saved: dict[int, tuple[Layout, PostedExchange]]) -> None:
         """Waits for all posted exchanges, forgets them, and posts the saved ones."""
@@ -205,6 +195,13 @@ class MpiTransport:
                 describe_narrow_wires([spec.dtype for spec in staging.specs]),
                 self._left_out - 1,
             )
+
+
+def _warn_of_lost(in_flight: Mapping[int, _Posted], known: set[int]) -> None:
+    """Warns if exchanges are in flight at the end that nobody has merged or saved."""
+    if lost := [posted.step for number, posted in in_flight.items() if number not in known]:
+        what = "1 exchange is" if len(lost) == 1 else f"{len(lost)} exchanges are"
+        logger.warning(_LOST, what, max(lost))
 
 
 def _saved(number: int, posted: _Posted) -> PostedExchange:
