@@ -49,11 +49,10 @@ def averaged_names(tree: PyTree, exchanges: Sequence[Exchange]) -> frozenset[str
     sent = set()
     for fragment in find_states(FragmentState, tree):
         if isinstance(fragment.exchange, HostState):
-            leaves = _owner(fragment.exchange, exchanges)[1]
-            sent |= {(_parameter(leaf.name), leaf.shape) for leaf in leaves}
+            leaves = [(x.name, x.shape) for x in _owner(fragment.exchange, exchanges)[1]]
         else:  # with the sums in its state
-            leaves = named_floats(fragment.exchange)
-            sent |= {(_parameter(name), np.shape(leaf)) for name, leaf in leaves}
+            leaves = [(name, np.shape(x)) for name, x in named_floats(fragment.exchange)]
+        sent |= {(_parameter(name), shape) for name, shape in leaves}
     rest = map_states(AveragingState, lambda _: None, tree)
     return frozenset(
         name_of(path)
