@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from jdaso.checkpoint import folder
 from jdaso.checkpoint.agreement import from_first, on_all
-from jdaso.checkpoint.flight_check import exchanges_in_flight, number_exchanges
+from jdaso.checkpoint.flight_check import averaged_names, exchanges_in_flight, number_exchanges
 from jdaso.checkpoint.host_arrays import gather_shards, to_host_arrays
 from jdaso.checkpoint.lock import FolderLock
 from jdaso.checkpoint.node_part import checkpointer, part_tree
@@ -162,13 +162,13 @@ class Checkpoints:
             )
         path = self._next_path(step)
         numbered = number_exchanges(state, self._exchanges)
-        own = to_host_arrays(numbered), exchanges_in_flight(state, self._exchanges)
+        in_flight = exchanges_in_flight(state, self._exchanges)
+        own = to_host_arrays(numbered), in_flight, averaged_names(state, self._exchanges)
         whole = gather_shards(self._node_comm, own)
         self._last_number = (self._last_number or 0) + 1
         if whole is not None:
-            arrays, in_flight = whole
             with self._write_errors():
-                self._orbax.save(path, part_tree(arrays, in_flight, self._run))
+                self._orbax.save(path, part_tree(*whole, self._run))
                 self._has_saved = True
 
     def wait(self) -> None:
@@ -196,9 +196,9 @@ class Checkpoints:
         """Restores the newest complete checkpoint and posts its exchanges in flight again.
 
         If another number of nodes saved the checkpoint, floating-point arrays are averaged over
-        these nodes and other arrays are those of node 0. Exchanges in flight are dropped, because
-        the mean of the parameters is newer. The centre of EASGD and the anchor of DiLoCo miss this
-        last update.
+        these nodes and other arrays are those of node 0. Nodes whose averaged parameters are not
+        finite are left out. Exchanges in flight are dropped, because the mean of the parameters is
+        newer. The centre of EASGD and the anchor of DiLoCo miss this last update.
 
         A damaged checkpoint, or one of nodes that were out of step, is skipped with a warning, so
         that a job that restarts by itself does not fail at the same place forever. If no

@@ -4,16 +4,20 @@ Copies between a program and the host trust the shapes of the program, so what c
 compared with the state before it is posted again.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import keystr
 
+from jdaso.checkpoint.host_arrays import name_of
 from jdaso.checkpoint.in_flight import InFlight, Key
 from jdaso.core.exchange import Exchange, HostState, PostedExchange, SentLeaf
-from jdaso.core.state import FragmentState, find_states, map_states
+from jdaso.core.state import AveragingState, FragmentState, find_states, map_states
+from jdaso.core.tree import named_floats
 from jdaso.core.types import JdasoError, PyTree
 from jdaso.core.wire import wire_dtype
 
@@ -34,6 +38,36 @@ def exchanges_in_flight(tree: PyTree, exchanges: Sequence[Exchange]) -> InFlight
             "last step returned, with all optimizer states, and pass all exchanges to Checkpoints."
         )
     return posted
+
+
+def averaged_names(tree: PyTree, exchanges: Sequence[Exchange]) -> frozenset[str]:
+    """The names of the arrays that nodes average, and of those like them, such as moments.
+
+    An array is recognized by its shape and by the end of its path, which is the path of a leaf
+    that an exchange sends.
+    """
+    sent = set()
+    for fragment in find_states(FragmentState, tree):
+        if isinstance(fragment.exchange, HostState):
+            leaves = [(x.name, x.shape) for x in _owner(fragment.exchange, exchanges)[1]]
+        else:  # with the sums in its state
+            leaves = [(name, np.shape(x)) for name, x in named_floats(fragment.exchange)]
+        sent |= {(_parameter(name), shape) for name, shape in leaves}
+    rest = map_states(AveragingState, lambda _: None, tree)
+    return frozenset(
+        name_of(path)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(rest)
+        if any((keystr(path[i:]), np.shape(leaf)) in sent for i in range(len(path) + 1))
+    )
+
+
+def _parameter(name: str) -> str:
+    """The path of a parameter in that of a leaf of an exchange's state or of its moments.
+
+    >>> _parameter(".sums.moments[0]['w']"), _parameter("['w']")
+    ("['w']", "['w']")
+    """
+    return re.sub(r"^(\.sums)?(\.params|\.moments\[\d+\])?", "", name)
 
 
 def number_exchanges(tree: PyTree, exchanges: Sequence[Exchange]) -> PyTree:

@@ -1,14 +1,18 @@
 """Trees as named arrays in the memory of the host, and back."""
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
+from jdaso.core.chain import ChainState
 from jdaso.core.exchange import Shards
 from jdaso.core.mpi_types import Comm
+from jdaso.core.state import AveragingState, map_states
 from jdaso.core.tree import place_like
 from jdaso.core.types import PyTree
 
@@ -66,32 +70,63 @@ def from_host_arrays(arrays: dict[str, np.ndarray], like: PyTree, source: str) -
     """The inverse of :func:`to_host_arrays`, with structure, types and placement of ``like``.
 
     ``like`` is a tree of arrays and Python numbers. If names, shapes or dtypes differ, it raises
-    ValueError, which names the ``source`` of the arrays.
+    ValueError, which names the ``source`` of the arrays. An array of an optimizer's state keeps the
+    dtype that it was saved with, because many optimizers change dtypes at the first step.
     """
+    may_change = _optimizer_names(like)
     wanted = {name: leaf for name, leaf in _named_leaves(like) if np.size(leaf)}
     wrong = [f"{name} is not in the checkpoint" for name in wanted if name not in arrays]
     wrong += [f"{name} is not in the state" for name in arrays if name not in wanted]
     for name in wanted.keys() & arrays.keys():
         old, new = arrays[name], wanted[name]
         shape, dtype = np.shape(new), new.dtype if hasattr(new, "dtype") else np.result_type(new)
-        if old.shape != shape or (isinstance(new, jax.Array) and old.dtype != dtype):
+        fixed = isinstance(new, jax.Array) and name not in may_change
+        if old.shape != shape or (fixed and old.dtype != dtype):
             wrong.append(f"{name} is {old.dtype}{old.shape}, the state has {dtype}{shape}")
     if wrong:
         more = f" and {len(wrong) - _MAX_LISTED} more" if len(wrong) > _MAX_LISTED else ""
         raise ValueError(
             f"{source} does not fit the state it is restored into: "
             f"{'; '.join(sorted(wrong)[:_MAX_LISTED])}{more}. Build the same model and optimizer "
-            "as when it was saved."
+            "as when it was saved. If a transformation of your own changes the dtype of its state "
+            "at the first step, use this dtype in its init."
         )
     leaves = [_placed_like(x, arrays[n]) if np.size(x) else x for n, x in _named_leaves(like)]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def _placed_like(like: Any, value: np.ndarray) -> Any:
-    is_array = isinstance(like, jax.Array | np.ndarray)
-    return place_like(value, like) if is_array else type(like)(value)
+    if isinstance(like, jax.Array | np.ndarray):
+        return place_like(value, like)
+    # An integer, such as a best loss of 0 at the start, may have become a float.
+    keeps_value = np.can_cast(value.dtype, np.result_type(like), "same_kind")
+    return type(like)(value) if keeps_value else value.item()
+
+
+def _optimizer_names(tree: PyTree) -> set[str]:
+    """The names of the arrays in the states of optimizers, without those of averagings."""
+
+    def is_state(node: Any) -> bool:
+        of_optax = type(node).__module__.partition(".")[0] == "optax"
+        return isinstance(node, ChainState) or (
+            of_optax and not isinstance(node, optax.LookaheadParams)
+        )
+
+    rest = map_states(AveragingState, lambda _: None, tree)
+    nodes, _ = jax.tree_util.tree_flatten_with_path(rest, is_leaf=is_state)
+    return {
+        name_of([*path, *inside])
+        for path, node in nodes
+        if is_state(node)
+        for inside, _ in jax.tree_util.tree_leaves_with_path(node)
+    }
 
 
 def _named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in paths]
+    return [(name_of(path), leaf) for path, leaf in paths]
+
+
+def name_of(path: Sequence[Any]) -> str:
+    """The name of the leaf at a path of ``jax.tree_util``."""
+    return jax.tree_util.keystr(tuple(path), simple=True, separator=".")

@@ -1,12 +1,15 @@
 """One node's part of a checkpoint: named arrays, a checksum for each, written by orbax.
 
+Arrays that orbax cannot write, without elements or of rare dtypes, are written as bytes.
+
 A folder may hold files of another program. Reading executes no code: orbax stores arrays and JSON.
 """
 
 import asyncio
 import contextlib
+import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdaso.checkpoint.checksums import checksums
+from jdaso.checkpoint.checksums import checksums, raw_bytes
 from jdaso.checkpoint.in_flight import InFlight, arrays_to_posted, posted_to_arrays
 from jdaso.core.types import JdasoError
 
@@ -22,14 +25,30 @@ from jdaso.core.types import JdasoError
 FORMAT = 1
 _GROUPS = ("state", "in_flight", "about")
 _MAX_ERROR_LENGTH = 300  # characters of an error of orbax
+# The dtypes that orbax writes in all of its versions.
+_WRITTEN_DTYPES = {
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("bfloat16", "float16", "float32", "float64", "complex64", "complex128"),
+}
 
 
 class NodePart(NamedTuple):
-    """The arrays of a node's state by name, its exchanges in flight, and the run that saved it."""
+    """The arrays of a node's state by name, its exchanges in flight, and the run that saved it.
+
+    Attributes:
+        averaged: the names of the parameters that the node averages with others, and of arrays
+            like them, such as moments. If they are not finite, the node cannot continue.
+        run: what rank 0 of the job has drawn.
+    """
 
     state: dict[str, np.ndarray]
     in_flight: InFlight
-    run: int = 0  # what rank 0 of the job has drawn
+    averaged: Collection[str] = ()
+    run: int = 0
+
+    def lost(self) -> list[str]:
+        """The names of the averaged arrays that are not finite."""
+        return sorted(name for name in self.averaged if not is_finite(self.state[name]))
 
 
 def checkpointer() -> Any:
@@ -48,22 +67,43 @@ def checkpointer() -> Any:
     return StandardCheckpointer(**({"multiprocessing_options": alone} if several else {}))
 
 
-def part_tree(state: Mapping[str, Any], posted: InFlight, run: int = 0) -> dict[str, Any]:
-    """The tree that orbax writes, with a checksum for every array.
+def part_tree(
+    state: Mapping[str, Any], posted: InFlight, averaged: Collection[str] = (), run: int = 0
+) -> dict[str, Any]:
+    """The tree that orbax writes for a :class:`NodePart`, with a checksum for every array.
 
     >>> tree = part_tree({"w": np.ones(3)}, {})
     >>> sorted(tree), tree["checksums"].shape
     (['about', 'checksums', 'state'], (3,))
     """
+    places = [i for i, name in enumerate(sorted(state)) if name in averaged]
     about = {"format": np.int64(FORMAT), "run": np.int64(run)}
-    contents = (state, posted_to_arrays(posted), about)
-    groups: dict[str, Any] = dict(zip(_GROUPS, contents, strict=True))
+    about |= {"averaged": np.array(places, np.int64)} if places else {}
+    groups: dict[str, Any] = {"state": state, "in_flight": posted_to_arrays(posted), "about": about}
     # orbax restores a scalar that is not an array as a Python number.
     groups = {
         at: {name: np.asarray(x) for name, x in group.items()} for at, group in groups.items()
     }
-    written = {at: group for at, group in groups.items() if group}
-    return {**written, "checksums": checksums(groups)}
+    tree: dict[str, Any] = {"checksums": checksums(groups)}
+    for at, group in groups.items():
+        for name, x in group.items():
+            if x.size and x.dtype.name in _WRITTEN_DTYPES:
+                tree.setdefault(at, {})[name] = x
+            else:
+                tree.setdefault("as_bytes", {}).setdefault(at, {})[name] = _to_bytes(x)
+    return tree
+
+
+def _to_bytes(array: np.ndarray) -> np.ndarray:
+    """A line with dtype and shape, and the bytes of the array."""
+    about = json.dumps([array.dtype.name, array.shape])
+    return np.frombuffer(about.encode() + b"\n" + raw_bytes(array), np.uint8)
+
+
+def _from_bytes(written: Any) -> np.ndarray:
+    about, _, data = np.asarray(written, np.uint8).tobytes().partition(b"\n")
+    dtype, shape = json.loads(about)
+    return np.frombuffer(bytearray(data), np.dtype(dtype)).reshape(shape)
 
 
 def read_part(reader: Any, path: Path) -> NodePart:
@@ -116,9 +156,13 @@ def _reads_finish() -> Iterator[None]:
 
 def _validated(tree: Any) -> NodePart:
     """The part in a tree; raises ValueError if the tree is not what :func:`part_tree` made."""
-    if not isinstance(tree, Mapping) or not tree.keys() <= {*_GROUPS, "checksums"}:
+    if not isinstance(tree, Mapping) or not tree.keys() <= {*_GROUPS, "as_bytes", "checksums"}:
         raise ValueError(f"it is no part of a checkpoint, which has {', '.join(_GROUPS)}")
-    groups = {name: dict(tree.get(name, {})) for name in _GROUPS}
+    as_bytes = tree.get("as_bytes", {})
+    groups = {
+        at: dict(tree.get(at, {})) | {n: _from_bytes(x) for n, x in as_bytes.get(at, {}).items()}
+        for at in _GROUPS
+    }
     for group in groups.values():
         for name, x in group.items():
             is_number = isinstance(x, np.ndarray | np.generic | jax.Array) and (
@@ -133,8 +177,10 @@ def _validated(tree: Any) -> NodePart:
     if (changed := computed != saved).any():
         names = [name for group in groups.values() for name in sorted(group)]
         raise ValueError(f"the checksum of {names[int(changed.argmax())]} does not match")
-    run = int(groups["about"]["run"])
-    return NodePart(groups["state"], arrays_to_posted(groups["in_flight"]), run)
+    names, about = sorted(groups["state"]), groups["about"]
+    averaged = {names[i] for i in about.get("averaged", ())}
+    run = int(about["run"])
+    return NodePart(groups["state"], arrays_to_posted(groups["in_flight"]), averaged, run)
 
 
 def _format_of(tree: Any) -> int:
@@ -145,8 +191,6 @@ def _format_of(tree: Any) -> int:
 
 
 def is_finite(array: np.ndarray) -> bool:
-    """Whether an array is finite; a scalar may be infinite, as a best loss is before the first."""
-    if not jnp.issubdtype(array.dtype, np.floating):
-        return True
-    wide = array.astype(np.float64)
-    return bool((np.isfinite(wide) if array.ndim else ~np.isnan(wide)).all())
+    """Whether an array is finite."""
+    floating = jnp.issubdtype(array.dtype, np.floating)
+    return not floating or bool(np.isfinite(array.astype(np.float64)).all())

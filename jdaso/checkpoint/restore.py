@@ -1,5 +1,6 @@
 """Reading a complete checkpoint: a node's own part, or the mean over all parts."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,29 +67,36 @@ def read_checkpoint(
 def mean_of_parts(parts: Sequence[Path], read: Callable[[Path], NodePart]) -> dict[str, np.ndarray]:
     """The mean over the nodes that saved; reads one part after the other.
 
-    Parts with numbers that are not finite are left out. Arrays of other dtypes than floating point
-    are those of the first part. The states of exchanges are dropped. It raises JdasoError if the
-    parts hold different arrays, or all are left out.
+    As in an exchange, a node whose averaged parameters are not finite is left out. Any other array
+    is the mean over the nodes where it is finite. One that is finite nowhere, such as a mask of
+    -inf, is that of the first node, as are arrays of other dtypes than floating point. The states
+    of exchanges are dropped. It raises JdasoError if the parts hold different arrays, or all are
+    left out.
     """
     first: dict[str, np.ndarray] = {}
     total: dict[str, np.ndarray] = {}
-    members = 0
+    members: Counter[str] = Counter()
+    lost: list[str] = []
     for path in parts:
-        part = read(path).state
-        if lost := sorted(k for k, v in part.items() if not is_finite(v)):
+        part = read(path)
+        if lost := part.lost():
             logger.warning("%s is left out: %s is not finite.", path, lost[0])
             continue
-        first = first or part
-        if {k: v.shape for k, v in part.items()} != {k: v.shape for k, v in first.items()}:
+        state = part.state
+        first = first or state
+        if {k: v.shape for k, v in state.items()} != {k: v.shape for k, v in first.items()}:
             raise JdasoError(f"{path} holds other arrays than {parts[0]}.")
-        for name, value in part.items():
-            if jnp.issubdtype(value.dtype, np.floating):
+        for name, value in state.items():
+            if jnp.issubdtype(value.dtype, np.floating) and is_finite(value):
                 total[name] = total.get(name, 0.0) + value.astype(np.float64)
-        members += 1
-    if not members:
-        raise JdasoError(f"no node has saved finite numbers in {parts[0].parent}.")
+                members[name] += 1
+    if not first and lost:
+        raise JdasoError(
+            f"no node has saved finite parameters in {parts[0].parent}: on all of them, an array "
+            f"such as {lost[0]} is not finite."
+        )
     return {
-        k: (total[k] / members).astype(v.dtype) if k in total else v
+        k: (total[k] / members[k]).astype(v.dtype) if k in total else v
         for k, v in first.items()
         if not in_flight.is_exchange_state(k)
     }

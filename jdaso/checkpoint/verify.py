@@ -1,8 +1,8 @@
 """``python -m jdaso verify CHECKPOINT``: whether a training can continue from a checkpoint.
 
-It checks that all parts exist, that their checksums match, that all numbers are finite, that all
-nodes are at the same step, and that the arrays that all nodes share are equal bit for bit. One
-process does this without MPI and holds one part in memory at a time.
+It checks that all parts exist, that their checksums match, that parameters and moments are finite,
+that all nodes are at the same step, and that the arrays that all nodes share are equal bit for bit.
+One process does this without MPI and holds one part in memory at a time.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from jdaso.checkpoint.checksums import raw_bytes
 from jdaso.checkpoint.flight_check import differences
 from jdaso.checkpoint.folder import SavedCheckpoint, describe_incomplete, list_checkpoints
 from jdaso.checkpoint.in_flight import awaited_names, describe_posted, other_bits
-from jdaso.checkpoint.node_part import NodePart, checkpointer, is_finite, read_part
+from jdaso.checkpoint.node_part import NodePart, checkpointer, read_part
 from jdaso.core.local_path import path_option
 from jdaso.core.text_table import text_table
 from jdaso.core.types import JdasoError
@@ -129,7 +129,7 @@ def _summary(node: int, part: NodePart) -> Summary:
         for root in roots
         if name.startswith(root) and not _LOCAL.match(name[len(root) :])
     }
-    defects = [f"{name} is not finite" for name, x in arrays.items() if not is_finite(x)]
+    defects = [f"{name} is not finite" for name in part.lost()]
     finite = "no" if defects else "yes"
     defects += differences([key for key, _ in awaited_names(arrays)], part.in_flight)
     defects += other_bits(arrays, part.in_flight)

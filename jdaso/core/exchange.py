@@ -193,7 +193,8 @@ class Exchange(NamedTuple):
             exchanges.
         posted: ``() -> dict`` from number to :class:`PostedExchange`, for what the host keeps
             outside the state. A checkpoint needs both. The dictionary is complete once the
-            program that posts has ended.
+            program that posts has ended. What it holds counts as saved: of other exchanges that
+            are still in flight at the end, ``close`` and the exit of the process warn.
         post_again: ``(posted, sent)``, the inverse of ``posted``, called by all nodes together. It
             posts the given exchanges again and forgets those that were still in flight. ``sent``
             has the list of :class:`SentLeaf` of each.

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +15,6 @@ import jdaso
 from jdaso import JdasoError
 from jdaso.checkpoint import Checkpoints, node_part
 from jdaso.checkpoint.checksums import checksums
-from jdaso.checkpoint.node_part import NodePart
-from jdaso.checkpoint.restore import mean_of_parts
 from jdaso.checkpoint.verify import verify
 
 TOPOLOGY = jdaso.discover_topology()
@@ -55,19 +52,6 @@ def test_state_comes_back_with_its_types_and_places(tmp_path):
 def test_the_last_ones_stay(tmp_path):
     assert filled(tmp_path, 1, 2, 3, 4).steps() == [3, 4]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["000003_step_3", "000004_step_4"]
-
-
-def test_what_is_not_finite_is_left_out_of_a_mean(caplog):
-    parts = {
-        Path(name): NodePart({"w": np.full(2, x), "best": np.float32(np.inf)}, {})
-        for name, x in (("a", np.nan), ("b", 1.0), ("c", 3.0))
-    }
-    mean = mean_of_parts(list(parts), parts.__getitem__)
-    assert mean["w"].tolist() == [2.0, 2.0]
-    assert mean["best"] == np.inf
-    assert "a is left out: w is not finite" in caplog.text
-    with pytest.raises(JdasoError, match="no node has saved finite numbers"):
-        mean_of_parts([Path("a")], parts.__getitem__)
 
 
 def test_an_empty_folder_restores_nothing(tmp_path):
@@ -184,7 +168,7 @@ def test_parts_of_two_jobs_are_no_checkpoint(tmp_path, caplog):
     writer = node_part.checkpointer()
     for number, runs in enumerate([(5, 5), (6, 7)], start=1):
         for node, run in enumerate(runs):
-            tree = node_part.part_tree({"x": np.full(3, float(number))}, {}, run)
+            tree = node_part.part_tree({"x": np.full(3, float(number))}, {}, run=run)
             writer.save(tmp_path / f"00000{number}_step_{number}" / f"node_{node}_of_2", tree)
     writer.close()
     restored = Checkpoints(tmp_path, TOPOLOGY, EXCHANGE).restore({"x": np.ones(3)})

@@ -38,7 +38,7 @@ def state(node, wire):
     )
     params = {name: x * (1 + node) for name, x in PARAMS.items()}
     return to_host_arrays(
-        {"params": params, "opt_state": (optimizer, state), "best": np.inf, "seed": 7}
+        {"params": params, "opt_state": (optimizer, state), "best": np.nan, "seed": 7}
     )
 
 
@@ -56,7 +56,8 @@ def write(
         arrays, in_flight = state(node, wire), posted(wire)
         if node == 1:
             change(arrays, in_flight)
-        writer.save(folder / name / f"node_{node}_of_{NODES}", part_tree(arrays, in_flight))
+        tree = part_tree(arrays, in_flight, ["params.w", "params.half"])
+        writer.save(folder / name / f"node_{node}_of_{NODES}", tree)
     writer.close()
     return folder / name
 

@@ -37,3 +37,16 @@ def test_steps_that_nobody_awaits_are_executed_before_the_end(devices):
     ended = mpiexec(2, "closing.py", "steps not awaited", devices)
     passes(ended)
     assert "failed" not in ended.output
+
+
+@pytest.mark.parametrize(
+    ("how", "lost"),
+    [("lost", 2), ("closed", 2), ("saved too early", 1), ("saved", 0), ("drained and restored", 0)],
+)
+def test_exchanges_that_nobody_merges_or_saves_are_named_at_the_end(how, lost):
+    ended = mpiexec(2, "lost.py", how)
+    passes(ended)
+    count = "1 exchange is" if lost == 1 else f"{lost} exchanges are"
+    said = f"{count} still in flight at the end, posted after step 11, and will never be merged"
+    assert ended.output.count(said) == (lost > 0), ended.output
+    assert ended.output.count("in flight at the end") == (lost > 0), ended.output

@@ -3,11 +3,13 @@
 import itertools
 import math
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jdaso.cluster.abort import at_exit
 from jdaso.core.exchange import UNCOUNTED, ExchangeRecord, PostedExchange
 from jdaso.core.log import logger
 from jdaso.core.types import JdasoError
@@ -29,6 +31,14 @@ _PAST_THE_END = (
 )
 
 
+_LOST = (
+    "%s still in flight at the end, posted after step %d, and will never be merged: call "
+    "jdaso.drain after the last step. If the training is to continue later, save it with "
+    "jdaso.checkpoint.Checkpoints, which saves what is in flight, or call jdaso.drain before you "
+    "save it by other means."
+)
+
+
 class _Posted(NamedTuple):
     request: Request
     staging: StagingBuffers
@@ -47,9 +57,14 @@ class MpiTransport:
         self._last_of_queue: dict[int, Request] = {}
         self._left_out = 0
         self._total = math.inf  # steps of the schedule
+        self._saved: set[int] = set()  # exchanges that a checkpoint may hold
         self.statistics = Statistics()
+        # Registered before the function that waits for programs, so it runs after that one.
+        self._forget_exit = at_exit(self._warn_of_lost)
 
     def forget(self) -> None:
+        self._forget_exit()
+        self._warn_of_lost()
         self._table.clear()
         self._last_of_queue.clear()
         self._table.pool = BufferPool()
@@ -103,6 +118,7 @@ class MpiTransport:
             )
             self._last_of_queue[queue] = request
             self._table.post(number, _Posted(request, staging, step, header))
+            self._saved.discard(number)
         name, size = exchange_name(number), sum(vector.nbytes for vector, _ in staging.pairs)
         logger.debug("%s posted %s after step %d, %d bytes", self._name, name, step, size)
 
@@ -138,14 +154,18 @@ class MpiTransport:
         return posted.staging, header
 
     def posted(self) -> dict[int, PostedExchange]:
-        """Copies of the exchanges that are posted and not yet collected."""
+        """Copies of the exchanges that are posted and not yet collected. The caller saves them."""
         with self._table.lock:
             self.pending.wait_until_posted()
-            return {
-                number: _saved(number, posted)
-                for number, posted in sorted(self._table.posted.items())
-                if number != UNCOUNTED
-            }
+            posted = sorted(self._table.posted.items())
+            saved = {number: _saved(number, each) for number, each in posted if number != UNCOUNTED}
+            self._saved = set(saved)
+            return saved
+
+    def _warn_of_lost(self) -> None:
+        if self._membership.topology.rank == 0:  # all have the same in flight
+            with self._table.lock:
+                _warn_of_lost(self._table.posted, self._saved | {UNCOUNTED})
 
     def post_again(self, saved: dict[int, tuple[Layout, PostedExchange]]) -> None:
         """Waits for all posted exchanges, forgets them, and posts the saved ones."""
@@ -160,6 +180,7 @@ class MpiTransport:
             stagings[0].fill(layout.cut(exchange.leaves))
             for _ in stagings:
                 self.post(number, exchange.step, exchange.header)
+        self._saved = set(saved)
 
     def _warn_left_out(self, number: int, staging: StagingBuffers) -> None:
         """Warns at the first, second, fourth, eighth ... time."""
@@ -174,6 +195,13 @@ class MpiTransport:
                 describe_narrow_wires([spec.dtype for spec in staging.specs]),
                 self._left_out - 1,
             )
+
+
+def _warn_of_lost(in_flight: Mapping[int, _Posted], known: set[int]) -> None:
+    """Warns if exchanges are in flight at the end that nobody has merged or saved."""
+    if lost := [posted.step for number, posted in in_flight.items() if number not in known]:
+        what = "1 exchange is" if len(lost) == 1 else f"{len(lost)} exchanges are"
+        logger.warning(_LOST, what, max(lost))
 
 
 def _saved(number: int, posted: _Posted) -> PostedExchange:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from common import (
     ALGORITHMS,
@@ -37,6 +38,9 @@ def main(folder, saved_at, *names):
     for name in names:
         make = ALGORITHMS.get(name, cycling)
         start = first_params(("float32", "bfloat16"))
+        start["empty"] = jnp.zeros((0, 3))
+        if name != "moments average":
+            start["whole"] = jnp.arange(3)  # the first step widens its moment
 
         def train(params, state, steps, step, topology=topology):
             for t in steps:
