@@ -18,7 +18,7 @@ from jdaso.core.fragment_merge import (
 from jdaso.core.fragment_post import post_fragment
 from jdaso.core.state import FragmentState
 from jdaso.core.tree import difference, where_tree
-from jdaso.core.types import Leaves, PyTree, keep_leaves
+from jdaso.core.types import Leaves, PyTree, keep_leaves, send_leaves
 
 
 class FragmentResult(NamedTuple):
@@ -77,6 +77,12 @@ def step_fragment(
     if not config.schedule.may_delay:
         leaves, fragment, following = send(leaves, fragment)
         lost, repaired = due, jnp.zeros((), bool)  # another schedule has posted what is due
+    elif merge.message is not send_leaves:
+        # What such a rule sends depends on its state, which the merge moves.
+        leaves, fragment, arrived = collect(due, leaves, fragment)
+        fragment = fragment._replace(sound=sound | due)
+        leaves, fragment, following = send(leaves, fragment)
+        lost = arrived.lost
     elif not config.schedule.may_coincide or merge.on_post is not keep_leaves:
         # The order does not matter where both are never due at one step, and in a rule that moves
         # the leaves when they are posted instead of merging something into them.

@@ -116,7 +116,8 @@ class Merge(NamedTuple):
         on_post: ``(leaves, state) -> leaves``, called after the node has posted its leaves. Where a
             merge is due at the same step, it comes first and must not change the leaves.
         message: ``(leaves, state) -> (message, state)``, computes what is posted. The arrays of
-            the message have the shapes of the leaves.
+            the message have the shapes of the leaves. Where a merge is due at the same step, it
+            comes first, because the message depends on the state.
         own_weight: ``(arrival) -> w``, the weight of a node's own optimizer moments m where they
             are averaged as well: ``m <- w m + (1 - w) mean_i m_i``. None if they cannot be.
         shared: whether the state must be the same on all nodes, bit for bit.
