@@ -59,7 +59,7 @@ def test_a_learning_rate_may_be_a_schedule():
     _, (own, _, _, _) = train(tx, x, noise, gradient=gradient, look=observed(tx))
     rates = 2 * LR * np.maximum(0, 1 - np.arange(60) / 40)
     expected = golden_family.eamsgd(
-        x, lambda t, y: rates[t] * gradient(y, noise[t]), 60, 4, 0.9 / 12, 1.0, 0.9
+        x, lambda t, y: rates[t] * gradient(y, noise[t]), 60, 4, 0.9 / 3, 1.0, 0.9
     )
     assert_near(own, expected.params)
 

@@ -137,12 +137,15 @@ def test_where_nobody_contributes_nothing_changes_but_counts(delay):
     assert (state.exchanges[-1] == 3).all()
 
 
-def test_alpha_is_beta_over_nodes_and_period():
+@pytest.mark.parametrize("rule", [{"period": 4}, {"schedule": jdaso.constant(4, 4)}])
+def test_alpha_is_beta_over_nodes_at_every_exchange(rule):
+    """Whatever the period, so a schedule may replace it."""
     x, grads = random_run(0, 40, 5, alike=True)
-    exchange = jdaso.axis_exchange("node", 5)
-    default = simulate(jdaso.easgd(exchange, period=4), x, grads)
-    given = simulate(jdaso.easgd(exchange, period=4, alpha=0.9 / (5 * 4)), x, grads)
-    jax.tree.map(np.testing.assert_array_equal, default, given)
+    averaging = jdaso.easgd(jdaso.axis_exchange("node", 5), **rule)
+    params, _, drained, _ = run(averaging, x, grads)
+    expected = golden_family.easgd(x, golden_family.sgd(grads, LR), 4, alpha=0.9 / 5)
+    assert_near(params, expected.params)
+    assert_near(drained, expected.common)
 
 
 @few(max_examples=4)

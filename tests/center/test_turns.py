@@ -88,6 +88,18 @@ def test_eamsgd_follows_algorithm_2(delay, in_place):
     assert_near(joined(own), expected.params)
 
 
+def test_alpha_is_beta_over_workers_at_every_exchange():
+    start, noise, gradient = random_run()
+    center = jdaso.center.simulated_center
+    expected = golden_center.eamsgd(start, gradient, ORDERS["random"], 4, 0.9 / 3, LR)
+    for tx in (
+        jdaso.chain(optax.sgd(LR), jdaso.center.async_easgd(center(WORKERS), 4)),
+        jdaso.center.async_eamsgd(center(WORKERS), 4, LR, 0.0),
+    ):
+        seen, _ = run(tx, start, noise, ORDERS["random"])
+        assert_near(joined(seen.center), expected.centers)
+
+
 METHODS = {
     "downpour": (jdaso.center.downpour, None),
     "adownpour": (jdaso.center.adownpour, lambda t: 1 / (t + 1)),
