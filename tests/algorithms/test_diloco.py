@@ -87,12 +87,12 @@ def test_the_outer_optimizer_begins_after_the_warmup(rule, warmup, seed):
     assert_follows(result, expected)
 
 
-def test_the_default_is_a_warmup_of_ten_rounds():
+def test_the_default_is_the_papers_algorithm_which_has_no_warmup():
     x, grads = random_run(2, 14, 2, alike=True)
     averaging = jdaso.diloco(jdaso.axis_exchange("node", 2), period=1)
     result = simulate(averaging, x, grads, look=anchors)
     updates = golden_family.sgd(grads, LR)
-    assert_follows(result, golden_family.diloco(x, updates, 1, **NESTEROV, warmup=10))
+    assert_follows(result, golden_family.diloco(x, updates, 1, **NESTEROV, warmup=0))
 
 
 def test_a_warmup_needs_no_memory():
@@ -132,7 +132,7 @@ def test_a_state_without_an_anchor_is_refused():
 def test_a_node_that_is_not_finite_follows_the_anchor_of_the_others():
     x, grads = random_run(0, 40, 3, alike=True)
     grads[14, 1, 0] = np.nan  # posted after step 15, merged after step 17
-    averaging = jdaso.diloco(jdaso.axis_exchange("node", 3), 4, delay=2, mix=0.25, warmup=0)
+    averaging = jdaso.diloco(jdaso.axis_exchange("node", 3), 4, delay=2, mix=0.25)
     result = simulate(averaging, x, grads, look=anchors)
     updates = golden_family.sgd(grads, LR)
     expected = golden_family.diloco(x, updates, 4, **NESTEROV, delay=2, mix=0.25)
@@ -142,7 +142,7 @@ def test_a_node_that_is_not_finite_follows_the_anchor_of_the_others():
 
 def test_the_outer_optimizer_may_be_any():
     x, grads = random_run(1, 8, 2, size=8, alike=True)
-    averaging = jdaso.diloco(jdaso.axis_exchange("node", 2), 8, optax.adam(0.5), warmup=0)
+    averaging = jdaso.diloco(jdaso.axis_exchange("node", 2), 8, optax.adam(0.5))
     params, _ = simulate(averaging, x, grads)
     # Adam's first step is its learning rate, in the direction of the outer gradient's sign.
     mean = (x + golden_family.sgd(grads, LR).sum(axis=0)).mean(axis=0)
