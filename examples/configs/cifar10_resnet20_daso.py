@@ -1,8 +1,9 @@
-"""DASO on CIFAR-10, with the authors' period, delay and phases for ImageNet.
+"""DASO on CIFAR-10, with the authors' period and delay for ImageNet.
 
 Period and delay are those of daso-journal (Sec. "Performance evaluation"). The cool-down of 4
 epochs is the default of Heat, the authors' code, because the papers do not give the length of a
-phase. The warm-up is that of the learning rate in Table 1, with which DASO blocks here. The authors did not train on CIFAR-10. All other keys are those of the baseline,
+phase. The warm-up of 5 is that of the learning rate in Table 1, with which DASO blocks here. The
+authors did not train on CIFAR-10. All other keys are those of the baseline,
 cifar10_resnet20_synchronous.py.
 """
 

@@ -6,8 +6,8 @@ folder with leftImg8bit and gtFine.
 The paper's peak of the learning rate is 0.4 for any number of devices. Here it is 0.4 with 32
 devices. With N devices give --learning-rate 0.4/N. Neither paper gives the batch, the crop, or the
 threshold of a stable loss, nor the lengths of DASO's phases: the cool-down of 4 epochs is the
-default of Heat, the authors' code, and the warm-up is that of the learning rate. Widths and blocks are those of HRNet-W48. segmentation/hrnet.py lists
-the differences from it.
+default of Heat, the authors' code, and the warm-up is that of the learning rate. Widths and blocks
+are those of HRNet-W48. segmentation/hrnet.py lists the differences from it.
 """
 
 model = "hrnet"

@@ -18,9 +18,10 @@ DILOCO_PERIOD = 500  # H of its paper, arXiv:2311.08105
 HELP = "predict step times and scaling of all algorithms"
 NOTES = """\
 Columns: step time, and efficiency, which is the step time on one node divided by it (every node \
-has a batch of its own). The period is {dasgd.period}, and {diloco.period} for diloco, which \
-is made for 100 rounds or more; allreduce_gradients exchanges at every step. The delay is {dasgd.delay} for dasgd, {daso.delay} \
-for daso, and the period for easgd; the others block. The wire is {wire}. \
+has a batch of its own). The period is {dasgd.period}, and {diloco.period} for diloco, which is \
+made for 100 rounds or more; allreduce_gradients exchanges at every step. The delay is \
+{dasgd.delay} for dasgd, {daso.delay} for daso, and the period for easgd; the others block. The \
+wire is {wire}. \
 {args.blocking_share:.0%} of daso's steps are warm-up and cool-down, which block as well. With \
 dasgd, an exchange over {args.max_nodes} nodes takes {dasgd.exchange_time:.4g} s, which is \
 {steps:.2g} steps."""

@@ -25,16 +25,12 @@ ALGORITHMS = {
         sgd(lr), jdaso.daso(x, jdaso.cycling(**PHASES), blocking_wire="float32")
     ),
     "dasgd": lambda x, sgd, lr, chain: chain(sgd(lr), jdaso.dasgd(x, 4, 2)),
-    "dasgd fragments": lambda x, sgd, lr, chain: chain(
-        sgd(lr), jdaso.dasgd(x, 4, 3, fragments=2)
-    ),
+    "dasgd fragments": lambda x, sgd, lr, chain: chain(sgd(lr), jdaso.dasgd(x, 4, 3, fragments=2)),
     "dasgd linear": lambda x, sgd, lr, chain: chain(
         sgd(lr), jdaso.dasgd(x, schedule=jdaso.schedules.linear((1, 0), (4, 3), 10))
     ),
     "local_sgd": lambda x, sgd, lr, chain: chain(sgd(lr), jdaso.local_sgd(x, 4)),
-    "local_sgd delta": lambda x, sgd, lr, chain: chain(
-        sgd(lr), jdaso.local_sgd(x, 4, 2, "delta")
-    ),
+    "local_sgd delta": lambda x, sgd, lr, chain: chain(sgd(lr), jdaso.local_sgd(x, 4, 2, "delta")),
     "easgd": lambda x, sgd, lr, chain: chain(sgd(lr), jdaso.easgd(x, 4)),
     "eamsgd": lambda x, sgd, lr, chain: jdaso.eamsgd(x, 4, lr, 0.9),
     "diloco": lambda x, sgd, lr, chain: chain(sgd(lr), jdaso.diloco(x, 4)),
