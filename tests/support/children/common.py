@@ -43,7 +43,7 @@ SGD, BF16 = optax.sgd(0.1, momentum=0.9), "bfloat16"
 
 def daso(exchange, schedule, **options):
     """DASO as a whole optimizer."""
-    return jdaso.chain(SGD, jdaso.daso(exchange, schedule, **options))
+    return optax.chain(SGD, jdaso.daso(exchange, schedule, **options))
 
 
 # name -> exchange -> a whole optimizer; it needs no more than the three leaves of first_params.
