@@ -56,7 +56,7 @@ def methods(steps: int, epochs: int) -> dict[str, Callable[[jdaso.Exchange], jda
         "DASO 2/1, float4": lambda x: jdaso.daso(x, every(2, 1), wire="float4"),
         "DaSGD 2/1": lambda x: jdaso.dasgd(x, 2, 1),
         "DaSGD 4/1": lambda x: jdaso.dasgd(x, 4, 1),
-        "DiLoCo 30": lambda x: jdaso.diloco(x, 30),
+        "DiLoCo 30": lambda x: jdaso.diloco(x, 30, warmup=10),
     }
 
 

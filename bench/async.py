@@ -1,13 +1,18 @@
-"""Repeats Figure 2 of the EASGD paper in small: the loss over time of workers around a centre.
+"""Repeats Figure 2 of the EASGD paper in small: the loss of the centre of asynchronous workers.
 
-    python bench/async.py [--seconds 5] [--runs runs/async] [--limit 170]
+    python bench/async.py [--steps 1000] [--runs runs/async] [--limit 500]
 
-Trains with EASGD, EAMSGD and DOWNPOUR on digits, at period 1, 4, 16 and 64. There are 4 workers,
-each an MPI process. For each method and period the table shows the learning rate with the lowest
-last training loss of the centre. (The paper selects by test error.) Node 0 copies the centre now
-and then, and the losses of the copies are computed after the run. Runs whose results are in the
-folder already are skipped, so the script can be called again until all runs are done. "Rise" is
-the largest ratio of a loss to an earlier one.
+Trains on digits with the seven methods of the figure, at periods of 1, 4, 16 and 64 steps. There
+are 4 workers, each an MPI process, and MSGD has one. MDOWNPOUR and MSGD have no period. As in the
+paper, the momentum is 0.99, beta is 0.9, and the moving rate of MVADOWNPOUR is 0.001. For each
+method and period the table shows the learning rate with the lowest last training loss of the
+centre. (The paper selects by test error.) ADOWNPOUR and MVADOWNPOUR are evaluated at the average of
+their centre.
+
+Each worker takes the same number of steps at its own pace. Node 0 copies the centre now and then
+and, at the end, when all workers have finished. The losses of the copies are computed after the
+run. Runs whose results are in the folder already are skipped, so the script can be called again
+until all runs are done. "Rise" is the largest ratio of a loss to an earlier one.
 """
 
 from __future__ import annotations
@@ -28,37 +33,71 @@ import optax
 from machine import machine
 
 import jdaso
+from jdaso.cluster.barrier import barrier
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import study
 
 WORKERS, BATCH_SIZE = 4, 32
 PERIODS = (1, 4, 16, 64)
-MOMENTUM = 0.9
-RATES = {
-    "easgd": (0.03, 0.1, 0.3, 1.0),
-    "eamsgd": (0.003, 0.01, 0.03, 0.1, 0.3),
-    "downpour": (0.001, 0.003, 0.01, 0.03, 0.1, 0.3),
-}
-OPTIMIZERS = {
-    "easgd": lambda center, period, rate: jdaso.chain(
-        optax.sgd(rate), jdaso.center.async_easgd(center, period)
+MOMENTUM = 0.99
+DOWNPOUR_RATES = (0.01, 0.03, 0.1, 0.3)
+MOMENTUM_RATES = (0.001, 0.003, 0.01, 0.03)
+# name -> (optimizer with learning rate 1, learning rates, periods, workers). All methods are linear
+# in learning rate times gradient, so runs scale the gradients and share a compiled program.
+METHODS = {
+    "easgd": (
+        lambda center, period: jdaso.chain(
+            optax.sgd(1.0), jdaso.center.async_easgd(center, period)
+        ),
+        (0.03, 0.1, 0.3, 1.0),
+        PERIODS,
+        WORKERS,
     ),
-    "eamsgd": lambda center, period, rate: jdaso.center.async_eamsgd(
-        center, period, rate, MOMENTUM
+    "eamsgd": (
+        lambda center, period: jdaso.center.async_eamsgd(center, period, 1.0, MOMENTUM),
+        MOMENTUM_RATES,
+        PERIODS,
+        WORKERS,
     ),
-    "downpour": lambda center, period, rate: jdaso.chain(
-        optax.sgd(rate), jdaso.center.downpour(center, period)
+    "mdownpour": (
+        lambda center, period: jdaso.center.mdownpour(center, 1.0, MOMENTUM),
+        (0.0001, 0.0003, 0.001, 0.003),
+        (1,),
+        WORKERS,
     ),
+    "msgd": (
+        # One worker of DOWNPOUR that exchanges at every step is its optimizer alone.
+        lambda center, period: jdaso.chain(
+            optax.sgd(1.0, MOMENTUM, nesterov=True), jdaso.center.downpour(center, 1)
+        ),
+        MOMENTUM_RATES,
+        (1,),
+        1,
+    ),
+    **{
+        method.__name__: (
+            lambda center, period, method=method: jdaso.chain(
+                optax.sgd(1.0), method(center, period)
+            ),
+            DOWNPOUR_RATES,
+            PERIODS,
+            WORKERS,
+        )
+        for method in (jdaso.center.downpour, jdaso.center.adownpour, jdaso.center.mvadownpour)
+    },
 }
 COPIES = 20  # copies of the centre in a run
 
 
-def work(method: str, period: int, rate: float, seconds: float) -> None:
-    """Trains as one worker of a run. Node 0 prints the results as JSON."""
+def work(method: str, period: int, rates: list[float], steps: int) -> None:
+    """Trains as one worker with one learning rate after the other.
+
+    Node 0 prints a line of JSON for each. After a run that diverged, the job ends.
+    """
     topology = jdaso.discover_topology()
     center = jdaso.center.mpi_center(topology)
-    tx = OPTIMIZERS[method](center, period, rate)
+    tx = METHODS[method][0](center, period)
     data, model = study.digits(), study.SmallCNN()
 
     def loss_fn(params, images, labels):
@@ -66,8 +105,9 @@ def work(method: str, period: int, rate: float, seconds: float) -> None:
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, images, labels):
+    def step(params, state, rate, images, labels):
         grads = jax.grad(loss_fn)(params, images, labels)
+        grads = jax.tree.map(lambda g: rate * g, grads)
         return jdaso.apply_gradients(tx, grads, state, params)
 
     # Each worker draws from all images, as in the paper.
@@ -77,42 +117,61 @@ def work(method: str, period: int, rate: float, seconds: float) -> None:
         indices = rng.integers(len(data.labels), size=BATCH_SIZE)
         return data.images[indices], data.labels[indices]
 
-    params = model.init(jax.random.key(0), jnp.asarray(data.images[:1]))
-    params = center.join(params)
-    state = tx.init(params)
-    step = step.lower(params, state, *batch()).compile()
-    topology.comm.barrier()
-    start, steps, copies = time.monotonic(), 0, []
-    while (now := time.monotonic() - start) < seconds:
-        if topology.rank == 0 and now >= len(copies) * seconds / COPIES:
-            copies.append((now, center.read(params).center))
-        try:
-            params, state = jax.block_until_ready(step(params, state, *batch()))
-        except jax.errors.JaxRuntimeError as error:
-            if "the centre would overflow" not in str(error):
-                raise
-            break  # the centre has diverged and accepts no more messages
-        steps += 1
-    copies.append((now, center.read(params).center))
-    if topology.rank == 0:
-        whole = jax.jit(loss_fn)
-        losses = [float(whole(c, data.images, data.labels)) for _, c in copies]
-        accuracy = study.accuracy(model, copies[-1][1], data.test_images, data.test_labels)
-        result = {"times": [t for t, _ in copies], "losses": losses, "steps": steps}
-        print(json.dumps({**result, "accuracy": accuracy, **center.report()}), flush=True)
+    def run(rate: float) -> tuple[list, bool]:
+        """Steps and copies of what is evaluated, and whether the centre has diverged."""
+        params = center.join(initial)
+        state, copies = tx.init(params), [(0, copy())]
+        barrier(topology, "the start of a run", 600.0)
+        for number in range(steps):
+            if topology.rank == 0 and number and number % max(1, steps // COPIES) == 0:
+                copies.append((number, copy()))
+            try:
+                params, state = jax.block_until_ready(step(params, state, rate, *batch()))
+            except jax.errors.JaxRuntimeError as error:
+                if "the centre would overflow" not in str(error):
+                    raise
+                break  # the centre accepts no more messages
+        barrier(topology, "the end of a run", 600.0)
+        if topology.rank == 0:
+            copies.append((number + 1, copy()))  # when all workers have finished
+        return copies, any(topology.comm.allgather(number + 1 < steps))
+
+    def copy():
+        state = center.read(initial)
+        return state.center if state.average == () else state.average
+
+    initial = model.init(jax.random.key(0), jnp.asarray(data.images[:1]))
+    params = center.join(initial)
+    step = step.lower(params, tx.init(params), 0.1, *batch()).compile()
+    first = center.read(initial)
+    whole = jax.jit(loss_fn)
+    for rate in rates:
+        barrier(topology, "a new centre", 600.0)
+        if topology.rank == 0:
+            center.write(first)
+        barrier(topology, "the new centre", 600.0)
+        copies, diverged = run(rate)
+        if topology.rank == 0:
+            losses = [float(whole(c, data.images, data.labels)) for _, c in copies]
+            accuracy = study.accuracy(model, copies[-1][1], data.test_images, data.test_labels)
+            result = {"steps": [t for t, _ in copies], "losses": losses, "accuracy": accuracy}
+            print(json.dumps({"rate": rate, **result}), flush=True)
+        if diverged:
+            break
 
 
-def launch(method: str, period: int, rate: float, seconds: float) -> dict:
-    """Runs a training in a job of its own, and returns its results."""
+def launch(method: str, period: int, rates: list[float], steps: int) -> list[dict]:
+    """Trains in a job with several learning rates, and returns the results that it has got."""
     launcher = shutil.which("mpiexec")
     if launcher is None:
         raise SystemExit("mpiexec is not on PATH: pip install mpich")
-    command = [launcher, "-n", str(WORKERS), sys.executable, __file__, "--work", method]
-    command += [str(period), str(rate), str(seconds)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 120)
-    if done.returncode != 0:
+    command = [launcher, "-n", str(METHODS[method][3]), sys.executable, __file__, "--work"]
+    command += [method, str(period), str(steps), *map(str, rates)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if not results:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return results
 
 
 def best(found: list[dict]) -> dict:
@@ -125,7 +184,7 @@ def _last(run: dict) -> float:
 
 
 def show(runs: dict[tuple[str, int], list[dict]], out: Path) -> None:
-    """Prints a table, and draws the losses over time for each period."""
+    """Prints a table, and draws the losses over the steps for each period."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -133,33 +192,32 @@ def show(runs: dict[tuple[str, int], list[dict]], out: Path) -> None:
 
     print(
         "| | period | learning rate | loss, half time | last | largest rise | test error "
-        "| steps of a worker | last loss at each learning rate |\n" + 9 * "|---" + "|"
+        "| last loss at each learning rate |\n" + 8 * "|---" + "|"
     )
     figure, axes = plt.subplots(1, len(PERIODS), sharey=True, figsize=(14, 4), layout="constrained")
+    colors = dict(zip(METHODS, plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
     for (method, period), found in runs.items():
         run = best(found)
         losses = np.array(run["losses"])
         half = losses[len(losses) // 2]
         rise = (losses / np.minimum.accumulate(losses)).max()
         rates = ", ".join(f"{one['rate']:g}: {one['losses'][-1]:.3g}" for one in found)
+        own = METHODS[method][2] != (1,)
         print(
-            f"| {method} | {period} | {run['rate']} | {half:.4f} | {losses[-1]:.5f} "
-            f"| {rise:.3g} | {1 - run['accuracy']:.4f} | {run['steps']} "
-            f"| {rates} |"
+            f"| {method} | {period if own else '-'} | {run['rate']} | {half:.4f} "
+            f"| {losses[-1]:.5f} | {rise:.3g} | {1 - run['accuracy']:.4f} | {rates} |"
         )
-        axis = axes[PERIODS.index(period)]
-        axis.semilogy(run["times"], losses, label=method)
-        axis.set(title=f"period {period}", xlabel="seconds")
-    for period in PERIODS:
-        order = sorted(RATES, key=lambda method: _last(best(runs[method, period])))
-        stable = [run["rate"] for run in runs["downpour", period] if _last(run) < run["losses"][0]]
-        print(
-            f"\nperiod {period}: {' < '.join(order)}; downpour learns at learning rates up to "
-            f"{max(stable, default=0)}",
-            end="",
-        )
+        # What has no period is drawn in each part, for comparison.
+        for axis in [axes[PERIODS.index(period)]] if own else axes:
+            style = {"color": colors[method], "ls": "-" if own else "--"}
+            axis.semilogy(run["steps"], losses, label=method, **style)
+    for period, axis in zip(PERIODS, axes, strict=True):
+        axis.set(title=f"period {period}", xlabel="steps of a worker", ylim=(1e-5, 10))
+        methods = [m for m, entry in METHODS.items() if period in entry[2] or entry[2] == (1,)]
+        last = {m: _last(best(runs[m, period if period in METHODS[m][2] else 1])) for m in methods}
+        print(f"\nperiod {period}: {' < '.join(sorted(last, key=last.__getitem__))}", end="")
     axes[0].set(ylabel="training loss of the centre")
-    axes[-1].legend()
+    axes[0].legend()
     figure.savefig(out, dpi=120)
     print(f"\n\n{out}")
 
@@ -168,32 +226,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=5.0, help="training time of each run")
+    parser.add_argument("--steps", type=int, default=1000, help="steps of each worker")
     parser.add_argument("--runs", type=Path, default=Path("runs/async"), help="folder of results")
     parser.add_argument(
-        "--limit", type=float, default=np.inf, help="seconds after which no run is started"
+        "--limit", type=float, default=np.inf, help="seconds after which no job is started"
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".png"), help="plot")
-    parser.add_argument("--work", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--work", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
-        method, period, rate, seconds = args.work
-        return work(method, int(period), float(rate), float(seconds))
+        method, period, steps, *rates = args.work
+        return work(method, int(period), [float(rate) for rate in rates], int(steps))
     start = time.monotonic()
     args.runs.mkdir(parents=True, exist_ok=True)
     print(machine())
     runs: dict[tuple[str, int], list[dict]] = {}
-    for method, rates in RATES.items():
-        for period in PERIODS:
-            for rate in rates:
-                path = args.runs / f"{method}-{period}-{rate}-{args.seconds:g}.json"
-                if not path.exists():
-                    if time.monotonic() - start > args.limit:
-                        raise SystemExit("the time limit has passed; call the script again")
-                    path.write_text(json.dumps(launch(method, period, rate, args.seconds)))
-                run = {**json.loads(path.read_text()), "rate": rate}
-                runs.setdefault((method, period), []).append(run)
-    print(f"{WORKERS} workers, batch {BATCH_SIZE}, {args.seconds:g} s, momentum {MOMENTUM}\n")
+    for method, (_, rates, periods, _) in METHODS.items():
+        for period in periods:
+            path = {
+                rate: args.runs / f"{method}-{period}-{rate}-{args.steps}.json" for rate in rates
+            }
+            while missing := [rate for rate in rates if not path[rate].exists()]:
+                if time.monotonic() - start > args.limit:
+                    raise SystemExit("the time limit has passed; call the script again")
+                for result in launch(method, period, missing, args.steps):
+                    path[result["rate"]].write_text(json.dumps(result))
+            runs[method, period] = [json.loads(path[rate].read_text()) for rate in rates]
+    print(f"{WORKERS} workers, batch {BATCH_SIZE}, {args.steps} steps, momentum {MOMENTUM}\n")
     show(runs, args.out)
 
 

@@ -43,7 +43,7 @@ def cases(exchange):
             f"dasgd{suffix}": jdaso.dasgd(exchange, 4, 1, **options),
             f"local_sgd{suffix}": jdaso.local_sgd(exchange, 4, **options),
             f"easgd{suffix}": jdaso.easgd(exchange, alpha=0.1, schedule=schedule, **options),
-            f"diloco{suffix}": jdaso.diloco(exchange, 4, OUTER, 1, warmup=0, **options),
+            f"diloco{suffix}": jdaso.diloco(exchange, 4, OUTER, 1, **options),
         }
     return found | {
         "daso, bfloat16": jdaso.daso(exchange, schedule, wire="bfloat16"),

@@ -32,6 +32,7 @@ from jdaso.core.local_path import path_option
 from jdaso.core.text_table import text_table
 from jdaso.core.types import PyTree
 
+OUTER_WARMUP = 10
 HEAD = ("", "final loss", "accuracy", "exchanges", "waits", "bytes/step", "of sync")
 NOTES = """\
 final loss: the training loss, averaged over the last epoch.
@@ -45,8 +46,9 @@ SETTINGS = """\
 All use SGD with momentum {momentum} and a learning rate that rises to {learning_rate} in the \
 first tenth of the steps and then falls as a cosine.
 EAMSGD uses Nesterov's momentum. DiLoCo has an outer optimizer, SGD 0.7 with Nesterov momentum \
-0.9, after a warm-up of 10 rounds. Streaming DiLoCo exchanges two fragments with mix 0.5. In the \
-cycling schedule of DASO the first and the last epochs block.
+0.9, and is made for 100 rounds or more. Here it begins with a warm-up of {warmup} rounds of plain \
+averaging, which the papers do not have. Streaming DiLoCo exchanges two fragments with mix 0.5. In \
+the cycling schedule of DASO the first and the last epochs block.
 """
 
 
@@ -72,6 +74,7 @@ def candidates(args: argparse.Namespace, epoch_steps: int) -> dict[str, Candidat
     cycling = schedules.cycling(period, blocking, blocking, total, epoch_steps, delay)
     constant = schedules.constant(period, delay)
     both = f"period {period}, delay {delay}"
+    streaming = {"delay": delay, "mix": 0.5, "fragments": fragments}
 
     def center(opt_state, params):
         del params
@@ -86,9 +89,11 @@ def candidates(args: argparse.Namespace, epoch_steps: int) -> dict[str, Candidat
         f"eamsgd, period {period}": Candidate(
             lambda x: eamsgd(x, period, learning_rate, args.momentum), center
         ),
-        f"diloco, period {period}": Candidate(lambda x: chain(sgd, diloco(x, period))),
+        f"diloco, period {period}": Candidate(
+            lambda x: chain(sgd, diloco(x, period, warmup=OUTER_WARMUP))
+        ),
         f"diloco, {both}, streaming": Candidate(
-            lambda x: chain(sgd, diloco(x, period, delay=delay, mix=0.5, fragments=fragments))
+            lambda x: chain(sgd, diloco(x, period, warmup=OUTER_WARMUP, **streaming))
         ),
         f"daso, cycling {both}": Candidate(lambda x: chain(sgd, daso(x, cycling))),
         f"daso, {both}": Candidate(lambda x: chain(sgd, daso(x, constant))),
@@ -112,7 +117,7 @@ def compare(args: argparse.Namespace) -> None:
     """Trains with every algorithm, prints a table and writes a plot."""
     data = study.digits() if args.data == "digits" else study.folder(args.data)
     epoch_steps = len(study.batches(len(data.labels), args.nodes, args.batch_size, epochs=1))
-    print(SETTINGS.format(steps=args.epochs * epoch_steps, **vars(args)))
+    print(SETTINGS.format(steps=args.epochs * epoch_steps, warmup=OUTER_WARMUP, **vars(args)))
     results = {
         name: study.train(
             data,

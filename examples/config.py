@@ -119,7 +119,7 @@ class Config:
     fragments: int | None = key(None, "parts of the model", "[1, inf)")
     outer_rate: float | None = key(None, "outer learning rate", "(0, inf)")
     outer_momentum: float | None = key(None, "outer Nesterov momentum", "[0, 1)")
-    outer_warmup: int | None = key(None, "rounds of plain averaging at the beginning", "[0, inf)")
+    outer_warmup: int | None = key(None, "first rounds of plain averaging; papers: 0", "[0, inf)")
     wire: str | None = key(None, "dtype on the wire; without it, that of the algorithm", WIRES)
     moments: str | None = key(None, "momenta at a merge", ("local", "average", "reset"))
 

@@ -174,23 +174,26 @@ def cycling(
     In warm-up and cool-down every step ends with a blocking exchange (period 1, delay 0). The
     cycling phase starts with ``(period, delay) = (B, S)``. Each time the training loss reaches a
     plateau, both are halved (rounded down, never below 1). When both are 1 and the loss reaches
-    another plateau, both return to ``(B, S)`` (daso-preprint Sec. 3, daso-journal Fig. 5).
+    another plateau, both return to ``(B, S)`` (daso-preprint Sec. 3, daso-journal Fig. 5). Heat,
+    the authors' code, halves the period as well, but subtracts 1 from the delay.
 
     The loss is the mean of ``value=``, an argument of ``update``, over an epoch and all nodes.
-    Without it, period and delay do not change. A plateau is reached after more than ``patience``
-    consecutive epochs of the cycling phase without a loss below ``best * (1 - threshold)``, as in
-    Heat, the reference implementation. At the end of every epoch, and of the whole run, all
-    exchanges in flight are merged, followed by one blocking mean, which also carries the loss.
+    Without it, period and delay do not change. The papers do not define a plateau. As in Heat, it
+    is reached after more than ``patience`` consecutive epochs of the cycling phase without a loss
+    below ``best * (1 - threshold)``. At the end of every epoch, and of the whole run, all exchanges
+    in flight are merged, followed by one blocking mean, which also carries the loss. This mean is
+    Heat's too, and the papers do not mention it.
 
     Args:
         period: B, optimizer steps between two exchanges of the cycling phase, at least 1.
-        warmup: Optimizer steps of the warm-up phase, at the start.
+        warmup: Optimizer steps of the warm-up phase, at the start. The papers give the length of
+            neither blocking phase. Heat's defaults are 4 epochs for each, of 90 in its script.
         cooldown: Optimizer steps of the cool-down phase, at the end.
         total: Optimizer steps of the whole run. Every further step is one of the cool-down, and
             blocks. The first one is logged as a warning.
         epoch: Optimizer steps of an epoch. None: no epochs, and therefore no plateaus.
         delay: S, optimizer steps between posting and merging in the cycling phase. None selects
-            ``max(1, B // 4)``, the authors' choice.
+            ``max(1, B // 4)``, which the authors found to be best (daso-preprint Sec. 3).
         threshold: Smallest relative improvement of the loss that counts, in [0, 1).
         patience: Epochs without improvement that are not yet a plateau.
 

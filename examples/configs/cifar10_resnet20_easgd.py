@@ -2,7 +2,7 @@
 
 Images are cropped to 28x28 pixels and mirrored at random. The batch has 128 images. The learning
 rate is constant, the largest of the three that the paper tried. There is no momentum. beta is 0.9,
-hence alpha = beta / (4 * period). With N devices give --learning-rate 0.05/N.
+hence alpha = beta / 4 at every exchange. With N devices give --learning-rate 0.05/N.
 
 Deviations: the paper trains a network of 7 layers with dropout, asynchronously, for a given time
 and not for a number of epochs. Here norms and biases do not decay. EAMSGD is --sync eamsgd

@@ -3,7 +3,9 @@
 The paper uses 4, 8, 16, 32 and 64 nodes of four A100 each. --data is the folder of ImageNet-2012.
 
 These values are not in the paper but in the authors' script (Heat, examples/nn/imagenet-DASO.py):
-the learning rate and the batch of a GPU, and the threshold of a stable loss.
+the learning rate and the batch of a GPU, the threshold of a stable loss, and, as the defaults of
+Heat's DASO, 4 epochs of cool-down. Its warm-up is 4 epochs as well. Here it is 5, because
+warmup_epochs is also the warm-up of the learning rate, for which the paper has 5.
 
 Deviations from the script: the smallest area of a crop is the usual 0.08, not 0.05. The learning
 rate may fall below 0.0001. Pixels are scaled to [-1, 1]. Norms and biases do not decay, and the
@@ -17,7 +19,7 @@ epochs = 90
 batch_size = 256
 learning_rate = 0.0125
 warmup_epochs = 5
-cooldown_epochs = 5
+cooldown_epochs = 4
 decay = "plateau"
 decay_factor = 0.5
 decay_patience = 5

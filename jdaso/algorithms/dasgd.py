@@ -23,16 +23,20 @@ def dasgd(
 
     Let tau be the period, d the delay, and x' the result of the local optimizer's update of x.
     The parameters after every tau-th step are averaged over the M nodes. The mean is merged d
-    steps later, where (k + 1) mod tau = d:
+    steps later, where (k + 1 - d) mod tau = 0:
 
         x_{k+1} = xi x'_k + (1 - xi) (1/M) sum_j x'_{k-d}(j)          (dasgd Eq. 2)
+
+    This condition is the one of the paper's appendix. Eq. 2 itself says (k + 1) mod tau = d, which
+    is the same for d < tau and never holds for d = tau.
 
     The mean over nodes then follows SGD in which the d steps between posting and merging have
     the weight xi (Sec. III-C). d = 0, xi = 0 is Local SGD.
 
-    Use it to hide an exchange behind a fixed number of steps. The authors choose d as the
-    smallest integer above t_c / t_p, the times of an exchange and of a step, and tau = d + 1
-    (Sec. III-D). ``python -m jdaso tune`` measures both times.
+    Use it to hide an exchange behind a fixed number of steps. The authors advise to choose d as the
+    smallest integer above t_c / t_p, the times of an exchange and of a step (Eq. 3), and tau =
+    d + 1 (Sec. VI-D). They train with tau = 4 and d = 1 (Table I) or 2 (Fig. 6), and vary tau from
+    4 to 32 and d from 0 to 7. ``python -m jdaso tune`` measures both times.
 
     Args:
         exchange: The connection between nodes.

@@ -25,7 +25,9 @@ def daso(
         x(t+S) <- (2 S x(t+S) + sum_i x_i(t)) / (2 S + P)         (daso-journal Eq. 2)
 
     In the blocking phases S = 0, and this is the mean. ``x(t+S)`` is taken after the local update
-    of that step. The papers write ``x_{t+S-1}`` for it. With the default ``senders='one'`` of
+    of that step. The papers write ``x_{t+S-1}`` for it, and call P "the number of GPUs in the
+    global network". In Heat, the authors' code, and here P counts the members of one group, which
+    has one GPU of each node: as many values as the sum has. With the default ``senders='one'`` of
     :func:`jdaso.mpi_exchange`, the devices with local index ``k mod L`` make the k-th exchange.
     Afterwards all devices of the node hold the result.
 
@@ -33,7 +35,7 @@ def daso(
 
     Args:
         exchange: The connection between nodes.
-        schedule: :func:`jdaso.cycling`, as published, or :func:`jdaso.constant`.
+        schedule: :func:`jdaso.cycling`, with the published phases, or :func:`jdaso.constant`.
         wire: Dtype on the network in the cycling phase: ``float64``, ``float32``, ``bfloat16``,
             ``float16``, ``int8`` or ``float4``. A leaf never travels in a wider dtype than its own.
             Sums are accumulated in float32, or in float64 for float64 wires. ``int8`` and

@@ -54,9 +54,9 @@ def async_easgd(
     Args:
         center: From :func:`jdaso.center.mpi_center` or :func:`jdaso.center.simulated_center`.
         period: tau, a worker's optimizer steps between two exchanges.
-        alpha: Moving rate, in (0, 1). None selects ``beta / (p period)`` with p workers (footnote
-            8). In turns, for ``F = x^2/2``, it is stable up to ``(4 - 2 eta) / (4 - eta)`` (Sec.
-            4).
+        alpha: Moving rate, in (0, 1), the same at every exchange. None selects ``beta / p`` with p
+            workers, whatever the period; :func:`jdaso.easgd` tells how footnote 8 is to be read.
+            In turns, for ``F = x^2/2``, it is stable up to ``(4 - 2 eta) / (4 - eta)`` (Sec. 4).
         beta: Used where alpha is None.
         delay: A worker's steps between sending and applying the force, ``0 <= delay <= period``.
             With 0, the worker waits for the reply. Otherwise the state holds a widened copy of the
@@ -140,7 +140,7 @@ def _elastic(
     schedule = constant(period, delay)
     check_positive("beta", beta)
     if alpha is None:
-        alpha = beta / (center.num_workers * period)
+        alpha = beta / center.num_workers
     check_positive("alpha", alpha)
     check_share("alpha", alpha, below_one=True)
     alpha = python_float("alpha", alpha)

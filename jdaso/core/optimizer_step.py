@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from jdaso.core.state import AveragingState
-from jdaso.core.sync_target import BEFORE_UPDATE
+from jdaso.core.sync_target import AFTER_UPDATE, BEFORE_UPDATE
 from jdaso.core.transformation import Averaging, Engine
 from jdaso.core.tree import add_updates, conditional, where_tree
 from jdaso.core.types import ParamsWithMoments, PyTree
@@ -73,6 +73,9 @@ def apply_step(
         return Step(params, new, averaging, updates)
     if params is None:
         raise ValueError(f"{engine.name} moves parameters: call update(updates, state, params).")
+    # Only parameters can be moved in place. Another target, such as the gradients that MDOWNPOUR
+    # sends for new parameters, says with its functions how updates are made of what is exchanged.
+    updates_needed = updates_needed or target not in (AFTER_UPDATE, BEFORE_UPDATE)
     if target is BEFORE_UPDATE and not updates_needed:
         # The update is added to the merged parameters, so that it needs no memory of its own.
         tree, averaging = engine.move(params, averaging, finite, value)

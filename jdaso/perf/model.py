@@ -190,7 +190,7 @@ def predict(
         slowdown: Seconds by which each fully hidden exchange slows computing, if the same cores
             train and move messages. ``python -m jdaso tune`` measures it.
         blocking_share: Fraction of all steps that are in DASO's warm-up or cool-down. Each such
-            step waits for an exchange in bfloat16. ``python -m jdaso predict`` uses 1/9. The model
+            step waits for an exchange in bfloat16. ``python -m jdaso predict`` uses 8/90. The model
             does not include DASO's plateaus, which halve period and delay.
 
     Returns:

@@ -18,9 +18,10 @@ DILOCO_PERIOD = 500  # H of its paper, arXiv:2311.08105
 HELP = "predict step times and scaling of all algorithms"
 NOTES = """\
 Columns: step time, and efficiency, which is the step time on one node divided by it (every node \
-has a batch of its own). The period is {dasgd.period}, and {diloco.period} for diloco; \
-allreduce_gradients exchanges at every step. The delay is {dasgd.delay} for dasgd, {daso.delay} \
-for daso, and the period for easgd; the others block. The wire is {wire}. \
+has a batch of its own). The period is {dasgd.period}, and {diloco.period} for diloco, which is \
+made for 100 rounds or more; allreduce_gradients exchanges at every step. The delay is \
+{dasgd.delay} for dasgd, {daso.delay} for daso, and the period for easgd; the others block. The \
+wire is {wire}. \
 {args.blocking_share:.0%} of daso's steps are warm-up and cool-down, which block as well. With \
 dasgd, an exchange over {args.max_nodes} nodes takes {dasgd.exchange_time:.4g} s, which is \
 {steps:.2g} steps."""
@@ -58,8 +59,8 @@ def add_command(commands: Any) -> None:
     add("--overhead", type=float, default=0.0, help=overhead_help)
     slowdown_help = "seconds by which an exchange in flight slows computing; see tune (default: 0)"
     add("--slowdown", type=float, default=0.0, help=slowdown_help)
-    share_help = "share of daso's steps in warm-up and cool-down, 0 to 1 (default: 10 of 90 epochs)"
-    add("--blocking-share", type=float, default=1 / 9, help=share_help)
+    share_help = "share of daso's steps in warm-up and cool-down, 0 to 1 (default: 8 of 90 epochs)"
+    add("--blocking-share", type=float, default=8 / 90, help=share_help)
     add(
         "--out",
         type=path_option,

@@ -6,25 +6,26 @@ import numpy as np
 import optax
 from hypothesis import given
 from hypothesis import strategies as st
-from virtual_nodes import LR, assert_near, dyadic_run, few, random_run, train
+from virtual_nodes import LR, assert_near, both_ways, dyadic_run, few, random_run, train
 
 import jdaso
 
 
-def run(averaging, x, grads, momentum=None):
-    return train(optax.chain(averaging, optax.sgd(LR, momentum)), x, grads)
+def run(averaging, x, grads, momentum=None, in_place=False):
+    return train(jdaso.chain(optax.sgd(LR, momentum), averaging), x, grads, in_place=in_place)
 
 
 def expected(x, grads, momentum=0.0, wire=None):
     return x + golden_family.sgd(golden_family.allreduce(grads, wire), LR, momentum).cumsum(axis=0)
 
 
+@both_ways
 @few(max_examples=2)
 @given(st.integers(1, 6), st.sampled_from([0.0, 0.9]), st.integers(0, 2**32 - 1))
-def test_follows_the_recursion(nodes, momentum, seed):
+def test_follows_the_recursion(in_place, nodes, momentum, seed):
     x, grads = random_run(seed, 100, nodes, alike=True)
     averaging = jdaso.allreduce_gradients(jdaso.axis_exchange("node", nodes), wire="float32")
-    params, state = run(averaging, x, grads, momentum)
+    params, state = run(averaging, x, grads, momentum, in_place=in_place)
     # The same float32 arithmetic as in test_daso.py, without a subtraction per merge.
     assert_near(params, expected(x, grads, momentum))
     assert (params == params[:, :1]).all()  # nodes stay equal, bit for bit

@@ -93,7 +93,6 @@ TABLE = [
     (easgd, {"alpha": math.inf}, "alpha must be positive and finite, got inf"),
     (easgd, {"beta": 0}, "beta must be positive and finite, got 0"),
     (easgd, {"beta": -0.9}, "beta must be positive and finite, got -0.9"),
-    (easgd, {"period": None, "schedule": RARE}, "easgd requires alpha if a schedule"),
     (easgd, {"alpha": "small"}, "alpha must be a number, got 'small'"),
     (easgd, {"beta": None}, "beta must be a number, got None"),
     (eamsgd, {"alpha": 0}, "alpha must be positive and finite, got 0"),
@@ -170,15 +169,23 @@ def test_a_state_without_a_centre_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("unstable", "beta"),
+    ("unstable", "advice"),
     [
-        (lambda: jdaso.easgd(FOUR, period=1, beta=1.6), 1.6),
-        (lambda: jdaso.easgd(FOUR, period=8, alpha=0.4), 12.8),
-        (lambda: jdaso.eamsgd(FOUR, period=1, learning_rate=0.1, momentum=0.9, beta=1.6), 1.6),
+        (lambda: jdaso.easgd(FOUR, period=8, beta=1.6), "beta / P = 0.4 .* Choose beta below 1.6"),
+        (lambda: jdaso.easgd(FOUR, period=8, alpha=0.4), "alpha = 0.4 .* Choose alpha below 0.4"),
+        (
+            lambda: jdaso.easgd(jdaso.single_exchange(), period=8, beta=1.0),
+            "beta / P = 1 .* Choose beta below 1",
+        ),
+        (
+            lambda: jdaso.eamsgd(FOUR, schedule=RARE, learning_rate=0.1, momentum=0.9, beta=1.6),
+            "beta / P = 0.4 .* Choose beta below 1.6",
+        ),
     ],
 )
-def test_a_rate_that_diverges_for_every_learning_rate_is_warned_of(unstable, beta):
-    message = rf"Condition 17.*Choose alpha below 0.4, or beta below {beta}\."
+def test_a_rate_that_diverges_for_every_learning_rate_is_warned_of(unstable, advice):
+    """Condition 17 where eta h -> 0: alpha < 2 / (P + 1), and so beta < 2 P / (P + 1)."""
+    message = rf"{advice}\.$"
     with pytest.warns(UserWarning, match=message) as caught:
         unstable()
     assert [warning.filename for warning in caught] == [__file__]  # points to the caller
@@ -188,4 +195,5 @@ def test_a_rate_that_can_be_stable_is_not_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jdaso.easgd(FOUR, period=1, beta=1.59)
-        jdaso.easgd(FOUR, period=8)
+        for nodes in (1, 2, 1000):
+            jdaso.easgd(jdaso.axis_exchange("node", nodes), period=8)

@@ -35,7 +35,7 @@ ALGORITHMS = {
         sgd(), jdaso.easgd(x, alpha=0.2, schedule=jdaso.constant(4))
     ),
     "eamsgd": lambda x: jdaso.eamsgd(x, None, RATE, 0.9, alpha=0.2, schedule=jdaso.constant(4, 3)),
-    "diloco": lambda x: jdaso.chain(sgd(), jdaso.diloco(x, 4, warmup=0)),
+    "diloco": lambda x: jdaso.chain(sgd(), jdaso.diloco(x, 4)),
     "streaming diloco": lambda x: jdaso.chain(
         sgd(), jdaso.diloco(x, 4, delay=3, mix=0.5, fragments=2, warmup=1)
     ),
@@ -231,7 +231,7 @@ OFF = {
     "dasgd fragments": lambda x: jdaso.dasgd(x, 4, 3, fragments=2, nonfinite="off"),
     "local_sgd": lambda x: jdaso.local_sgd(x, 4, nonfinite="off"),
     "easgd": lambda x: jdaso.easgd(x, 4, alpha=0.2, nonfinite="off"),
-    "diloco": lambda x: jdaso.diloco(x, 4, nonfinite="off", warmup=0),
+    "diloco": lambda x: jdaso.diloco(x, 4, nonfinite="off"),
 }
 
 

@@ -18,32 +18,34 @@ import jdaso
 NODES, STEPS, RATE = 3, 16, 0.1
 PHASES = {"period": 2, "warmup": 3, "cooldown": 3, "total": STEPS, "epoch": 5, "patience": 0}
 
-# name -> (exchange, sgd, rate) -> a whole optimizer; sgd(rate) is the local one.
+# name -> (exchange, sgd, rate, chain) -> a whole optimizer; sgd(rate) is the local one.
 ALGORITHMS = {
-    "daso": lambda x, sgd, lr: optax.chain(sgd(lr), jdaso.daso(x, jdaso.constant(4, 2))),
-    "daso cycling": lambda x, sgd, lr: optax.chain(
+    "daso": lambda x, sgd, lr, chain: chain(sgd(lr), jdaso.daso(x, jdaso.constant(4, 2))),
+    "daso cycling": lambda x, sgd, lr, chain: chain(
         sgd(lr), jdaso.daso(x, jdaso.cycling(**PHASES), blocking_wire="float32")
     ),
-    "dasgd": lambda x, sgd, lr: optax.chain(sgd(lr), jdaso.dasgd(x, 4, 2)),
-    "dasgd fragments": lambda x, sgd, lr: optax.chain(sgd(lr), jdaso.dasgd(x, 4, 3, fragments=2)),
-    "dasgd linear": lambda x, sgd, lr: optax.chain(
+    "dasgd": lambda x, sgd, lr, chain: chain(sgd(lr), jdaso.dasgd(x, 4, 2)),
+    "dasgd fragments": lambda x, sgd, lr, chain: chain(sgd(lr), jdaso.dasgd(x, 4, 3, fragments=2)),
+    "dasgd linear": lambda x, sgd, lr, chain: chain(
         sgd(lr), jdaso.dasgd(x, schedule=jdaso.schedules.linear((1, 0), (4, 3), 10))
     ),
-    "local_sgd": lambda x, sgd, lr: optax.chain(sgd(lr), jdaso.local_sgd(x, 4)),
-    "local_sgd delta": lambda x, sgd, lr: optax.chain(sgd(lr), jdaso.local_sgd(x, 4, 2, "delta")),
-    "easgd": lambda x, sgd, lr: optax.chain(sgd(lr), jdaso.easgd(x, 4)),
-    "eamsgd": lambda x, sgd, lr: jdaso.eamsgd(x, 4, lr, 0.9),
-    "diloco": lambda x, sgd, lr: optax.chain(sgd(lr), jdaso.diloco(x, 4, warmup=0)),
-    "streaming diloco": lambda x, sgd, lr: optax.chain(
+    "local_sgd": lambda x, sgd, lr, chain: chain(sgd(lr), jdaso.local_sgd(x, 4)),
+    "local_sgd delta": lambda x, sgd, lr, chain: chain(sgd(lr), jdaso.local_sgd(x, 4, 2, "delta")),
+    "easgd": lambda x, sgd, lr, chain: chain(sgd(lr), jdaso.easgd(x, 4)),
+    "eamsgd": lambda x, sgd, lr, chain: jdaso.eamsgd(x, 4, lr, 0.9),
+    "diloco": lambda x, sgd, lr, chain: chain(sgd(lr), jdaso.diloco(x, 4)),
+    "streaming diloco": lambda x, sgd, lr, chain: chain(
         sgd(lr), jdaso.diloco(x, 4, delay=3, mix=0.5, fragments=2, warmup=1)
     ),
-    "allreduce_gradients": lambda x, sgd, lr: optax.chain(jdaso.allreduce_gradients(x), sgd(lr)),
-    "moments local": lambda x, sgd, lr: jdaso.chain(sgd(lr), jdaso.dasgd(x, 4, 2), "local"),
-    "moments average": lambda x, sgd, lr: jdaso.chain(sgd(lr), jdaso.dasgd(x, 4, 2), "average"),
-    "moments average, fragments": lambda x, sgd, lr: jdaso.chain(
+    "allreduce_gradients": lambda x, sgd, lr, chain: chain(sgd(lr), jdaso.allreduce_gradients(x)),
+    "moments local": lambda x, sgd, lr, chain: jdaso.chain(sgd(lr), jdaso.dasgd(x, 4, 2), "local"),
+    "moments average": lambda x, sgd, lr, chain: jdaso.chain(
+        sgd(lr), jdaso.dasgd(x, 4, 2), "average"
+    ),
+    "moments average, fragments": lambda x, sgd, lr, chain: jdaso.chain(
         sgd(lr), jdaso.dasgd(x, 4, 3, fragments=2), "average"
     ),
-    "moments reset": lambda x, sgd, lr: jdaso.chain(sgd(lr), jdaso.dasgd(x, 4, 2), "reset"),
+    "moments reset": lambda x, sgd, lr, chain: jdaso.chain(sgd(lr), jdaso.dasgd(x, 4, 2), "reset"),
 }
 for_each_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
 
@@ -65,8 +67,14 @@ def protected(rate):
     return optax.apply_if_finite(plain(rate), 100)
 
 
-def build(name, sgd=protected, rate=RATE, exchange=None):
-    return ALGORITHMS[name](exchange or jdaso.axis_exchange("node", NODES), sgd, rate)
+def optax_chain(optimizer, averaging):
+    """The averaging comes last, or first if it averages gradients."""
+    links = optimizer, averaging
+    return optax.chain(*(links[::-1] if averaging.engine.sync_target.of_gradients else links))
+
+
+def build(name, sgd=protected, rate=RATE, exchange=None, chain=optax_chain):
+    return ALGORITHMS[name](exchange or jdaso.axis_exchange("node", NODES), sgd, rate, chain)
 
 
 def start(tx, params):
@@ -200,6 +208,23 @@ def test_a_scan_gives_what_a_loop_gives(name):
     _, scanned = jitted(functools.partial(lax.scan, step))(start(build(name), FLOATS), inputs)
     looped = [params for params, _ in plain_history(name)]
     assert_close(scanned, jax.tree.map(lambda *x: jnp.stack(x), *looped))
+
+
+@for_each_algorithm
+def test_apply_gradients_gives_what_update_gives(name):
+    tx = build(name, chain=jdaso.chain)
+
+    def step(params, state, grads, loss):
+        return jdaso.apply_gradients(tx, grads, state, params, value=loss)
+
+    step = jitted(jax.vmap(step, axis_name="node"))
+    history = train(name, gradients(FLOATS), start(tx, FLOATS), step)
+    for (params, state), (expected, expected_state) in zip(
+        history, plain_history(name), strict=True
+    ):
+        assert_close(params, expected)
+        mine, theirs = map(jdaso.core.averaging_state, (state, expected_state))
+        assert mine.exchanges.tolist() == theirs.exchanges.tolist()
 
 
 @for_each_algorithm

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from virtual_nodes import LR, assert_near, dyadic_run, few, random_run, simulate
+from virtual_nodes import LR, assert_near, both_ways, dyadic_run, few, random_run, simulate
 
 import jdaso
 
@@ -21,24 +21,28 @@ def rules(draw, least_period=1):
     return period, delay, draw(st.sampled_from(weights))
 
 
-@few(max_examples=5)
+@both_ways
+@few(max_examples=3)
 @given(rules(), st.integers(1, 6), st.sampled_from([0.0, 0.9]), SEEDS)
-def test_follows_the_recursion(rule, nodes, momentum, seed):
+def test_follows_the_recursion(in_place, rule, nodes, momentum, seed):
     x, grads = random_run(seed, 100, nodes)
     averaging = jdaso.dasgd(jdaso.axis_exchange("node", nodes), *rule)
-    params, state = simulate(averaging, x, grads, momentum=momentum)
+    params, state = simulate(averaging, x, grads, momentum=momentum, in_place=in_place)
     expected = golden_family.dasgd(x, golden_family.sgd(grads, LR, momentum), *rule)
     assert_near(params, expected.params)  # the same float32 arithmetic as in test_daso.py
     assert (state.plan.period == rule[0]).all()
     assert (state.plan.delay == rule[1]).all()
 
 
+@both_ways
 @few(max_examples=2)
 @given(rules(least_period=3), st.integers(2, 3), st.integers(2, 4), SEEDS)
-def test_fragments_take_turns_and_each_follows_the_recursion(rule, fragments, nodes, seed):
+def test_fragments_take_turns_and_each_follows_the_recursion(
+    in_place, rule, fragments, nodes, seed
+):
     x, grads = random_run(seed, 100, nodes)
     averaging = jdaso.dasgd(jdaso.axis_exchange("node", nodes), *rule, fragments=fragments)
-    params, state = simulate(averaging, x, grads, leaves=6)
+    params, state = simulate(averaging, x, grads, leaves=6, in_place=in_place)
     period, delay, xi = rule
     expected = golden_family.in_fragments(
         golden_family.dasgd, x, golden_family.sgd(grads, LR), period, fragments, delay=delay, xi=xi
@@ -47,7 +51,8 @@ def test_fragments_take_turns_and_each_follows_the_recursion(rule, fragments, no
     assert len(state.fragments) == fragments
 
 
-@few(max_examples=4)
+@both_ways
+@few(max_examples=2)
 @given(
     delay=st.integers(0, 4),
     nodes=st.integers(2, 5),
@@ -55,11 +60,13 @@ def test_fragments_take_turns_and_each_follows_the_recursion(rule, fragments, no
     step=st.sampled_from([0, 11, 12, 13, 14, 15]),  # an exchange is posted after steps 11, 15
     seed=SEEDS,
 )
-def test_a_node_that_is_not_finite_takes_the_mean_of_the_others(delay, nodes, node, step, seed):
+def test_a_node_that_is_not_finite_takes_the_mean_of_the_others(
+    in_place, delay, nodes, node, step, seed
+):
     x, grads = random_run(seed, 40, nodes)
     grads[step, node, 1] = np.inf
     averaging = jdaso.dasgd(jdaso.axis_exchange("node", nodes), 4, delay, xi=0.3)
-    params, state = simulate(averaging, x, grads)
+    params, state = simulate(averaging, x, grads, in_place=in_place)
     expected = golden_family.dasgd(x, golden_family.sgd(grads, LR), 4, delay, xi=0.3)
     assert_near(params, expected.params)
     np.testing.assert_array_equal(state.left_out[-1], expected.left_out)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
-from virtual_nodes import LR, assert_near, dyadic_run, few, random_run, simulate
+from virtual_nodes import LR, assert_near, both_ways, dyadic_run, few, random_run, simulate
 
 import jdaso
 
@@ -67,34 +67,37 @@ def cycling(schedule):
     return jdaso.cycling(**vars(schedule) | {"epoch": epoch})
 
 
-@few(max_examples=15)
+@both_ways
+@few(max_examples=8)
 @given(runs())
-def test_follows_the_recursion_through_phases_and_plateaus(run):
+def test_follows_the_recursion_through_phases_and_plateaus(in_place, run):
     schedule, nodes, momentum, seed = run
     x, grads = random_run(seed, schedule.total, nodes)
     losses = random_losses(np.random.default_rng(seed), schedule.total, nodes, schedule.epoch)
     averaging = jdaso.daso(jdaso.axis_exchange("node", nodes), cycling(schedule), **EXACT)
-    result = simulate(averaging, x, grads, losses, momentum)
+    result = simulate(averaging, x, grads, losses, momentum, in_place=in_place)
     assert_follows(result, golden.daso(x, grads, schedule, LR, momentum, losses))
 
 
-@few(max_examples=6)
+@both_ways
+@few(max_examples=3)
 @given(
     st.integers(1, 6).flatmap(lambda b: st.tuples(st.just(b), st.integers(0, b))),
     st.integers(1, 6),
     st.integers(0, 2**32 - 1),
 )
-def test_follows_the_recursion_with_constant_period_and_delay(period_delay, nodes, seed):
+def test_follows_the_recursion_with_constant_period_and_delay(in_place, period_delay, nodes, seed):
     period, delay = period_delay
     x, grads = random_run(seed, 100, nodes)
     averaging = jdaso.daso(
         jdaso.axis_exchange("node", nodes), jdaso.constant(period, delay), **EXACT
     )
     expected = golden.daso(x, grads, golden.Schedule(period, delay), LR)
-    assert_follows(simulate(averaging, x, grads), expected)
+    assert_follows(simulate(averaging, x, grads, in_place=in_place), expected)
 
 
-@few(max_examples=5)
+@both_ways
+@few(max_examples=3)
 @given(
     delay=st.integers(0, 4),
     nodes=st.integers(2, 5),
@@ -102,12 +105,14 @@ def test_follows_the_recursion_with_constant_period_and_delay(period_delay, node
     step=st.sampled_from([0, 8, 9, 11, 20, 21, 23, 36]),  # every phase, with and without a post
     seed=st.integers(0, 2**32 - 1),
 )
-def test_a_node_that_is_not_finite_takes_the_mean_of_the_others(delay, nodes, node, step, seed):
+def test_a_node_that_is_not_finite_takes_the_mean_of_the_others(
+    in_place, delay, nodes, node, step, seed
+):
     schedule = golden.Schedule(period=4, delay=delay, warmup=6, cooldown=6, total=40, epoch=11)
     x, grads = random_run(seed, 40, nodes)
     grads[step, node, 1] = np.inf
     averaging = jdaso.daso(jdaso.axis_exchange("node", nodes), cycling(schedule), **EXACT)
-    result = simulate(averaging, x, grads)
+    result = simulate(averaging, x, grads, in_place=in_place)
     expected = golden.daso(x, grads, schedule, LR)
     assert_follows(result, expected)
     assert expected.left_out.sum() == expected.left_out[node] <= 2

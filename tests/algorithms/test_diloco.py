@@ -10,7 +10,7 @@ import optax
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from virtual_nodes import LR, assert_near, few, random_run, simulate
+from virtual_nodes import LR, assert_near, both_ways, few, random_run, simulate
 
 import jdaso
 
@@ -43,12 +43,13 @@ def rules(draw, least_period=1):
     return {"period": period, "delay": delay, "mix": mix, "warmup": 0}
 
 
-@few(max_examples=5)
+@both_ways
+@few(max_examples=3)
 @given(rules(), st.integers(1, 6), st.sampled_from([0.0, 0.9]), SEEDS)
-def test_follows_the_recursion(rule, nodes, momentum, seed):
+def test_follows_the_recursion(in_place, rule, nodes, momentum, seed):
     x, grads = random_run(seed, 100, nodes, alike=True)
     averaging = jdaso.diloco(jdaso.axis_exchange("node", nodes), **rule)
-    result = simulate(averaging, x, grads, momentum=momentum, look=anchors)
+    result = simulate(averaging, x, grads, momentum=momentum, look=anchors, in_place=in_place)
     updates = golden_family.sgd(grads, LR, momentum)
     assert_follows(result, golden_family.diloco(x, updates, **rule, **NESTEROV))
 
@@ -56,13 +57,14 @@ def test_follows_the_recursion(rule, nodes, momentum, seed):
 LATE = {"period": 4, "delay": 3, "mix": 0.25, "warmup": 0}
 
 
-@few(max_examples=2)
+@both_ways
+@few(max_examples=1)
 @given(rules(least_period=3), st.integers(2, 3), st.integers(2, 4), SEEDS)
 @example(LATE, 2, 3, 0)
-def test_fragments_take_turns_and_each_has_its_own_anchor(rule, fragments, nodes, seed):
+def test_fragments_take_turns_and_each_has_its_own_anchor(in_place, rule, fragments, nodes, seed):
     x, grads = random_run(seed, 100, nodes, alike=True)
     averaging = jdaso.diloco(jdaso.axis_exchange("node", nodes), **rule, fragments=fragments)
-    result = simulate(averaging, x, grads, look=anchors, leaves=6)
+    result = simulate(averaging, x, grads, look=anchors, leaves=6, in_place=in_place)
     expected = golden_family.in_fragments(
         golden_family.diloco,
         x,
@@ -74,25 +76,26 @@ def test_fragments_take_turns_and_each_has_its_own_anchor(rule, fragments, nodes
     assert_follows(result, expected)
 
 
-@few(max_examples=2)
+@both_ways
+@few(max_examples=1)
 @given(rules(least_period=2), st.integers(1, 9), SEEDS)
 @example(LATE, 3, 0)
-def test_the_outer_optimizer_begins_after_the_warmup(rule, warmup, seed):
+def test_the_outer_optimizer_begins_after_the_warmup(in_place, rule, warmup, seed):
     x, grads = random_run(seed, 60, 3, alike=True)
     rule = rule | {"warmup": warmup, "fragments": 2}
     averaging = jdaso.diloco(jdaso.axis_exchange("node", 3), **rule)
-    result = simulate(averaging, x, grads, look=anchors, leaves=2)
+    result = simulate(averaging, x, grads, look=anchors, leaves=2, in_place=in_place)
     updates = golden_family.sgd(grads, LR)
     expected = golden_family.in_fragments(golden_family.diloco, x, updates, **rule, **NESTEROV)
     assert_follows(result, expected)
 
 
-def test_the_default_is_a_warmup_of_ten_rounds():
+def test_the_default_is_the_papers_algorithm_which_has_no_warmup():
     x, grads = random_run(2, 14, 2, alike=True)
     averaging = jdaso.diloco(jdaso.axis_exchange("node", 2), period=1)
     result = simulate(averaging, x, grads, look=anchors)
     updates = golden_family.sgd(grads, LR)
-    assert_follows(result, golden_family.diloco(x, updates, 1, **NESTEROV, warmup=10))
+    assert_follows(result, golden_family.diloco(x, updates, 1, **NESTEROV, warmup=0))
 
 
 def test_a_warmup_needs_no_memory():
@@ -132,7 +135,7 @@ def test_a_state_without_an_anchor_is_refused():
 def test_a_node_that_is_not_finite_follows_the_anchor_of_the_others():
     x, grads = random_run(0, 40, 3, alike=True)
     grads[14, 1, 0] = np.nan  # posted after step 15, merged after step 17
-    averaging = jdaso.diloco(jdaso.axis_exchange("node", 3), 4, delay=2, mix=0.25, warmup=0)
+    averaging = jdaso.diloco(jdaso.axis_exchange("node", 3), 4, delay=2, mix=0.25)
     result = simulate(averaging, x, grads, look=anchors)
     updates = golden_family.sgd(grads, LR)
     expected = golden_family.diloco(x, updates, 4, **NESTEROV, delay=2, mix=0.25)
@@ -142,7 +145,7 @@ def test_a_node_that_is_not_finite_follows_the_anchor_of_the_others():
 
 def test_the_outer_optimizer_may_be_any():
     x, grads = random_run(1, 8, 2, size=8, alike=True)
-    averaging = jdaso.diloco(jdaso.axis_exchange("node", 2), 8, optax.adam(0.5), warmup=0)
+    averaging = jdaso.diloco(jdaso.axis_exchange("node", 2), 8, optax.adam(0.5))
     params, _ = simulate(averaging, x, grads)
     # Adam's first step is its learning rate, in the direction of the outer gradient's sign.
     mean = (x + golden_family.sgd(grads, LR).sum(axis=0)).mean(axis=0)

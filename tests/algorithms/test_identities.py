@@ -39,7 +39,7 @@ def test_local_sgd_with_a_mean_at_every_step_is_minibatch_sgd():
 
 def test_diloco_whose_outer_step_goes_all_the_way_is_local_sgd():
     x, grads = random_run(2, 100, NODES, alike=True)
-    averaging = jdaso.diloco(NODE_AXIS, period=4, outer=optax.sgd(1.0), warmup=0)
+    averaging = jdaso.diloco(NODE_AXIS, period=4, outer=optax.sgd(1.0))
     diloco, _ = simulate(averaging, x, grads)
     local_sgd, _ = simulate(jdaso.local_sgd(NODE_AXIS, period=4), x, grads)
     # a - (a - mean) is the mean up to two roundings. 25 of them, of either sign, are about as many

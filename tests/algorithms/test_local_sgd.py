@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from virtual_nodes import LR, assert_near, few, random_run, simulate
+from virtual_nodes import LR, assert_near, both_ways, few, random_run, simulate
 
 import jdaso
 
 
-@few(max_examples=3)
+@both_ways
+@few(max_examples=2)
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(0, 2**32 - 1))
-def test_follows_the_recursion(period, nodes, seed):
+def test_follows_the_recursion(in_place, period, nodes, seed):
     x, grads = random_run(seed, 100, nodes)
     averaging = jdaso.local_sgd(jdaso.axis_exchange("node", nodes), period)
-    params, state = simulate(averaging, x, grads, momentum=0.9)
+    params, state = simulate(averaging, x, grads, momentum=0.9, in_place=in_place)
     updates = golden_family.sgd(grads, LR, 0.9)
     expected = golden_family.dasgd(x, updates, period, delay=0, xi=0.0)
     assert_near(params, expected.params)  # the same float32 arithmetic as in test_daso.py
@@ -39,13 +40,14 @@ def test_post_local_sgd_is_a_mean_at_every_step_and_then_rare_ones():
     assert_near(params, np.concatenate([often, rare]))
 
 
-@few(max_examples=5)
+@both_ways
+@few(max_examples=3)
 @given(st.integers(1, 5), st.integers(0, 5), st.integers(1, 5), st.integers(0, 2**32 - 1))
-def test_the_delta_rule_follows_its_recursion(period, delay, nodes, seed):
+def test_the_delta_rule_follows_its_recursion(in_place, period, delay, nodes, seed):
     delay = min(period, delay)
     x, grads = random_run(seed, 60, nodes)
     averaging = jdaso.local_sgd(jdaso.axis_exchange("node", nodes), period, delay, "delta")
-    params, _ = simulate(averaging, x, grads, momentum=0.9)
+    params, _ = simulate(averaging, x, grads, momentum=0.9, in_place=in_place)
     updates = golden_family.sgd(grads, LR, 0.9)
     assert_near(params, golden_family.delta(x, updates, period, delay).params)
     steps = golden_family.sgd(grads, LR, 0.9).sum(axis=0).mean(axis=0)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from virtual_nodes import LR, assert_near
+from virtual_nodes import LR, assert_near, both_ways
 
 import jdaso
 from jdaso.center import init_cluster, random_order, read_center, round_robin, take_turns
@@ -36,12 +36,15 @@ def random_run(seed=0):
     return start, noise, lambda turn, x: CURVATURE * x - noise[turn]
 
 
-def run(tx, start, noise, order, workers=WORKERS):
+def run(tx, start, noise, order, workers=WORKERS, in_place=False):
     """The centre after every turn, as one CenterState with a leading axis, and the cluster."""
 
     def step(params, opt_state, noise):
         # A quadratic, whose gradient depends on where it is taken.
         grads = [k * x - n for k, x, n in zip(two_leaves(CURVATURE), params, noise, strict=True)]
+        if in_place:
+            params, opt_state = jdaso.apply_gradients(tx, grads, opt_state, params)
+            return params, opt_state, center_of(opt_state)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, center_of(opt_state)
 
@@ -54,33 +57,47 @@ def run(tx, start, noise, order, workers=WORKERS):
     return seen, cluster
 
 
+@both_ways
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("period", "delay"), [(1, 0), (1, 1), (4, 0), (4, 2), (4, 4)])
-def test_easgd_follows_algorithm_1(order, period, delay):
+def test_easgd_follows_algorithm_1(order, period, delay, in_place):
     start, noise, gradient = random_run()
     averaging = jdaso.center.async_easgd(
         jdaso.center.simulated_center(WORKERS), period, alpha=0.3, delay=delay
     )
-    tx = optax.chain(optax.sgd(LR), averaging)
-    seen, cluster = run(tx, start, noise, ORDERS[order])
+    tx = jdaso.chain(optax.sgd(LR), averaging)
+    seen, cluster = run(tx, start, noise, ORDERS[order], in_place=in_place)
     expected = golden_center.eamsgd(start, gradient, ORDERS[order], period, 0.3, LR, delay=delay)
     assert_near(joined(seen.center), expected.centers)
     assert_near(joined(cluster.params), expected.params)
 
 
+@both_ways
 @pytest.mark.parametrize("delay", [0, 3])
-def test_eamsgd_follows_algorithm_2(delay):
+def test_eamsgd_follows_algorithm_2(delay, in_place):
     start, noise, gradient = random_run()
     tx = jdaso.center.async_eamsgd(
         jdaso.center.simulated_center(WORKERS), 4, LR, 0.9, alpha=0.3, delay=delay
     )
-    seen, cluster = run(tx, start, noise, ORDERS["random"])
+    seen, cluster = run(tx, start, noise, ORDERS["random"], in_place=in_place)
     expected = golden_center.eamsgd(
         start, gradient, ORDERS["random"], 4, 0.3, LR, momentum=0.9, delay=delay
     )
     assert_near(joined(seen.center), expected.centers)
     own = jax.vmap(jdaso.eamsgd_eval_params)(cluster.opt_state, cluster.params)
     assert_near(joined(own), expected.params)
+
+
+def test_alpha_is_beta_over_workers_at_every_exchange():
+    start, noise, gradient = random_run()
+    center = jdaso.center.simulated_center
+    expected = golden_center.eamsgd(start, gradient, ORDERS["random"], 4, 0.9 / 3, LR)
+    for tx in (
+        jdaso.chain(optax.sgd(LR), jdaso.center.async_easgd(center(WORKERS), 4)),
+        jdaso.center.async_eamsgd(center(WORKERS), 4, LR, 0.0),
+    ):
+        seen, _ = run(tx, start, noise, ORDERS["random"])
+        assert_near(joined(seen.center), expected.centers)
 
 
 METHODS = {
@@ -90,6 +107,7 @@ METHODS = {
 }
 
 
+@both_ways
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     ("method", "period", "delay"),
@@ -102,11 +120,14 @@ METHODS = {
         ("mvadownpour", 4, 1),
     ],
 )
-def test_downpour_follows_algorithm_3_and_its_averages_section_5(order, method, period, delay):
+def test_downpour_follows_algorithm_3_and_its_averages_section_5(
+    order, method, period, delay, in_place
+):
     start, noise, gradient = random_run()
     make, rate = METHODS[method]
     averaging = make(jdaso.center.simulated_center(WORKERS), period, delay=delay)
-    seen, cluster = run(optax.chain(optax.sgd(LR), averaging), start, noise, ORDERS[order])
+    tx = jdaso.chain(optax.sgd(LR), averaging)
+    seen, cluster = run(tx, start, noise, ORDERS[order], in_place=in_place)
     expected = golden_center.downpour(
         start, gradient, ORDERS[order], period, LR, delay, **({"rate": rate} if rate else {})
     )
@@ -119,15 +140,25 @@ def test_downpour_follows_algorithm_3_and_its_averages_section_5(order, method, 
     )
 
 
+@both_ways
 @pytest.mark.parametrize("order", ORDERS)
-def test_mdownpour_follows_algorithms_4_and_5(order):
+def test_mdownpour_follows_algorithms_4_and_5(order, in_place):
     start, noise, gradient = random_run()
     tx = jdaso.center.mdownpour(jdaso.center.simulated_center(WORKERS), LR, 0.9)
-    seen, cluster = run(tx, start, noise, ORDERS[order])
+    seen, cluster = run(tx, start, noise, ORDERS[order], in_place=in_place)
     expected = golden_center.mdownpour(start, gradient, ORDERS[order], LR, 0.9)
     # The velocity is a sum of about ten gradients, each with its own rounding error.
     assert_near(joined(seen.center), expected.centers, 5e-6)
     assert_near(joined(cluster.params), expected.params, 5e-6)
+
+
+def test_apply_gradients_of_mdownpour_sends_the_gradient_alone():
+    """x = 1, g = 3: v = -0.1 * 3 and c = 1 + 0.8 v = 0.76. With x + g it would be 0.68."""
+    tx = jdaso.center.mdownpour(jdaso.center.simulated_center(1), 0.1, 0.8)
+    params = jnp.float32(1)
+    params, state = jdaso.apply_gradients(tx, jnp.float32(3), tx.init(params), params)
+    assert float(params) == pytest.approx(0.76)
+    assert float(center_of(state).center[0]) == pytest.approx(0.76)
 
 
 def test_one_worker_of_downpour_is_the_optimizer_alone():

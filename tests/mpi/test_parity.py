@@ -10,7 +10,7 @@ TWO = Batch(
     2,
     {
         "one device": ("parity.py",),
-        "every algorithm": ("parity.py", "--algorithms", "all"),
+        "every algorithm": ("parity.py", "--algorithms", "all", "--in-place"),
         "int8 and bfloat16": ("parity.py", "--wires", "int8", "bfloat16"),
         "mpi4jax with a delay": ("parity.py", "--exchange", "mpi4jax", *LATE),
     },

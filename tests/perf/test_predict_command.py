@@ -56,7 +56,7 @@ def test_numbers_are_those_of_perf(command, monkeypatch):
         "local_sgd": {"period": 8},
         "dasgd": {"period": 8, "delay": 1},
         "easgd": {"period": 8},
-        "daso": {"period": 8, "delay": 1, "blocking_share": 1 / 9},
+        "daso": {"period": 8, "delay": 1, "blocking_share": 8 / 90},
         "diloco": {"period": 500},
     }
     for place, name in enumerate(predict.ALGORITHMS):

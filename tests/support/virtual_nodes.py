@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from hypothesis import Phase, settings
 from jax import lax
 
@@ -18,6 +19,8 @@ LR = 2.0**-6
 RELATIVE_TO_NORM = 1e-6
 # Every example is compiled anew, a second or two each: few examples, long runs, and no shrinking.
 few = functools.partial(settings, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+# A step is tx.update with optax.apply_updates, or jdaso.apply_gradients, which has its own code.
+both_ways = pytest.mark.parametrize("in_place", [False, True], ids=["update", "in_place"])
 
 
 def engine_state(state, params):

@@ -27,13 +27,13 @@ TOLERANCE = 1e-5
 
 # name -> a whole optimizer around a centre
 METHODS = {
-    "easgd": lambda c, delay: optax.chain(
+    "easgd": lambda c, delay: jdaso.chain(
         SGD, jdaso.center.async_easgd(c, PERIOD, 0.3, delay=delay)
     ),
     "eamsgd": lambda c, delay: jdaso.center.async_eamsgd(c, PERIOD, 0.1, 0.9, 0.3, delay=delay),
-    "downpour": lambda c, delay: optax.chain(SGD, jdaso.center.downpour(c, PERIOD, delay=delay)),
-    "adownpour": lambda c, delay: optax.chain(SGD, jdaso.center.adownpour(c, PERIOD, delay=delay)),
-    "mvadownpour": lambda c, delay: optax.chain(
+    "downpour": lambda c, delay: jdaso.chain(SGD, jdaso.center.downpour(c, PERIOD, delay=delay)),
+    "adownpour": lambda c, delay: jdaso.chain(SGD, jdaso.center.adownpour(c, PERIOD, delay=delay)),
+    "mvadownpour": lambda c, delay: jdaso.chain(
         SGD, jdaso.center.mvadownpour(c, PERIOD, 0.01, delay=delay)
     ),
     "mdownpour": lambda c, delay: jdaso.center.mdownpour(c, 0.1, 0.9),
@@ -41,9 +41,9 @@ METHODS = {
 
 
 def train(tx, params, steps, between=lambda t: None, mapped=lambda step: step):
-    """Steps of this worker; its gradients depend on rank and step."""
+    """Steps of this worker in place; its gradients depend on rank and step."""
     state = tx.init(params)
-    step = jax.jit(mapped(make_step(tx)), donate_argnums=(0, 1))
+    step = jax.jit(mapped(make_step(tx, in_place=hasattr(tx, "apply"))), donate_argnums=(0, 1))
     for t in range(steps):
         between(jax.block_until_ready((t, params))[0])
         params, state = step(params, state, gradients(params, rank, t), jnp.float32(0))

@@ -48,25 +48,27 @@ def daso(exchange, schedule, **options):
 
 # name -> exchange -> a whole optimizer; it needs no more than the three leaves of first_params.
 ALGORITHMS = {
-    "dasgd": lambda x: optax.chain(SGD, jdaso.dasgd(x, 4, 3)),
-    "dasgd int8": lambda x: optax.chain(SGD, jdaso.dasgd(x, 4, 3, wire="int8")),
-    "dasgd fragments": lambda x: optax.chain(SGD, jdaso.dasgd(x, 4, 4, fragments=3)),
-    "local_sgd delta": lambda x: optax.chain(SGD, jdaso.local_sgd(x, 4, 3, "delta", wire=BF16)),
-    "local_sgd": lambda x: optax.chain(SGD, jdaso.local_sgd(x, 4)),
-    "easgd": lambda x: optax.chain(SGD, jdaso.easgd(x, 4)),
+    "dasgd": lambda x: jdaso.chain(SGD, jdaso.dasgd(x, 4, 3)),
+    "dasgd int8": lambda x: jdaso.chain(SGD, jdaso.dasgd(x, 4, 3, wire="int8")),
+    "dasgd fragments": lambda x: jdaso.chain(SGD, jdaso.dasgd(x, 4, 4, fragments=3)),
+    "local_sgd delta": lambda x: jdaso.chain(SGD, jdaso.local_sgd(x, 4, 3, "delta", wire=BF16)),
+    "local_sgd": lambda x: jdaso.chain(SGD, jdaso.local_sgd(x, 4)),
+    "easgd": lambda x: jdaso.chain(SGD, jdaso.easgd(x, 4)),
     "eamsgd": lambda x: jdaso.eamsgd(x, 4, learning_rate=0.1, momentum=0.9),
-    "diloco": lambda x: optax.chain(
+    "diloco": lambda x: jdaso.chain(
         SGD, jdaso.diloco(x, 5, delay=3, mix=0.5, fragments=2, warmup=1)
     ),
-    "allreduce_gradients": lambda x: optax.chain(jdaso.allreduce_gradients(x, "float32"), SGD),
+    "allreduce_gradients": lambda x: jdaso.chain(SGD, jdaso.allreduce_gradients(x, "float32")),
     "moments average": lambda x: jdaso.chain(SGD, jdaso.dasgd(x, 4, 3), moments="average"),
 }
 
 
-def make_step(tx):
-    """An unjitted optimizer step."""
+def make_step(tx, in_place=False):
+    """An unjitted optimizer step, by ``tx.update`` or by ``jdaso.apply_gradients``."""
 
     def step(params, state, grads, value):
+        if in_place:
+            return jdaso.apply_gradients(tx, grads, state, params, value=value)
         updates, state = tx.update(grads, state, params, value=value)
         return optax.apply_updates(params, updates), state
 

@@ -1,4 +1,4 @@
-"""Runs of algorithms are the same over MPI as on a virtual cluster."""
+"""Runs of algorithms are the same over MPI as on a virtual cluster, which uses tx.update."""
 
 import argparse
 import functools
@@ -6,7 +6,6 @@ import functools
 import common
 import jax
 import numpy as np
-import optax
 from common import (
     ALGORITHMS,
     SGD,
@@ -34,6 +33,7 @@ parser.add_argument("--senders", default="one")
 parser.add_argument("--dtypes", nargs="+", default=["float32"])
 parser.add_argument("--wires", nargs=2, default=["float32", "bfloat16"])
 parser.add_argument("--delay", type=int, default=2)
+parser.add_argument("--in-place", action="store_true", help="steps by jdaso.apply_gradients")
 parser.add_argument("--bad", action="store_true", help="a gradient of node 1 is not finite")
 arguments = parser.parse_args()
 if arguments.bad:
@@ -58,7 +58,7 @@ def phases(exchange):
 
 def all_in_flight(exchange):
     """A fragment for each leaf, and from the end of the first period on all are in flight."""
-    return optax.chain(SGD, jdaso.dasgd(exchange, LEAVES, LEAVES, fragments=LEAVES))
+    return jdaso.chain(SGD, jdaso.dasgd(exchange, LEAVES, LEAVES, fragments=LEAVES))
 
 
 def make_exchange():
@@ -79,7 +79,7 @@ def check(build, steps):
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(*args):
         traces.append(1)
-        return make_step(tx)(*args)
+        return make_step(tx, arguments.in_place)(*args)
 
     for t in range(steps):
         grads = jax.device_put(gradients(params, topology.node, t), replicated)
