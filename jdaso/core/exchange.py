@@ -24,6 +24,8 @@ FINITE = 3
 OWN = 4
 #: Number of an exchange that is finished immediately and does not count.
 UNCOUNTED = -1
+#: Name of a leaf that is the same on all devices of a node, whatever ``shardings`` says.
+REPLICATED_NAME = "<replicated>"
 
 
 class PostedExchange(NamedTuple):
