@@ -74,13 +74,7 @@ def local_value_and_grad(
 
     def on_device(params, *args):
         value, grads = value_and_grad(params, *args)
-        value = jax.tree.map(_countable, value)
-
-        def over_devices(leaves):
-            means = iter(lax.pmean([x for x in leaves if _is_inexact(x)], LOCAL_AXIS))
-            return [next(means) if _is_inexact(x) else lax.psum(x, LOCAL_AXIS) for x in leaves]
-
-        return _reduced((value, grads), over_devices)
+        return _reduced((jax.tree.map(_countable, value), grads), _over_devices)
 
     def call(params, *args):
         specs = (PartitionSpec(LOCAL_AXIS),) * len(args) if in_specs is None else tuple(in_specs)
@@ -203,6 +197,12 @@ def use_enough_threads() -> None:
 
 def _is_inexact(leaf: jax.Array) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _over_devices(leaves: list[jax.Array]) -> list[jax.Array]:
+    """The means of floating-point numbers, by one collective, and the sums of integers."""
+    means = iter(lax.pmean([x for x in leaves if _is_inexact(x)], LOCAL_AXIS))
+    return [next(means) if _is_inexact(x) else lax.psum(x, LOCAL_AXIS) for x in leaves]
 
 
 def _countable(leaf: jax.Array) -> jax.Array:
