@@ -36,8 +36,12 @@ def local_value_and_grad(
 
     This is DASO's local synchronization (daso-journal Fig. 2). Each of L devices computes on its
     own part of the node's batch, and ``g = (1/L) sum_l g_l``. One collective averages the loss, the
-    gradients and the floating-point leaves of aux. ``loss_fn`` runs inside ``shard_map`` with the
-    axis ``"local"``, so a BatchNorm with ``axis_name="local"`` sees the process's whole batch.
+    gradients and the floating-point leaves of aux. Integers of aux are summed over the devices, as
+    counts of the examples of a batch are; those of less than 32 bits become int32 or uint32, and a
+    boolean becomes the int32 number of devices on which it is True. Keep what is no count, such as
+    the number of a step, out of aux. Random keys are returned as the first device has them.
+    ``loss_fn`` runs inside ``shard_map`` with the axis ``"local"``, so a BatchNorm with
+    ``axis_name="local"`` sees the process's whole batch.
 
     Args:
         loss_fn: ``(params, *args) -> loss`` or, with ``has_aux``, ``(loss, aux)``.
@@ -46,7 +50,7 @@ def local_value_and_grad(
         in_specs: A ``PartitionSpec`` for each of args, e.g. ``(P(), P("local"))`` for a
             replicated model state and a batch; None to split all along their leading axis.
         across: ``jdaso.exchange.process_mean(topology)`` if a node has several processes, to
-            average over them as well.
+            average over them as well, and to sum integers.
 
     Returns:
         ``(params, *args) -> (loss, grads)``, or ``((loss, aux), grads)``; all replicated.
@@ -70,7 +74,7 @@ def local_value_and_grad(
 
     def on_device(params, *args):
         value, grads = value_and_grad(params, *args)
-        return _mean((value, grads), lambda tree: lax.pmean(tree, LOCAL_AXIS))
+        return _reduced((jax.tree.map(_countable, value), grads), _over_devices)
 
     def call(params, *args):
         specs = (PartitionSpec(LOCAL_AXIS),) * len(args) if in_specs is None else tuple(in_specs)
@@ -87,7 +91,7 @@ def local_value_and_grad(
             out_specs=PartitionSpec(),
             check_vma=False,
         )(params, *args)
-        return averaged if across is None else _mean(averaged, across)
+        return averaged if across is None else _reduced(averaged, across)
 
     return call
 
@@ -191,10 +195,29 @@ def use_enough_threads() -> None:
     os.environ.setdefault("NPROC", _POOL_THREADS)
 
 
-def _mean(tree: PyTree, mean: Callable[[PyTree], PyTree]) -> PyTree:
-    """Applies ``mean`` to the list of all floating-point leaves of a tree."""
+def _is_inexact(leaf: jax.Array) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _over_devices(leaves: list[jax.Array]) -> list[jax.Array]:
+    """The means of floating-point numbers, by one collective, and the sums of integers."""
+    means = iter(lax.pmean([x for x in leaves if _is_inexact(x)], LOCAL_AXIS))
+    return [next(means) if _is_inexact(x) else lax.psum(x, LOCAL_AXIS) for x in leaves]
+
+
+def _countable(leaf: jax.Array) -> jax.Array:
+    """A boolean or a narrow integer in 32 bits, in which counts do not overflow."""
+    leaf = jnp.asarray(leaf)
+    if leaf.dtype != bool and not jnp.issubdtype(leaf.dtype, jnp.integer):
+        return leaf
+    unsigned = jnp.issubdtype(leaf.dtype, jnp.unsignedinteger)
+    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.uint32 if unsigned else jnp.int32))
+
+
+def _reduced(tree: PyTree, reduce: Callable[[PyTree], PyTree]) -> PyTree:
+    """Applies ``reduce`` to the list of all leaves of a tree that are numbers."""
     leaves, treedef = jax.tree.flatten(tree)
-    floating = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves]
-    means = iter(mean([x for x, f in zip(leaves, floating, strict=True) if f]))
-    merged = [next(means) if f else x for x, f in zip(leaves, floating, strict=True)]
+    number = [jnp.issubdtype(x.dtype, jnp.number) for x in leaves]
+    reduced = iter(reduce([x for x, n in zip(leaves, number, strict=True) if n]))
+    merged = [next(reduced) if n else x for x, n in zip(leaves, number, strict=True)]
     return jax.tree.unflatten(treedef, merged)

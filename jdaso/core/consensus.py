@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,16 @@ import optax
 
 from jdaso.core.caller import caller, named
 from jdaso.core.consistency import agreement_numbers
-from jdaso.core.exchange import AGREEMENT_NAMES, HEADER_SIZE, UNCOUNTED, Exchange
+from jdaso.core.exchange import (
+    AGREEMENT_NAMES,
+    HEADER_SIZE,
+    REPLICATED_NAME,
+    UNCOUNTED,
+    Exchange,
+)
+from jdaso.core.log import logger
 from jdaso.core.state import AveragingState, find_states
 from jdaso.core.tree import (
-    all_finite,
     check_arrays,
     division_by,
     float_leaves,
@@ -33,10 +40,13 @@ def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyT
 
     The bits are the same if the processors of all nodes round alike. Use it for batch statistics
     before evaluation, and for parameters before they are saved. All nodes must call it, inside or
-    outside jit. The result is ready when all have. A node with a number that is not finite is left
-    out. If all nodes are left out, the mean is NaN. Over MPI, a compiled program may call it once
+    outside jit. The result is ready when all have. Over MPI, a compiled program may call it once
     for an exchange: put all arrays into one tree. Inside jit, leaves that ``tx.init`` has not seen
     count as replicated.
+
+    The mean of each leaf is over the nodes on which all numbers of this leaf are finite. A leaf
+    that is finite on no node becomes NaN, and the means of the other leaves do not change. Keep
+    such a leaf, for instance a mask of ``-inf``, out of the tree.
 
     Args:
         exchange: how nodes communicate.
@@ -50,8 +60,9 @@ def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyT
         A tree of the same shapes, dtypes and placement.
 
     Raises:
-        ValueError: for a second call in a compiled program. Inside ``shard_map``, for a leaf that
-            is not among those of ``shardings``.
+        ValueError: for a second call in a compiled program, or for a NumPy array of float64, unless
+            ``jax_enable_x64`` is set. Inside ``shard_map``, for a leaf that is not among those of
+            ``shardings``.
         JdasoError: over MPI, on all nodes, if names, shapes or dtypes of the leaves differ, or the
             steps, plans and schedules in ``opt_state``. The message names two ranks.
 
@@ -60,15 +71,24 @@ def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyT
     [1.0, 1.0]
     """
     _check_arguments("consensus", exchange, tree)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if _is_cut(leaf) and leaf.dtype.kind == "f":
+            _refuse_cut(path, leaf, "Pass x.astype(numpy.float32), or set jax_enable_x64.")
     floats, replace = split(tree)
     if not floats:
         return tree
     leaves = [jnp.asarray(x) for x in floats]
     if exchange.bind is None:
         leaves = [_on_one_device(x) for x in leaves]
-    exchange = exchange.bound([name for name, _ in named_floats(tree)], leaves)
-    header = jnp.zeros((HEADER_SIZE,), jnp.float32)
-    header = header.at[0].set(_all_finite(leaves).astype(jnp.float32))
+    names = [name for name, _ in named_floats(tree)]
+    finite = _finite(leaves)
+    if not isinstance(finite, jax.core.Tracer):
+        _warn_unless_finite(names, finite)
+    # The number of nodes on which each leaf is finite travels as one more leaf.
+    finite = exchange.all_devices(finite)
+    leaves = [*_finite_only(leaves, finite), finite.astype(jnp.float32)]
+    exchange = exchange.bound([*names, REPLICATED_NAME], leaves)
+    header = jnp.zeros((HEADER_SIZE,), jnp.float32).at[0].set(1)
     step: jax.Array | int = UNCOUNTED
     states = find_states(AveragingState, opt_state)
     if exchange.compares and states:
@@ -77,8 +97,8 @@ def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyT
         header = header.at[-len(AGREEMENT_NAMES) :].set(agreement_numbers(plan, schedules, ()))
     with helpful_errors(caller() or "jdaso.consensus"):
         state, _ = exchange.start(exchange.init(tree), UNCOUNTED, step, leaves, header, None)
-        total, header, _ = exchange.finish(state, UNCOUNTED, leaves)
-    means = _means(total, header[0], leaves)
+        [*total, members], _, _ = exchange.finish(state, UNCOUNTED, leaves)
+    means = _means(total, members, leaves[:-1])
     return replace([place_like(mean, x) for mean, x in zip(means, floats, strict=True)])
 
 
@@ -91,14 +111,17 @@ def broadcast(exchange: Exchange, tree: PyTree, root: int = 0) -> PyTree:
 
     Args:
         exchange: how nodes communicate.
-        tree: arrays of any dtype, also keys, with the same shapes and dtypes on all nodes.
+        tree: arrays of any dtype, also keys, with the same shapes and dtypes on all nodes. NumPy
+            arrays become JAX arrays, unless JAX would cut them, as it cuts 64 bits to 32; these
+            stay NumPy arrays.
         root: index of the node whose tree is sent.
 
     Returns:
         A tree of the same shapes, dtypes and placement.
 
     Raises:
-        ValueError: for a root that is not the index of a node, or a leaf that is no array.
+        ValueError: for a root that is not the index of a node, a leaf that is no array, or inside
+            jit a NumPy array that JAX would cut.
 
     >>> import jax.numpy as jnp, jdaso
     >>> jdaso.broadcast(jdaso.single_exchange(), {"w": jnp.arange(3)})["w"].tolist()
@@ -109,22 +132,16 @@ def broadcast(exchange: Exchange, tree: PyTree, root: int = 0) -> PyTree:
         raise ValueError(
             f"root must be the index of a node, in [0, {exchange.num_nodes}), got {root}."
         )
-    keys, treedef = jax.tree.flatten(tree)
-    flat = [jax.random.key_data(x) if _is_key(x) else jnp.asarray(x) for x in keys]
+    given, treedef = jax.tree.flatten(tree)
+    flat = [_as_plain(x) for x in given]
     leaves = [_on_host(x) for x in flat]
-    unwrapped = jax.tree.unflatten(treedef, flat)
-    paths = jax.tree_util.tree_leaves_with_path(unwrapped)
-    exchange = exchange.bound([jax.tree_util.keystr(path) for path, _ in paths], leaves)
-    exchange.init(unwrapped)  # raises if trees differ
+    plain = jax.tree.unflatten(treedef, flat)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(plain)]
+    exchange = exchange.bound([jax.tree_util.keystr(path) for path in paths], leaves)
+    exchange.init(plain)  # raises if trees differ
     sent = exchange.broadcast(leaves, root)
     sent = [place_like(y, x) for y, x in zip(sent, flat, strict=True)]
-    return jax.tree.unflatten(
-        treedef,
-        [
-            jax.random.wrap_key_data(y, impl=jax.random.key_impl(x)) if _is_key(x) else y
-            for y, x in zip(sent, keys, strict=True)
-        ],
-    )
+    return jax.tree.unflatten(treedef, map(_like_given, paths, sent, given))
 
 
 @named
@@ -161,8 +178,43 @@ def _check_arguments(name: str, exchange: Exchange, tree: PyTree) -> None:
     check_arrays(name, tree)
 
 
-def _is_key(leaf: jax.Array) -> bool:
+def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _is_cut(leaf: Any) -> bool:
+    """Whether a leaf is a NumPy array that JAX cannot hold, or would cut to 32 bits."""
+    if not isinstance(leaf, np.ndarray | np.generic):
+        return False
+    try:
+        return jnp.asarray(np.zeros((), leaf.dtype)).dtype != leaf.dtype
+    except TypeError:
+        return True
+
+
+def _as_plain(leaf: Any) -> jax.Array:
+    """A leaf as a JAX array: the data of keys, and the bytes of what JAX would cut."""
+    if _is_cut(leaf):
+        return jnp.asarray(np.array(leaf)[..., None].view(np.uint8))
+    return jax.random.key_data(leaf) if _is_key(leaf) else jnp.asarray(leaf)
+
+
+def _like_given(path: Any, plain: jax.Array, leaf: Any) -> Any:
+    """The inverse of :func:`_as_plain`, like a leaf."""
+    if _is_cut(leaf):
+        if isinstance(plain, jax.core.Tracer):
+            _refuse_cut(path, leaf, "Call broadcast outside of jit, or set jax_enable_x64.")
+        return np.array(plain).view(leaf.dtype).reshape(leaf.shape)
+    if _is_key(leaf):
+        return jax.random.wrap_key_data(plain, impl=jax.random.key_impl(leaf))
+    return plain
+
+
+def _refuse_cut(path: Any, leaf: Any, advice: str) -> NoReturn:
+    raise ValueError(
+        f"{caller()}: {jax.tree_util.keystr(path) or 'the tree'} is a NumPy array of dtype "
+        f"{leaf.dtype}, which JAX cannot hold or cuts to 32 bits. {advice}"
+    )
 
 
 def _on_one_device(x: jax.Array) -> jax.Array:
@@ -183,13 +235,44 @@ def _on_host(x: jax.Array) -> Any:
 
 
 # Outside jit, JAX would compile each operation for each shape: 9 s for a hundred shapes.
-_all_finite = jax.jit(all_finite)
+@jax.jit
+def _finite(leaves: Leaves) -> jax.Array:
+    return jnp.stack([jnp.isfinite(x).all() for x in leaves])
+
+
+def _finite_only(leaves: Leaves, finite: jax.Array) -> Leaves:
+    """The leaves, with zeros in place of those that are not finite."""
+    if not isinstance(finite, jax.core.Tracer) and finite.all():
+        return leaves  # and not a copy of them
+    return _masked(leaves, finite)
+
+
+@jax.jit
+def _masked(leaves: Leaves, finite: jax.Array) -> Leaves:
+    return [jnp.where(finite[i], x, jnp.zeros_like(x)) for i, x in enumerate(leaves)]
+
+
+def _warn_unless_finite(names: list[str], finite: jax.Array) -> None:
+    for name, of_leaf in zip(names, np.asarray(finite), strict=True):
+        if not of_leaf:
+            _warn_not_finite(caller() or "jdaso.consensus", name or "the array")
+
+
+@functools.cache  # once for each name
+def _warn_not_finite(call: str, name: str) -> None:
+    logger.warning(
+        "%s: %s is not finite on this node, so its mean is that of the other nodes, and NaN if "
+        "there is none. If it is not finite by design, keep it out of the tree.",
+        *(call, name),
+    )
 
 
 @jax.jit
 def _means(total: Leaves, members: jax.Array, like: Leaves) -> Leaves:
-    divide = division_by(members)
-    return [divide(t).astype(x.dtype) for t, x in zip(total, like, strict=True)]
+    return [
+        division_by(members[i])(t).astype(x.dtype)
+        for i, (t, x) in enumerate(zip(total, like, strict=True))
+    ]
 
 
 @jax.jit

@@ -32,7 +32,7 @@ from jdaso.core.optimizer_step import link
 from jdaso.core.state import AveragingState
 from jdaso.core.sync_target import AFTER_UPDATE, SyncTarget
 from jdaso.core.transformation import Averaging, Engine
-from jdaso.core.tree import all_finite, conditional, float_leaves, where_tree
+from jdaso.core.tree import conditional, finite_leaves, float_leaves, named_floats, where_tree
 from jdaso.core.types import Merge, PyTree, Schedule
 from jdaso.core.validation import check_choice, check_fragments, check_schedule
 
@@ -112,8 +112,9 @@ def _guard(config: EngineConfig, grads: PyTree, state: AveragingState) -> jax.Ar
     """Whether all gradients are finite, in one pass over them."""
     if config.nonfinite == "off":
         return jnp.bool_(True)
-    finite = config.exchange.all_devices(all_finite(float_leaves(grads)))
-    return stop_unless_finite(config, finite, state.step)
+    finite = config.exchange.all_devices(finite_leaves(float_leaves(grads)))
+    names = [name for name, _ in named_floats(grads)]
+    return stop_unless_finite(config, finite, state.step, names=names)
 
 
 def _move(
@@ -250,7 +251,7 @@ def _bound(config: EngineConfig, tree: PyTree, positions: list[int]) -> tuple[En
     names = [jax.tree_util.keystr(leaves[i][0]) for i in positions]
     exchange = config.exchange.bound(names, [leaves[i][1] for i in positions])
     count = sum(i < num_parameters(tree) for i in positions)
-    return config._replace(exchange=exchange), count
+    return config._replace(exchange=exchange, names=tuple(names)), count
 
 
 def _loss(value: Any) -> jax.Array:

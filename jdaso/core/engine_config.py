@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jdaso.core.exchange import Exchange
@@ -27,6 +29,7 @@ class EngineConfig(NamedTuple):
     nonfinite: str
     fragments: Fragments
     sync_target: SyncTarget
+    names: tuple[str, ...] = ()  # of the leaves to which the exchange is bound
 
 
 class StepContext(NamedTuple):
@@ -57,27 +60,36 @@ def planned(config: EngineConfig, state: PyTree, step: jax.Array) -> tuple[Plan,
 
 
 def stop_unless_finite(
-    config: EngineConfig, finite: jax.Array, step: jax.Array, narrow: str = ""
+    config: EngineConfig,
+    finite: jax.Array,
+    step: jax.Array,
+    narrow: str = "",
+    names: Sequence[str] = (),
 ) -> jax.Array:
-    """Returns ``finite``. Raises JdasoError if it is False and ``nonfinite`` is ``raise``.
+    """Whether all of ``finite`` hold. Raises JdasoError if not and ``nonfinite`` is ``raise``.
 
-    ``narrow`` is what :func:`jdaso.core.wire.describe_narrow_wires` says.
+    ``narrow`` is what :func:`jdaso.core.wire.describe_narrow_wires` says, and ``names`` are those
+    of the leaves to which ``finite`` belongs.
     """
 
     def stop():
         # io_callback raises in a cond under vmap, so debug.callback.
-        check = functools.partial(_raise_unless_finite, config.name, narrow)
+        check = functools.partial(_raise_unless_finite, config.name, narrow, tuple(names))
         jax.debug.callback(check, finite, step)
 
+    all_finite = jnp.all(finite)
     if config.nonfinite == "raise":
-        lax.cond(finite, lambda: None, stop)
-    return finite
+        lax.cond(all_finite, lambda: None, stop)
+    return all_finite
 
 
-def _raise_unless_finite(name, narrow, finite, step):
-    if not finite:
+def _raise_unless_finite(name, narrow, names, finite, step):
+    if not finite.all():
+        each = zip(names, np.atleast_1d(finite), strict=False)  # no names for a sum
+        lost = [leaf or "the array" for leaf, of in each if not of]
+        which = f", namely {', '.join(lost[:4])}{', ...' * (len(lost) > 4)}" if lost else ""
         raise JdasoError(
-            f"{name}: updates or parameters are not finite at step {int(step)}{narrow}, or their "
-            "sum over the nodes is not. Lower the learning rate, or use nonfinite='skip' to skip "
-            "the step and leave this node out of the next exchange."
+            f"{name}: updates or parameters are not finite at step {int(step)}{which}{narrow}, or "
+            "their sum over the nodes is not. Lower the learning rate, or use nonfinite='skip' to "
+            "skip the step and leave this node out of the next exchange."
         )

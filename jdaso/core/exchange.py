@@ -16,7 +16,9 @@ from jdaso.core.types import Leaves, Number, PyTree
 AGREEMENT_NAMES = ("period", "delay", "phase", "the schedule's state", "the shared state")
 #: Length of the header that travels with every exchange and is never rounded: 1 if the node
 #: contributes, the sum and the number of its losses in this epoch, and its agreement numbers. The
-#: agreement numbers are compared between nodes, all others are summed.
+#: agreement numbers are compared between nodes, all others are summed. In place of the 1, a node
+#: that does not contribute has -k, if leaf k is the first that is not finite, counted from 1, and 0
+#: if all are finite, but a step since the last merge was skipped. These count as 0 in the sum.
 HEADER_SIZE = 3 + len(AGREEMENT_NAMES)
 #: Where the header of an exchange that has ended says whether all sums are finite, 1 or 0.
 FINITE = 3
@@ -24,6 +26,8 @@ FINITE = 3
 OWN = 4
 #: Number of an exchange that is finished immediately and does not count.
 UNCOUNTED = -1
+#: Name of a leaf that is the same on all devices of a node, whatever ``shardings`` says.
+REPLICATED_NAME = "<replicated>"
 
 
 class PostedExchange(NamedTuple):
@@ -176,8 +180,8 @@ class Exchange(NamedTuple):
         start: ``(state, number, step, leaves, header, wire) -> (state, next_number)``. ``number``
             (int32) counts the exchanges and is equal on all nodes. The Python int ``UNCOUNTED``
             stands for an exchange that is finished immediately. ``step`` (int32) must also be
-            equal on all nodes. ``header[0]`` is 1 or 0. If it is 0, this node's leaves count as
-            zeros, whatever they contain. With ``relative=True``, where m nodes contribute, the
+            equal on all nodes. Unless ``header[0]`` is 1, this node's leaves count as zeros,
+            whatever they contain. With ``relative=True``, where m nodes contribute, the
             sums are ``sum_i x_i - m x``, and x is what this node has sent, as rounded on the wire.
             int8 and float4 exclude it.
         finish: ``(state, number, like) -> (sums, header, state)``. The sums have the shapes of
@@ -198,9 +202,11 @@ class Exchange(NamedTuple):
         post_again: ``(posted, sent)``, the inverse of ``posted``, called by all nodes together. It
             posts the given exchanges again and forgets those that were still in flight. ``sent``
             has the list of :class:`SentLeaf` of each.
-        restart: ``(total) -> None``, called when an optimizer state is made, with the number of
-            steps in the schedule, or None. Its exchanges may have the numbers of those of an
-            earlier state, which are then forgotten.
+        restart: ``(total, params, gradients) -> None``, called when an optimizer state is made,
+            with the number of steps in the schedule, or None. Its exchanges may have the numbers of
+            those of an earlier state, which are then forgotten. Over MPI it warns if the nodes'
+            ``params`` differ, unless they are None or traced. ``gradients`` says whether gradients
+            are exchanged, and not parameters.
         sent_leaves: ``(state) -> list`` of :class:`SentLeaf`, given a :class:`HostState`. None if
             the state is not of this exchange.
         anyone: ``(flag) -> bool``, whether any node passed True in one call: this call, or over MPI
@@ -240,7 +246,7 @@ class Exchange(NamedTuple):
     post_again: Callable[[dict[int, PostedExchange], dict[int, list[SentLeaf]]], None] = (
         _refuse_posted
     )
-    restart: Callable[[int | None], None] = lambda total: None
+    restart: Callable[[int | None, PyTree, bool], None] = lambda total, params, gradients: None
     sent_leaves: Callable[[HostState], list[SentLeaf] | None] = lambda state: None
     anyone: Callable[[bool], bool] = lambda flag: flag
     keeps_sums: bool = False

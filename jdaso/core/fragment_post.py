@@ -16,7 +16,7 @@ from jdaso.core.engine_config import EngineConfig, StepContext, stop_unless_fini
 from jdaso.core.error_feedback import FIRST_WIRE, Feedback, anchors, compress
 from jdaso.core.exchange import AGREEMENT_NAMES
 from jdaso.core.state import FragmentState
-from jdaso.core.tree import all_finite
+from jdaso.core.tree import finite_leaves
 from jdaso.core.types import Leaves, Plan, PyTree
 from jdaso.core.wire import block_bits, describe_narrow_wires, wire_dtype
 
@@ -41,8 +41,9 @@ def post_fragment(
 
     wires, choice = _wire_choice(config, context.plan, fragment.feedback)
     check = functools.partial(_check, config, context.step, message, fragment.sound)
-    sound = lax.switch(choice, [functools.partial(check, wire) for wire in wires])
-    header = jnp.concatenate([sound.astype(jnp.float32)[None], context.losses, agreement])
+    contribution = lax.switch(choice, [functools.partial(check, wire) for wire in wires])
+    sound = contribution > 0
+    header = jnp.concatenate([contribution.astype(jnp.float32)[None], context.losses, agreement])
     sent = _Message(number, context.step, message, header)
     exchange_state, following, feedback = _send(config, fragment, sent, wires, choice)
     if config.exchange.parts is not None:
@@ -73,11 +74,13 @@ def post_fragment(
 def _check(
     config: EngineConfig, step: jax.Array, message: Leaves, sound: jax.Array, wire: str | None
 ) -> jax.Array:
-    """Whether this node contributes: it is sound, and its message is finite on a wire."""
+    """The first number of the header, int32; a node contributes if its message is finite."""
     wires = [wire_dtype(x.dtype, wire) for x in message]
-    finite = all_finite([_like_on_wire(x, dtype) for x, dtype in zip(message, wires, strict=True)])
-    finite = config.exchange.all_devices(finite)
-    return sound & stop_unless_finite(config, finite, step, describe_narrow_wires(wires))
+    leaves = [_like_on_wire(x, dtype) for x, dtype in zip(message, wires, strict=True)]
+    finite = config.exchange.all_devices(finite_leaves(leaves))
+    narrow = describe_narrow_wires(wires)
+    whole = stop_unless_finite(config, finite, step, narrow, config.names)
+    return jnp.where(whole, sound.astype(jnp.int32), -1 - jnp.argmin(finite).astype(jnp.int32))
 
 
 class _Message(NamedTuple):

@@ -9,7 +9,7 @@ from jdaso.core.engine_config import EngineConfig, planned
 from jdaso.core.error_feedback import init_feedback
 from jdaso.core.fragments import cut, part
 from jdaso.core.state import AveragingState, FragmentState
-from jdaso.core.tree import check_arrays, float_leaves, is_placeholder
+from jdaso.core.tree import check_arrays, check_finite, float_leaves, is_placeholder
 from jdaso.core.types import ParamsWithMoments, PyTree
 from jdaso.core.validation import check_fragments
 from jdaso.core.wire import block_bits
@@ -22,7 +22,8 @@ def init_state(config: EngineConfig, params: PyTree) -> AveragingState:
             raise ValueError(
                 f"{config.name}: params must have at least one floating-point leaf to average."
             )
-        config.exchange.restart(config.schedule.total)
+        if not config.sync_target.of_gradients:  # a gradient of such a parameter may be finite
+            _check_finite(config.name, params)
     parts = cut(params, config.fragments)
     check_fragments(len(parts), config.schedule)
     zero = jnp.zeros((), jnp.int32)
@@ -38,12 +39,27 @@ def init_state(config: EngineConfig, params: PyTree) -> AveragingState:
         schedule=schedule_state,
         fragments=tuple(_init_fragment(config, part(params, positions)) for positions in parts),
     )
+    if not is_placeholder(params):
+        # What all nodes share, such as a center, is compared at each exchange, which is an error.
+        gradients = config.sync_target.of_gradients
+        compared = None if gradients or config.merge.shared else _params(params)
+        config.exchange.restart(config.schedule.total, compared, gradients)
     # Each field needs a buffer of its own, or the state could not be donated.
     return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
 
 
+def _params(tree: PyTree) -> PyTree:
+    return tree.params if isinstance(tree, ParamsWithMoments) else tree
+
+
+def _check_finite(name: str, tree: PyTree) -> None:
+    check_finite(f"{name}: init", "parameter", _params(tree))
+    if isinstance(tree, ParamsWithMoments):
+        check_finite(f"{name}: init", "moment", tree.moments)
+
+
 def _init_fragment(config: EngineConfig, tree: PyTree) -> FragmentState:
-    params = tree.params if isinstance(tree, ParamsWithMoments) else tree
+    params = _params(tree)
     rounds = any(map(block_bits, (config.wire, config.blocking_wire)))
     # The moments of the optimizer have no anchor in the merge rule's state.
     own_anchor = config.merge.base is None or isinstance(tree, ParamsWithMoments)

@@ -16,6 +16,11 @@ from jdaso.core.types import Leaves, PyTree
 from jdaso.core.wire import sum_dtype
 
 
+def is_floating(leaf: Any) -> bool:
+    """Whether a leaf has a floating-point dtype, also one that cannot be averaged."""
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+
+
 def is_float(leaf: Any) -> bool:
     """Whether a leaf is exchanged. Integers and booleans are not.
 
@@ -29,7 +34,7 @@ def is_float(leaf: Any) -> bool:
             f"complex parameters are not supported, got a leaf of dtype {dtype}: "
             "store the real and the imaginary part as two leaves."
         )
-    if not jnp.issubdtype(dtype, jnp.floating):
+    if not is_floating(leaf):
         return False
     # Without NaN, nobody would notice that a node's parameters are not finite.
     if jnp.finfo(dtype).bits < 8 or np.dtype(dtype).name == "float8_e8m0fnu":
@@ -71,8 +76,8 @@ def is_masked(node: PyTree) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
-def all_finite(leaves: Leaves) -> jax.Array:
-    """Whether all numbers in a list of arrays are finite, in one pass over them.
+def finite_leaves(leaves: Leaves) -> jax.Array:
+    """Whether all numbers of each array in a list are finite, bool[leaves], in one pass over them.
 
     The test is on sums, which are not finite if one term is not. A sum of finite numbers of about
     1e30 or more can overflow, and then counts as not finite.
@@ -80,7 +85,45 @@ def all_finite(leaves: Leaves) -> jax.Array:
     sums = [jnp.sum(leaf, dtype=sum_dtype(leaf.dtype)) for leaf in leaves]
     # In one array, because XLA fuses a chain of "and" as a whole into every use of it. With 300
     # leaves it would compile for half a minute.
-    return jnp.all(jnp.isfinite(jnp.stack(sums))) if sums else jnp.bool_(True)
+    return jnp.isfinite(jnp.stack(sums)) if sums else jnp.ones((0,), bool)
+
+
+def all_finite(leaves: Leaves) -> jax.Array:
+    """Whether all numbers in a list of arrays are finite, as :func:`finite_leaves` finds it."""
+    return jnp.all(finite_leaves(leaves))
+
+
+def host_arrays(leaf: Any) -> list[np.ndarray]:
+    """The different shards of an array that this process holds; none while it is traced by jit."""
+    while isinstance(leaf, jax.core.Tracer):
+        leaf = getattr(leaf, "val", None)  # of vmap outside jit, the numbers of all nodes
+    if isinstance(leaf, jax.Array):
+        shards = {str(shard.index): shard.data for shard in leaf.addressable_shards}
+        return [np.asarray(shard) for shard in shards.values()]
+    return [np.asarray(leaf)] if isinstance(leaf, np.ndarray | np.generic) else []
+
+
+def check_finite(name: str, kind: str, tree: PyTree) -> None:
+    """Raises ValueError for a floating-point leaf that is not finite, where values are known."""
+
+    def is_finite(x: np.ndarray) -> bool:
+        with np.errstate(over="ignore", invalid="ignore"):  # a sum that is finite takes less time
+            return bool(np.isfinite(x.sum()) or np.isfinite(x).all())
+
+    for path, leaf in named_floats(tree):
+        if not all(map(is_finite, host_arrays(leaf))):
+            raise ValueError(
+                f"{name}: the {kind} {path or 'that was given'} is not finite, so this node could "
+                f"take part in no exchange. Start from finite numbers. {KEEP_OUT}"
+            )
+
+
+#: What to do about a leaf that is not finite by design.
+KEEP_OUT = (
+    "If the leaf is not finite by design, such as a mask of -inf, keep it out of the parameters: "
+    "with equinox.partition or a static field of the model, or give it an optimizer of its own "
+    "with optax.partition."
+)
 
 
 def float_leaves(tree: PyTree) -> Leaves:
@@ -93,7 +136,7 @@ def named_floats(tree: PyTree) -> list[tuple[str, Any]]:
     return [
         (jax.tree_util.keystr(path), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if is_float(leaf)
+        if is_floating(leaf)
     ]
 
 

@@ -183,7 +183,7 @@ def mpi_exchange(
         history=transport.statistics.last,
         posted=transport.posted,
         post_again=post_again,
-        restart=transport.restart,
+        restart=functools.partial(_restart, transport, collectives),
         sent_leaves=keys.sent_leaves,
         anyone=collectives.anyone,
         compares=True,
@@ -195,6 +195,18 @@ def mpi_exchange(
         **functions.fields(),
     )
     return exchange
+
+
+def _restart(
+    transport: MpiTransport,
+    collectives: HostCollectives,
+    total: int | None,
+    params: PyTree,
+    gradients: bool,
+) -> None:
+    transport.restart(total, gradients)
+    if params is not None:
+        collectives.warn_if_different(params)
 
 
 def _wait_until_computed(tree: PyTree) -> None:

@@ -100,9 +100,10 @@ def process_mean(topology: Topology) -> Callable[[PyTree], PyTree] | None:
         topology: The result of :func:`jdaso.discover_topology`.
 
     Returns:
-        A function of a list of floating-point arrays, for the argument ``across`` of
-        :func:`jdaso.local_value_and_grad`. It blocks, and calls one collective for each dtype.
-        None if a node is one process, or if its processes are joined into one JAX program.
+        A function of a list of arrays, for the argument ``across`` of
+        :func:`jdaso.local_value_and_grad`. It returns the means of floating-point arrays and the
+        sums of integers. It blocks, and calls collectives for each dtype. None if a node is one
+        process, or if its processes are joined into one JAX program.
 
     >>> import jdaso
     >>> jdaso.exchange.process_mean(jdaso.discover_topology()) is None
@@ -115,7 +116,10 @@ def process_mean(topology: Topology) -> Callable[[PyTree], PyTree] | None:
 
     def mean(arrays: Leaves) -> Leaves:
         sums = _fused(functools.partial(_all_reduce, mpi4jax, comm, size), arrays)
-        return [(s / size).astype(x.dtype) for s, x in zip(sums, arrays, strict=True)]
+        return [
+            (s / size).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else s
+            for s, x in zip(sums, arrays, strict=True)
+        ]
 
     return mean
 
@@ -150,6 +154,9 @@ def _all_reduce(mpi4jax: Any, comm: Comm | None, size: int, vector: jax.Array) -
     dtype, length = vector.dtype, vector.size
     shards = jnp.pad(vector, (0, -length % size)).reshape(size, -1)
     pieces = _from_bits(mpi4jax.alltoall(_bits(shards), comm=comm), dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):  # integers are not rounded
+        total = sum(pieces[1:], start=pieces[0])
+        return _from_bits(mpi4jax.allgather(_bits(total), comm=comm), dtype).reshape(-1)[:length]
     # The bits of the result depend on the order of the ranks.
     total = functools.reduce(operator.add, list(pieces.astype(sum_dtype(dtype))))
     back = _bits(pack_sum(total, dtype, size))

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from jdaso.core.block_format import format_of
-from jdaso.core.exchange import FINITE, HEADER_SIZE, OWN, Exchange
-from jdaso.core.tree import is_float
+from jdaso.core.exchange import FINITE, HEADER_SIZE, OWN, UNCOUNTED, Exchange
+from jdaso.core.tree import is_floating
 from jdaso.core.types import Leaves, PyTree
 from jdaso.core.wire import check_wire, pack, sum_dtype, unpack, unpadded, wire_dtype
 
@@ -48,7 +48,7 @@ def stored_exchange(
         sums = jax.tree.map(
             lambda x: (
                 jnp.zeros_like(x, sum_dtype(jnp.result_type(x)))  # on the devices of x
-                if is_float(x)
+                if is_floating(x)
                 else optax.MaskedNode()
             ),
             params,
@@ -62,8 +62,8 @@ def stored_exchange(
             pack(jnp.where(header[0] > 0, x, jnp.zeros_like(x)), wire_dtype(x.dtype, wire))
             for x in leaves
         ]
-        contributes = header[0]
-        *sums, header = all_reduce([*cast, header])
+        contributes = (header[0] > 0).astype(jnp.float32)
+        *sums, header = all_reduce([*cast, header.at[0].set(contributes)])
         # Rows of blocks are finite once they are rounded.
         finite = [
             jnp.isfinite(s).all() for s, x in zip(sums, cast, strict=True) if not format_of(x.dtype)
@@ -75,6 +75,8 @@ def stored_exchange(
             unpadded(s, x.shape).astype(sum_dtype(x.dtype))
             for s, x in zip(sums, leaves, strict=True)
         ]
+        if isinstance(number, int) and number == UNCOUNTED:  # it may have other leaves
+            return StoredState(sums, header), number
         treedef = jax.tree.structure(state.sums)
         return StoredState(jax.tree.unflatten(treedef, sums), header), number + 1
 

@@ -299,6 +299,44 @@ def test_raise_names_a_wire_that_cannot_hold_the_parameters():
         jax.block_until_ready(jax.jit(tx.update)(jnp.zeros(1), tx.init(params), params))
 
 
+def test_raise_names_the_leaf_of_parameters_that_are_not_finite():
+    tx = RAISING["local_sgd"](jdaso.axis_exchange("node", 2))
+    params = {"mask": jnp.full((2, 2), -jnp.inf), "w": jnp.ones((2, 3))}
+    grads = jax.tree.map(jnp.zeros_like, params)
+    step = jax.jit(jax.vmap(tx.update, axis_name="node"))
+    state = jax.jit(jax.vmap(tx.init))(params)  # traced, so that nobody knows the numbers
+    with pytest.raises(Exception, match=r"not finite at step 0, namely \['mask'\], or"):
+        jax.block_until_ready(step(grads, state, params))
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("on_nodes", [True, False])
+def test_init_refuses_a_parameter_that_is_not_finite_by_name(name, on_nodes):
+    params = PARAMS | {"mask": jnp.array([0.0, -jnp.inf])}
+    init = ALL[name](jdaso.axis_exchange("node", NODES)).init
+    if on_nodes:
+        params = jax.tree.map(lambda x: jnp.stack([x] * NODES), params)
+        init = jax.vmap(init)
+    message = r"the parameter \['mask'\] is not finite.*equinox.partition.*optax.partition"
+    with pytest.raises(ValueError, match=message):
+        init(params)
+    jax.eval_shape(init, params)
+
+
+def test_a_mask_that_is_kept_out_averages_the_rest():
+    exchange = jdaso.axis_exchange("node", NODES)
+    tx = optax.partition(
+        {"shared": jdaso.local_sgd(exchange, 1), "own": optax.set_to_zero()},
+        {"mask": "own", "w": "shared"},
+    )
+    params = {"mask": jnp.full((NODES, 2), -jnp.inf), "w": jnp.arange(3.0)}
+    state = jax.vmap(tx.init)(params)
+    updates, _ = jax.vmap(tx.update, axis_name="node")(
+        jax.tree.map(jnp.zeros_like, params), state, params
+    )
+    np.testing.assert_array_equal(optax.apply_updates(params, updates)["w"], jnp.ones(3))
+
+
 def test_raise_stops_at_a_sum_that_is_not_finite():
     tx = RAISING["local_sgd"](jdaso.axis_exchange("node", 2))
     params = jnp.full((2, 1), LARGE)

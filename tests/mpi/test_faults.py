@@ -24,6 +24,9 @@ ERRORS_OF_ALL = {
     "other step at a consensus": ["out of step at a consensus", "3 in rank 0", "4 in rank 1"],
     "other schedule at a consensus": ["disagree at a consensus", "schedule's state is", "rank 1"],
     "broadcast of other trees": ["parameters differ", "['bias']", "rank 1"],
+    "mask": ["the parameter ['mask'] is not finite", "equinox.partition", "optax.partition"],
+    "compiled mask": ["all nodes are not finite at exchange 0: ['mask']", "optax.partition"],
+    "in vain": ["the last 10 exchanges, up to exchange 9, have averaged nothing"],
     "inside vmap": ["dasgd: jax.vmap cannot contain an mpi_exchange", "pass jdaso.axis_exchange("],
     "drift inside vmap": ["jdaso.drift: jax.vmap cannot contain", "jdaso.axis_exchange("],
     "stepped twice": ["exchange 0 was posted twice", "rank"],
@@ -51,7 +54,7 @@ ERRORS = {
     "exception": ["ZeroDivisionError", "rank 1", "ending all processes"],
     "exit in flight alone": ["exit with an exchange in flight", "rank 1", "without taking part"],
     "restored in flight": ["exchange 0 is not in flight", "drain"],
-    "not finite, raise": ["updates or parameters are not finite at step 0"],
+    "not finite, raise": ["parameters are not finite at step 0, namely ['bias'], ['kernel'], or"],
     "thread level": ["thread level SINGLE", "MPI_THREAD_MULTIPLE"],
     "no thread": ["rank 1", "its heartbeat cannot start: RuntimeError: can't start new thread"],
     "unequal devices": ["unequal numbers of devices", "node 0", "node 1", "CUDA_VISIBLE_DEVICES"],
@@ -101,7 +104,7 @@ def check_first_and_last(output):
 # The last one exits with an exchange in flight.
 JOBS_THAT_END = ["begun anew in flight", "not finite, skip", "other centre, other hardware"]
 JOBS_THAT_END += ["other parameters, other hardware", "devices behind their program"]
-JOBS_THAT_END += ["exit in flight"]
+JOBS_THAT_END += ["skipped together", "useless averages", "exit in flight"]
 ENDS_WELL = Batch(2, {case: ("fault.py", case) for case in JOBS_THAT_END})
 
 

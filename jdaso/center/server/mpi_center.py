@@ -20,7 +20,7 @@ from jdaso.cluster.barrier import barrier
 from jdaso.cluster.topology import Topology
 from jdaso.core.exchange import Exchange
 from jdaso.core.mpi_types import Comm
-from jdaso.core.tree import is_placeholder, outline, split, widened
+from jdaso.core.tree import check_finite, is_placeholder, outline, split, widened
 from jdaso.core.types import PyTree
 from jdaso.core.validation import check_number
 from jdaso.exchange.host.compiled import use_native
@@ -169,6 +169,7 @@ class _MpiCenter:
                 "there is no optimizer for this centre yet: make one, such as "
                 "jdaso.center.async_easgd(center, ...), before you call join."
             )
+        check_finite("center.join", "parameter", params)
         xs, where = split(jax.tree.map(jnp.asarray, params))
         leaves = state = None
         if self._hosted is not None:

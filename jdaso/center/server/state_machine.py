@@ -3,7 +3,7 @@
 It does not use the network. An invalid frame is refused and does not affect other workers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -81,16 +81,17 @@ class CenterServer:
         reply = state.center
         if frame.contributes:
             frames.copy_content(frame.content, [vector for vector, _ in self._staging.pairs])
-            if not all(np.isfinite(leaf).all() for leaf in self._staging.leaves):
+            if lost := self._not_finite(self._staging.leaves):
                 raise ValueError(
-                    "it has numbers that are not finite. It was ignored: lower the learning rate."
+                    f"it has numbers that are not finite, in {lost}. It was ignored: lower the "
+                    "learning rate."
                 )
             with np.errstate(over="ignore", invalid="ignore"):
                 updated, reply = rule.update(state, self._staging.leaves)
-            if not all(np.isfinite(leaf).all() for leaf in updated.center):
+            if lost := self._not_finite(updated.center):
                 raise ValueError(
-                    "the centre would overflow with this worker's message. The message was "
-                    "ignored: lower the learning rate or alpha."
+                    f"the centre would overflow with this worker's message, in {lost}. The message "
+                    "was ignored: lower the learning rate or alpha."
                 )
             if self._record is not None:
                 self._record(worker, [leaf.copy() for leaf in self._staging.leaves])
@@ -128,6 +129,13 @@ class CenterServer:
             replies += self.handle(other, request)
         return replies
 
+    def _not_finite(self, leaves: Sequence[np.ndarray]) -> str:
+        """The names of the leaves that are not finite, or ""."""
+        texts = (text.rpartition(": ") for text in self._outline)
+        names = [name for name, _, dtype in texts if "float" in dtype]
+        lost = [i for i, leaf in enumerate(leaves) if not np.isfinite(leaf).all()]
+        return ", ".join(names[i] for i in lost[:4])
+
     def _check_outline(self, worker: int, outline: list[str]) -> None:
         check_alike([self._outline, outline], lambda index: self._describe((0, worker)[index]))
 
@@ -154,8 +162,11 @@ def _checked(new: CenterState, old: CenterState) -> CenterState:
             f"the saved state must have the shapes and dtypes of the centre, {outline(old)}, got "
             f"{outline(new)}. Pass what center.read returned for the same model."
         )
-    if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new)) or new.clock < 0:
+    named = jax.tree_util.tree_leaves_with_path(new)
+    lost = [jax.tree_util.keystr(path) for path, leaf in named if not np.isfinite(leaf).all()]
+    if lost or new.clock < 0:
         raise ValueError(
-            f"the saved state must be finite, and its clock at least 0, got clock {new.clock}."
+            f"the saved state must be finite, and its clock at least 0, got clock {new.clock}"
+            f"{' and not finite ' * bool(lost)}{', '.join(lost[:4])}."
         )
     return new

@@ -34,6 +34,7 @@ class Bound(NamedTuple):
     specs: Specs
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[np.dtype, ...]
+    names: tuple[str, ...]
 
     @property
     def whole(self) -> slice:
@@ -78,7 +79,7 @@ class JitInterface:
         if inside:
             whole = self._mesh.whole_shape
             shapes = tuple(whole(*each) for each in zip(shapes, specs, strict=True))
-        return Bound(specs, shapes, tuple(x.dtype for x in leaves))
+        return Bound(specs, shapes, tuple(x.dtype for x in leaves), tuple(names))
 
     def copies_parts(self, bound: Bound) -> bool:
         """Whether compiled code copies the leaves. It can do so in parts."""
@@ -92,11 +93,11 @@ class JitInterface:
     def posted_layout(self, sent: Sequence[SentLeaf], posted: PostedExchange) -> Layout:
         """The layout of leaves that a checkpoint has saved."""
         whole = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in sent]
-        specs = self._shardings.specs([leaf.name for leaf in sent], whole)
+        names, shapes, _ = zip(*sent, strict=True)
         wire = WIRE_OF_BITS[posted.block_bits]
         dtypes = tuple(wire_dtype(leaf.dtype, wire) for leaf in posted.leaves)
-        shapes = tuple(leaf.shape for leaf in sent)
-        return make_layout(shapes, dtypes, tuple(specs), self._shardings.mesh, posted.relative)
+        specs = tuple(self._shardings.specs(names, whole))
+        return make_layout(shapes, dtypes, specs, self._shardings.mesh, posted.relative, names)
 
     def start(
         self, token, number, step, leaves, header, wire, bound: Bound | None = None, relative=False
@@ -123,8 +124,8 @@ class JitInterface:
         if header.shape != (HEADER_SIZE,):
             raise ValueError(f"header must be float32[{HEADER_SIZE}], got {header.shape}.")
         dtypes = [tuple(wire_dtype(dtype, wire) for dtype in bound.dtypes) for wire in wires]
-        shapes, specs, mesh = bound.shapes, bound.specs, self._shardings.mesh
-        layouts = tuple(make_layout(shapes, each, specs, mesh, relative) for each in dtypes)
+        specs, options = bound.specs, (self._shardings.mesh, relative, bound.names)
+        layouts = tuple(make_layout(bound.shapes, each, specs, *options) for each in dtypes)
         calls = self._host_calls(bound)
         of_leaves, *of_feedback = ([*specs[: len(arrays)]] for arrays in (leaves, *feedback))
         scalars = (jnp.asarray(x, jnp.int32) for x in (number, step, choice))

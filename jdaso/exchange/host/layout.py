@@ -69,6 +69,7 @@ class Layout(NamedTuple):
         fingerprint: a checksum of the shards of all processes of the program.
         relative: whether the sums are to be without what this node has sent; see ``start`` of
             :class:`jdaso.Exchange`.
+        names: of the leaves, for messages. Empty if they are unknown.
     """
 
     specs: tuple[LeafSpec, ...]
@@ -77,6 +78,11 @@ class Layout(NamedTuple):
     shapes: tuple[tuple[int, ...], ...] = ()
     fingerprint: int = 0
     relative: bool = False
+    names: tuple[str, ...] = ()
+
+    def name(self, leaf: int) -> str:
+        """What messages call a leaf."""
+        return (self.names[leaf] or "the array") if self.names else f"leaf {leaf}"
 
     @property
     def _own(self) -> list[tuple[HeldShard, ...]]:
@@ -176,6 +182,7 @@ def make_layout(
     specs: tuple[PartitionSpec, ...],
     mesh: Mesh,
     relative: bool = False,
+    names: tuple[str, ...] = (),
 ) -> Layout:
     """The layout of sharded leaves.
 
@@ -184,6 +191,7 @@ def make_layout(
         dtypes: on the wire.
         specs: of the leaves, on ``mesh``.
         relative: see :class:`Layout`.
+        names: see :class:`Layout`.
     """
     devices, own_process = list(mesh.devices.flat), jax.process_index()
     processes = [device.process_index for device in devices]
@@ -219,4 +227,5 @@ def make_layout(
         shapes,
         _checksum(all_specs, all_bounds) ^ relative,
         relative,
+        names,
     )

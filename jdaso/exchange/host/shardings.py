@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jdaso.core.exchange import REPLICATED_NAME
 from jdaso.core.tree import is_float
 from jdaso.core.types import ParamsWithMoments, PyTree
 
@@ -33,7 +34,7 @@ class Shardings:
         self.mesh = self._devices_mesh = mesh
         self._has_mesh = False
         self._given = given is not None
-        self._known: dict[tuple[str, tuple[int, ...]], PartitionSpec] = {}
+        self._known: dict[Any, PartitionSpec] = {(REPLICATED_NAME, (0,)): PartitionSpec()}
         self._find: Callable[[Any, Any], Any]
         if given is None:
             self._find = lambda path, leaf: PartitionSpec()
@@ -125,7 +126,7 @@ class Shardings:
         Raises:
             ValueError: inside ``shard_map``, if there are shardings, for a leaf without one.
         """
-        names = [_plain(name) for name in names]
+        names = [*map(_plain, names)]
         if not inside:
             return [
                 self._known.get((name, np.shape(leaf)), self._spec_of(leaf))

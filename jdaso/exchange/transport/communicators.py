@@ -13,6 +13,7 @@ from jdaso.exchange.transport import collectives
 from jdaso.exchange.transport.handshake import handshake
 from jdaso.exchange.transport.operation import Operation, interleave
 from jdaso.exchange.transport.request import Request, completed
+from jdaso.exchange.transport.watch import Watch
 
 
 class IndexCommunicators(NamedTuple):
@@ -60,25 +61,30 @@ class ExchangeCommunicators:
         header: np.ndarray,
         staging: StagingBuffers,
         before: Request | None,
+        watch: Watch,
     ) -> Operation:
         """Sums a staging buffer after the exchange ``before``; returns the header and bytes sent.
 
         Exchanges of one communicator run one after the other. The messages of several fragments
         look alike, and messages of a failed exchange may still arrive.
         """
-        used = self._used_by(number)
-        total = yield from handshake(
+        used, topology = self._used_by(number), self._topology
+        content = watch.content(number, header, staging, topology.local_rank)
+        total, records = yield from handshake(
             self.handshakes,
             staging.layout.fingerprint,
             number,
             step,
             header,
             self._members[used[0].sender],
-            self._members[:, self._topology.node],
-            self._topology.describe,
+            self._members[:, topology.node],
+            topology.describe,
+            content,
         )
+        watch.compare(number, records["content"][self._members], topology, staging.layout)
+        contributions = records["header"][self._members[used[0].sender], 0]
+        watch.check_contributions(number, contributions, staging.layout)
         yield from completed(before)
-        topology = self._topology
         members = float(total[0])
         if topology.joined:
             sent = yield from self._sum_shards(used[0], staging, number, members)
@@ -94,7 +100,8 @@ class ExchangeCommunicators:
             finite = not (yield from collectives.any_true(used[0].within_node, not finite))
         elif staging.layout.relative:
             yield from collectives.subtract_own(staging, members)
-        total[FINITE], total[OWN] = finite, header[0]
+        watch.check_sums(number, bool(finite), members, staging)
+        total[FINITE], total[OWN] = finite, header[0] > 0
         return total, sent
 
     def _used_by(self, number: int) -> list[IndexCommunicators]:

@@ -22,7 +22,13 @@ _SAME_START = (
 )
 _SAME_STEP = "All nodes must use the same schedule and start from the same step."
 _RECORD = np.dtype(
-    [("number", "<i8"), ("step", "<i8"), ("specs", "<i8"), ("header", "<f4", (HEADER_SIZE,))]
+    [
+        ("number", "<i8"),
+        ("step", "<i8"),
+        ("specs", "<i8"),
+        ("content", "<i8"),
+        ("header", "<f4", (HEADER_SIZE,)),
+    ]
 )
 # Field of the record -> its name in messages, and the advice if it differs.
 _COMPARED = {
@@ -64,6 +70,7 @@ def handshake(
     contributors: np.ndarray,
     same_node: np.ndarray,
     describe: Callable[[int], str],
+    content: int = 0,
 ) -> Operation:
     """Sends a record of the exchange to all members, compares theirs, and sums the headers.
 
@@ -77,12 +84,14 @@ def handshake(
         contributors: Ranks whose headers are summed, one per node.
         same_node: Ranks of the processes of this node. If their arrays differ in a consensus, this
             is logged.
+        content: what :class:`Watch` has found about the arrays.
 
     Returns:
-        The header, float32[HEADER_SIZE], with the sums and this process's agreement numbers.
+        The header, float32[HEADER_SIZE], with the sums and this process's agreement numbers, and
+        the records of all members, with the fields ``header`` and ``content``.
     """
     record = np.zeros(1, _RECORD)
-    record[0] = (number, step, fingerprint, header)
+    record[0] = (number, step, fingerprint, content, header)
     records = yield from gather(comm, record)
     own, name = comm.Get_rank(), exchange_name(number)
     for rank in np.flatnonzero(records["number"] == _EXIT)[:1]:
@@ -105,8 +114,10 @@ def handshake(
         _warn_if_different(records["header"][same_node, WITHIN_NODE], same_node, describe)
     total = header.copy()
     # All members add in the same order and therefore get the same bits.
-    add_in_order(records["header"][contributors][:, _SUMMED], total[_SUMMED])
-    return total
+    headers = records["header"][contributors]
+    headers[:, 0] = headers[:, 0] > 0
+    add_in_order(headers[:, _SUMMED], total[_SUMMED])
+    return total, records
 
 
 def exit_barrier(comm: Comm) -> Operation:

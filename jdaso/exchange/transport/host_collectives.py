@@ -1,5 +1,6 @@
 """Collective calls that the program makes on the host, outside of exchanges."""
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +10,9 @@ import numpy as np
 from jdaso.cluster.local_devices import devices_are_busy
 from jdaso.cluster.topology import Topology
 from jdaso.core.caller import caller
-from jdaso.core.types import JdasoError
+from jdaso.core.log import logger
+from jdaso.core.tree import host_arrays, named_floats
+from jdaso.core.types import JdasoError, PyTree
 from jdaso.exchange.transport import collectives
 from jdaso.exchange.transport.membership import Membership
 from jdaso.exchange.transport.operation import Operation
@@ -19,6 +22,27 @@ from jdaso.exchange.transport.request import Request, completed
 # Calls of ``anyone`` until its answer, which has arrived by then in most cases. One node may be
 # this many steps ahead of another.
 _ANSWER_AFTER = 4
+
+
+# In place of a fingerprint.
+_TRACED = -1
+_DIFFERENT = (
+    "in tx.init, the parameters of %s differ from those of %s, so the first exchanges average "
+    "unrelated numbers: start all nodes with params = jdaso.broadcast(exchange, params) before "
+    "tx.init."
+)
+
+
+def _fingerprint(params: PyTree) -> int:
+    """A checksum of the floating-point leaves that this process holds."""
+    checksum = 0
+    for _, leaf in named_floats(params):
+        if not (arrays := host_arrays(leaf)):
+            return _TRACED
+        for array in arrays:
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+            checksum = zlib.crc32(data, checksum)
+    return checksum
 
 
 class HostCollectives:
@@ -83,6 +107,27 @@ class HostCollectives:
             return collectives.compare(self._membership.comparisons, outline, describe)
 
         what = f"the comparison of parameters in {caller() or 'tx.init'}"
+        self._run(compare, "comparisons", what, devices_are_busy)
+
+    def warn_if_different(self, params: PyTree) -> None:
+        """Logs which processes start with other parameters than those of the first node.
+
+        Nothing is compared if one of them traces its parameters.
+        """
+        own, membership = np.array([_fingerprint(params)], np.int64), self._membership
+
+        def compare() -> Operation:
+            topology = membership.topology
+            numbers = yield from collectives.gather(membership.comparisons, own)
+            # Each process of a node may hold other shards.
+            local = [place.local_rank for place in topology.placements]
+            alike = [local.index(each) for each in local]
+            differs = np.flatnonzero(numbers != numbers[alike])
+            if topology.rank == 0 and differs.size and (numbers != _TRACED).all():
+                one, other = alike[differs[0]], int(differs[0])
+                logger.warning(_DIFFERENT, *map(topology.describe, (other, one)))
+
+        what = "the comparison of parameters in tx.init"
         self._run(compare, "comparisons", what, devices_are_busy)
 
     def _current_rank(self, node: int) -> int:

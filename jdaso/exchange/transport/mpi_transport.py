@@ -12,6 +12,7 @@ import numpy as np
 from jdaso.cluster.abort import at_exit
 from jdaso.core.exchange import UNCOUNTED, ExchangeRecord, PostedExchange
 from jdaso.core.log import logger
+from jdaso.core.tree import KEEP_OUT
 from jdaso.core.types import JdasoError
 from jdaso.core.wire import describe_narrow_wires
 from jdaso.exchange.host.buffers import BufferPool, StagingBuffers
@@ -24,6 +25,7 @@ from jdaso.exchange.transport.operation import Operation
 from jdaso.exchange.transport.progress import Progress
 from jdaso.exchange.transport.request import Request
 from jdaso.exchange.transport.statistics import Statistics
+from jdaso.exchange.transport.watch import Watch
 
 _PAST_THE_END = (
     "%s has taken the %d steps of its schedule. Every further step blocks: pass the steps of the "
@@ -56,6 +58,7 @@ class MpiTransport:
         self.pending = self._table.pending
         self._last_of_queue: dict[int, Request] = {}
         self._left_out = 0
+        self._watch = Watch()
         self._total = math.inf  # steps of the schedule
         self._saved: set[int] = set()  # exchanges that a checkpoint may hold
         self.statistics = Statistics()
@@ -73,9 +76,10 @@ class MpiTransport:
         topology = self._membership.topology
         return abort_on_error(topology, topology.abort)
 
-    def restart(self, total: int | None = None) -> None:
+    def restart(self, total: int | None = None, gradients: bool = False) -> None:
         """Allows the numbers of exchanges to start again, once, for a run of ``total`` steps."""
         self._table.restart()
+        self._watch = Watch(gradients)
         self._total = math.inf if total is None else total
 
     def reserve(self, number: int, layout: Layout) -> StagingBuffers:
@@ -93,19 +97,20 @@ class MpiTransport:
             staging, header = self.pending.filled(number), np.array(header)
             if staging is None:
                 return
-            if header[0] == 0:
-                self._warn_left_out(number, staging)
+            if header[0] <= 0:
+                self._warn_left_out(number, staging, int(-header[0]))
             if number != UNCOUNTED and step >= self._total:
                 logger.warning(_PAST_THE_END, self._name, self._total)
                 self._total = math.inf
             queue = self._membership.exchanges.queue(number)
             attempts, before = itertools.count(), self._last_of_queue.get(queue)
+            watch = self._watch
 
             def exchange() -> Operation:
                 if next(attempts):
                     staging.reallocate()
                 communicators = self._membership.exchanges
-                return communicators.exchange(number, step, header, staging, before)
+                return communicators.exchange(number, step, header, staging, before, watch)
 
             operation = self._membership.repeated(
                 exchange, lambda: self._membership.exchanges.agreement(number), f"queue {queue}"
@@ -182,18 +187,20 @@ class MpiTransport:
                 self.post(number, exchange.step, exchange.header)
         self._saved = set(saved)
 
-    def _warn_left_out(self, number: int, staging: StagingBuffers) -> None:
-        """Warns at the first, second, fourth, eighth ... time."""
+    def _warn_left_out(self, number: int, staging: StagingBuffers, lost: int) -> None:
+        """Warns at the first, second, fourth, eighth ... time. ``lost`` is as in the header."""
         self._left_out += 1
         if self._left_out & (self._left_out - 1) == 0:
+            which, advice = "gradients of a step since the last merge were not finite", ""
+            if lost:
+                narrow = describe_narrow_wires([spec.dtype for spec in staging.specs])
+                which = f"{staging.layout.name(lost - 1)} is not finite{narrow}"
+                advice = f" {KEEP_OUT}"
             logger.warning(
-                "%s is left out of %s, because parameters or gradients were not finite%s. It was "
-                "left out %d times before. If this continues, the optimizer's moments may not be "
-                "finite either (jdaso.chain keeps them finite), or the learning rate is too high.",
-                self._name,
-                exchange_name(number),
-                describe_narrow_wires([spec.dtype for spec in staging.specs]),
-                self._left_out - 1,
+                "%s is left out of %s, because %s. It was left out %d times before. If this "
+                "continues, the optimizer's moments may not be finite either (jdaso.chain keeps "
+                "them finite), or the learning rate is too high.%s",
+                *(self._name, exchange_name(number), which, self._left_out - 1, advice),
             )
 
 

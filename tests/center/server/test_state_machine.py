@@ -102,7 +102,7 @@ def written(**fields):
 BAD = {
     "too short": (exchange(RULE, MESSAGE[:1]), "rule or shapes are not those of the centre"),
     "another rule": (exchange(RULE, fingerprint=1), "rule or shapes are not those"),
-    "not finite": (exchange(RULE, [np.float32([np.inf, 0, 0]), MESSAGE[1]]), "not finite"),
+    "not finite": (exchange(RULE, [np.float32([np.inf, 0, 0]), MESSAGE[1]]), r"in \['\w'\]"),
     "no such kind": (pack(99, 3, MESSAGE), "unknown kind 99"),
     "no content": (pack(READ, 3, MESSAGE), "cannot be decoded"),
     "a pickle": (pack(READ, 3, [np.frombuffer(pickle.dumps(1), np.uint8)]), "cannot be decoded"),

@@ -1,5 +1,7 @@
 """Consensus and broadcast of trees that lie on all devices of a node, in and outside jit."""
 
+import functools
+
 import compile_in_turn  # noqa: F401
 import jax
 import jax.numpy as jnp
@@ -65,3 +67,39 @@ rows = jax.device_put(jnp.arange(8.0).reshape(4, 2) + node, split)
 mean = jdaso.consensus(exchange, rows)
 np.testing.assert_array_equal(mean, np.arange(8.0).reshape(4, 2) + (nodes - 1) / 2)
 assert mean.sharding == split
+
+# NumPy arrays that JAX would cut to 32 bits stay on the host, and every dtype is sent.
+big = {"n": np.array([5_000_000_000 + node]), "x": np.float64(1 / 3 + node)}
+sent = jdaso.broadcast(exchange, big, 1)
+assert (sent["n"].tolist(), sent["x"]) == ([5_000_000_001], 1 / 3 + 1)
+assert (sent["n"].dtype, sent["x"].dtype) == (np.int64, np.float64)
+for dtype in ("complex64", "float8_e8m0fnu", "float4_e2m1fn", "int4"):
+    bits = jax.device_put(jnp.array([1 + node, 2]).astype(dtype), replicated)
+    for function in (jdaso.broadcast, jax.jit(jdaso.broadcast, static_argnums=(0, 2))):
+        sent = function(exchange, bits, 1)
+        assert sent.dtype == dtype
+        np.testing.assert_array_equal(sent, jnp.array([2, 2]).astype(dtype))
+
+# A node is left out of the mean of a leaf that is not finite, on any of its devices.
+by_leaf = {"a": rows, "b": rows.at[3, 0].set(jnp.nan if node == 0 else 7), "c": rows * jnp.inf}
+
+
+@jax.jit
+def inside(tree):
+    specs = PartitionSpec("local")
+    consensus = functools.partial(jdaso.consensus, split_exchange)
+    return jax.shard_map(
+        consensus, mesh=topology.mesh, in_specs=specs, out_specs=specs, check_vma=False
+    )(tree)
+
+
+split_exchange = jdaso.mpi_exchange(topology, shardings=PartitionSpec("local"))
+jdaso.local_sgd(split_exchange, 1).init(dict.fromkeys("abc", rows))
+compiled = jax.jit(jdaso.consensus, static_argnums=0)
+for mean in (jdaso.consensus(exchange, by_leaf), compiled(exchange, by_leaf), inside(by_leaf)):
+    expected = np.arange(8.0).reshape(4, 2)
+    np.testing.assert_array_equal(mean["a"], expected + (nodes - 1) / 2)
+    others = expected + nodes / 2
+    others[3, 0] = 7
+    np.testing.assert_array_equal(mean["b"], others)
+    assert np.isnan(mean["c"]).all()

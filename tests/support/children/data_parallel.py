@@ -86,3 +86,28 @@ agreed = jdaso.consensus(exchange, params)
 for leaf in jax.tree.leaves(agreed):
     bits = [np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards]
     assert len(set(bits + topology.comm.allgather(bits[0]))) == 1
+
+
+def counts(params, x, y):
+    """Integers of aux are summed over all devices of a node, as narrow ones and booleans are."""
+    del y
+    right = (x[:, 0] > 0).sum(dtype=jnp.int32)
+    narrow = {"rows": len(x), "bytes": jnp.uint8(200), "any": jnp.array([True, False])}
+    return jnp.mean(x @ params["first"]), {"right": right, "mean": x.mean(), **narrow}
+
+
+x, y = joint(0, first, first + own)
+(_, aux), _ = jax.jit(
+    jdaso.local_value_and_grad(
+        counts, topology.mesh, has_aux=True, across=jdaso.exchange.process_mean(topology)
+    )
+)(params, *jax.device_put((x, y), split))
+local = topology.processes_per_node * own
+start = topology.node * local
+x, _ = joint(0, start, start + local)
+assert aux["right"] == (x[:, 0] > 0).sum() > 0
+assert aux["rows"] == len(x)
+np.testing.assert_allclose(aux["mean"], x.mean(), rtol=1e-5, atol=1e-7)
+assert aux["bytes"] == 200 * local
+assert aux["any"].tolist() == [local, 0]
+assert (aux["bytes"].dtype, aux["any"].dtype) == (jnp.uint32, jnp.int32)

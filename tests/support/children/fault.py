@@ -229,6 +229,59 @@ elif case == "not finite, skip":
     np.testing.assert_allclose(params["kernel"], 1.0 - 2 * 0.1, rtol=1e-6)
     averaging = jdaso.core.averaging_state(state)
     assert (int(averaging.skipped), int(averaging.left_out)) == (rank, rank)
+elif case == "mask":
+    train(1, jdaso.constant(1), {"mask": jnp.array([0.0, -jnp.inf]), "w": jnp.ones(3)})
+elif case == "compiled mask":
+    # Where tx.init is traced, the first exchange finds it.
+    tx, params = jdaso.local_sgd(exchange, 1), {"mask": jnp.array([0, -jnp.inf]), "w": jnp.ones(3)}
+    state, update = jax.jit(tx.init)(params), jax.jit(tx.update)
+    jax.block_until_ready(update(jax.tree.map(jnp.zeros_like, params), state, params))
+elif case in ("in vain", "skipped together"):
+    # All nodes skip steps, as loss scaling does; for gradients, this may take any number of steps.
+    bad, params = {"w": jnp.full(3, jnp.nan)}, {"w": jnp.ones(3)}
+    for tx, steps in (
+        (jdaso.allreduce_gradients(exchange), 12),
+        (jdaso.local_sgd(exchange, 1), 12 if case == "in vain" else 9),
+    ):
+        state, update = tx.init(params), jax.jit(tx.update)
+        for _ in range(steps):
+            _, state = jax.block_until_ready(update(bad, state, params))
+        assert int(jdaso.metrics(state).left_out) == steps
+        jax.block_until_ready(update(params, state, params))
+elif case == "useless averages":
+    said: list = []
+    logging.getLogger("jdaso").addFilter(lambda record: said.append(record.getMessage()))
+
+    def run(data, start=0, build=lambda: jdaso.daso(exchange, jdaso.constant(2, 1)), rate=0.1):
+        said.clear()
+        params = {"w": jnp.arange(3.0) + start}
+        tx = jdaso.chain(optax.sgd(rate), build())
+        state = tx.init(params)
+        step = jax.jit(lambda p, s, g: jdaso.apply_gradients(tx, {"w": g}, s, p))
+        for t in range(12):
+            params, state = step(params, state, jnp.full(3, 1.0 + t * t + data))
+        jax.block_until_ready(params)
+        return [text for text in said if "parameters" in text]
+
+    same, other = "all 2 nodes have sent the same parameters", "the parameters of rank 1 ("
+    assert not run(data=rank)
+    assert not run(data=rank, build=lambda: jdaso.local_sgd(exchange, 1))
+    assert not run(data=rank, build=lambda: jdaso.daso(exchange, jdaso.constant(1, 0)))
+    assert not run(data=0, rate=0.0)
+    assert not run(data=0, build=lambda: jdaso.allreduce_gradients(exchange))
+    builds = [
+        lambda: jdaso.daso(exchange, jdaso.constant(2, 1)),
+        lambda: jdaso.local_sgd(exchange, 1),
+        lambda: jdaso.dasgd(exchange, 3, 2, wire="int8"),
+        lambda: jdaso.easgd(exchange, 2),
+        lambda: jdaso.diloco(exchange, 2, fragments=1),
+    ]
+    for build in builds:
+        assert [same in text for text in run(data=0, build=build)] == [True] * (rank == 0)
+    for build in builds[:2]:  # a forgotten broadcast
+        assert [other in text for text in run(data=rank, start=rank, build=build)] == [True] * (
+            rank == 0
+        )
 elif case == "processes of a node differ":
     said: list = []
     logging.getLogger("jdaso").addFilter(said.append)
