@@ -25,6 +25,7 @@ from jdaso.core.tree import (
     widened,
 )
 from jdaso.core.types import Leaves, PyTree
+from jdaso.core.wire import round_to
 
 
 @named
@@ -189,7 +190,7 @@ _all_finite = jax.jit(all_finite)
 @jax.jit
 def _means(total: Leaves, members: jax.Array, like: Leaves) -> Leaves:
     divide = division_by(members)
-    return [divide(t).astype(x.dtype) for t, x in zip(total, like, strict=True)]
+    return [round_to(divide(t), x.dtype) for t, x in zip(total, like, strict=True)]
 
 
 @jax.jit

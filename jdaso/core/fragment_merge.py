@@ -16,6 +16,7 @@ from jdaso.core.parts import Lists, finish_in_parts, joined
 from jdaso.core.state import FragmentState
 from jdaso.core.tree import division_by, where_tree
 from jdaso.core.types import Arrival, Leaves, PyTree
+from jdaso.core.wire import round_to
 
 
 def merge_fragment(
@@ -108,7 +109,7 @@ def _merge_part(
         merged = [*merged, *(w * x + (1 - w) * m for x, m in moments)]
     usable = finite & (members > 0)
     merged = [
-        jnp.where(usable, m.astype(x.dtype), config.sync_target.fallback(x))
+        jnp.where(usable, round_to(m, x.dtype), config.sync_target.fallback(x))
         for x, m in zip(own, merged, strict=True)
     ]
     new = split_state(merge.init, new_state)
