@@ -14,6 +14,7 @@ from jdaso.core.transformation import Averaging
 from jdaso.core.tree import is_float, is_masked, where_tree, widened
 from jdaso.core.types import Arrival, Leaves, Merge, PyTree, Schedule
 from jdaso.core.validation import check_share, check_whole
+from jdaso.core.wire import round_to
 
 #: The outer optimizer of the DiLoCo paper.
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
@@ -155,7 +156,7 @@ def diloco_anchor(params: PyTree, opt_state: PyTree) -> PyTree:
         if not isinstance(fragment.merge, DilocoState):
             raise ValueError("opt_state has no anchor: pass the state of jdaso.diloco.")
         anchor = jax.tree.map(
-            lambda a, x: x if is_masked(a) else a.astype(jnp.result_type(x)),
+            lambda a, x: x if is_masked(a) else round_to(a, jnp.result_type(x)),
             fragment.merge.anchor,
             anchor,
             is_leaf=is_masked,

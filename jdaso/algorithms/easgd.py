@@ -11,6 +11,7 @@ from jdaso.core.transformation import Averaging
 from jdaso.core.tree import split, widened
 from jdaso.core.types import Arrival, Leaves, Merge, PyTree, Schedule
 from jdaso.core.validation import check_positive, is_concrete
+from jdaso.core.wire import round_to
 
 
 class ElasticState(NamedTuple):
@@ -145,14 +146,14 @@ def _elastic_merge(alpha: float) -> Merge:
     def merge(leaves: Leaves, arrival: Arrival, state: ElasticState):
         centers, replace = split(state.center)
         moved = [
-            (c + alpha * (t - arrival.members.astype(t.dtype) * c)).astype(c.dtype)
+            round_to(c + alpha * (t - arrival.members.astype(t.dtype) * c), c.dtype)
             for c, t in zip(centers, arrival.total, strict=True)
         ]
         return leaves, ElasticState(replace(moved))
 
     def on_post(leaves: Leaves, state: ElasticState) -> Leaves:
         return [
-            (x.astype(c.dtype) - alpha * (x.astype(c.dtype) - c)).astype(x.dtype)
+            round_to(x.astype(c.dtype) - alpha * (x.astype(c.dtype) - c), x.dtype)
             for x, c in zip(leaves, split(state.center)[0], strict=True)
         ]
 

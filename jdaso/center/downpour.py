@@ -11,6 +11,7 @@ from jdaso.core.transformation import Averaging
 from jdaso.core.tree import split, widened
 from jdaso.core.types import Arrival, Leaves, Merge, PyTree
 from jdaso.core.validation import check_positive, check_share
+from jdaso.core.wire import round_to
 from jdaso.schedules import constant
 
 
@@ -145,7 +146,7 @@ def _summing_merge() -> Merge:
             for x, b, c in zip(leaves, base, arrival.total, strict=True)
         ]
         # In the dtype of the parameters, because later updates start from rounded parameters.
-        base = [c.astype(b.dtype) for b, c in zip(base, arrival.total, strict=True)]
+        base = [round_to(c, b.dtype) for b, c in zip(base, arrival.total, strict=True)]
         return moved, BaseState(where(base))
 
     return Merge(init=BaseState, merge=merge, message=message)

@@ -32,6 +32,7 @@ from jdaso.core.tree import (
     widened,
 )
 from jdaso.core.types import Leaves, PyTree
+from jdaso.core.wire import round_to
 
 
 @named
@@ -270,7 +271,7 @@ def _warn_not_finite(call: str, name: str) -> None:
 @jax.jit
 def _means(total: Leaves, members: jax.Array, like: Leaves) -> Leaves:
     return [
-        division_by(members[i])(t).astype(x.dtype)
+        round_to(division_by(members[i])(t), x.dtype)
         for i, (t, x) in enumerate(zip(total, like, strict=True))
     ]
 

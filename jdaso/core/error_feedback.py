@@ -49,7 +49,7 @@ import jax.numpy as jnp
 from jdaso.core.block_format import FORMATS
 from jdaso.core.tree import float_leaves
 from jdaso.core.types import Leaves, Merge, PyTree
-from jdaso.core.wire import block_bits, rounded, sum_dtype, wire_dtype
+from jdaso.core.wire import block_bits, round_to, rounded, sum_dtype, wire_dtype
 
 FIRST_WIRE = "float32"
 
@@ -102,7 +102,7 @@ def compress(
             sent = rounded(value, wire)
         else:
             value = x.astype(r.dtype) + r
-            sent = value.astype(wire_dtype(x.dtype, wire)).astype(x.dtype)
+            sent = round_to(value, wire_dtype(x.dtype, wire)).astype(x.dtype)
         message.append(sent)
         kept.append(jnp.where(sound, _finite_or_zero(value - sent.astype(r.dtype)), r))
     return message, kept

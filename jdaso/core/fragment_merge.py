@@ -16,6 +16,7 @@ from jdaso.core.parts import Lists, finish_in_parts, joined
 from jdaso.core.state import FragmentState
 from jdaso.core.tree import division_by, where_tree
 from jdaso.core.types import Arrival, Leaves, Merge, PyTree
+from jdaso.core.wire import round_to
 
 
 class Arrived(NamedTuple):
@@ -143,7 +144,8 @@ def merge_anchor(
     arrival = Arrival(total, mean, members, arrived.age, sound)
     merged, new = _apply(merge, num_params, wide, arrival, state)
     leaves = [
-        jnp.where(arrived.usable, m.astype(x.dtype), x) for m, x in zip(merged, leaves, strict=True)
+        jnp.where(arrived.usable, round_to(m, x.dtype), x)
+        for m, x in zip(merged, leaves, strict=True)
     ]
     return leaves, where_tree(arrived.usable, new, state)
 
@@ -193,7 +195,7 @@ def _merge_part(
     if posted.obsolete is not None:
         usable &= ~posted.obsolete
     merged = [
-        jnp.where(usable, m.astype(x.dtype), config.sync_target.fallback(x))
+        jnp.where(usable, round_to(m, x.dtype), config.sync_target.fallback(x))
         for x, m in zip(own, merged, strict=True)
     ]
     new = split_state(merge.init, new_state)

@@ -18,7 +18,7 @@ from jdaso.core.exchange import AGREEMENT_NAMES
 from jdaso.core.state import FragmentState
 from jdaso.core.tree import finite_leaves
 from jdaso.core.types import Leaves, Plan, PyTree
-from jdaso.core.wire import block_bits, describe_narrow_wires, wire_dtype
+from jdaso.core.wire import block_bits, describe_narrow_wires, round_to, wire_dtype
 
 
 def post_fragment(
@@ -147,7 +147,7 @@ def _like_on_wire(x: jax.Array, dtype: np.dtype) -> jax.Array:
     if dtype == jnp.bfloat16 and x.dtype == jnp.float32:
         # Numbers that bfloat16 cannot hold overflow in this product, which is faster than to round.
         return x * (float(jnp.finfo(x.dtype).max) / float(jnp.finfo(dtype).max))
-    return x.astype(dtype)
+    return round_to(x, dtype)
 
 
 def _agreement(config: EngineConfig, context: StepContext, fragment: FragmentState) -> jax.Array:

@@ -13,7 +13,7 @@ import optax
 from jax import lax
 
 from jdaso.core.types import Leaves, PyTree
-from jdaso.core.wire import sum_dtype
+from jdaso.core.wire import round_to, sum_dtype
 
 
 def is_floating(leaf: Any) -> bool:
@@ -204,7 +204,7 @@ def add_updates(params: PyTree, updates: PyTree) -> PyTree:
     """``params + updates`` in the dtypes of the parameters. An update may be None for no change."""
 
     def add(x, update):
-        return x if x is None or update is None else (x + update).astype(jnp.result_type(x))
+        return x if x is None or update is None else round_to(x + update, jnp.result_type(x))
 
     return jax.tree.map(add, params, updates, is_leaf=lambda x: x is None)
 
@@ -221,7 +221,7 @@ def difference(params: PyTree, updates: PyTree, moved: PyTree) -> PyTree:
         wide = sum_dtype(x.dtype)
         own = jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
         change = m.astype(wide) - own.astype(wide)
-        return change.astype(change.dtype if update is None else update.dtype)
+        return change if update is None else round_to(change, update.dtype)
 
     return jax.tree.map(subtract, params, updates, moved, is_leaf=lambda x: x is None)
 

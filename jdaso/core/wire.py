@@ -10,6 +10,7 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jdaso.core import block_format
 from jdaso.core.block_format import FORMATS, format_of
@@ -78,10 +79,42 @@ def sum_dtype(dtype) -> np.dtype:
     return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
 
 
+def round_to(x, dtype):
+    """Converts an array to a dtype and rounds it to the numbers of that dtype.
+
+    Use it in place of ``astype`` wherever the result counts as rounded, as what a node sends does.
+    After ``astype``, a compiled program may go on with the numbers from before the conversion: XLA
+    leaves out a conversion to a narrower dtype and back unless ``xla_allow_excess_precision`` is
+    off, and its CPU backend does so in sums of large arrays even then. An array that has the dtype
+    already is rounded as well, because it may be the result of such a conversion. XLA never leaves
+    out ``lax.reduce_precision``. The result has the bits of ``astype``.
+
+    >>> round_to(jnp.array([1.001, 2.99]), jnp.bfloat16).tolist()
+    [1.0, 2.984375]
+    """
+    dtype = np.dtype(dtype)
+    if not (jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(dtype, jnp.floating)):
+        return x.astype(dtype)
+    if x.dtype == np.float64 and dtype.itemsize < 4:
+        x = round_to(x, np.float32)  # as XLA does, and NumPy for bfloat16
+    if isinstance(x, np.ndarray | np.generic) or max(4, x.dtype.itemsize) <= dtype.itemsize:
+        return x.astype(dtype)
+    numbers, wide = jnp.finfo(dtype), x.astype(sum_dtype(x.dtype))
+    if numbers.nexp == 8:  # the range of float32
+        return lax.reduce_precision(wide, 8, numbers.nmant).astype(dtype)
+    # reduce_precision replaces subnormal numbers by 0, and knows no dtype without infinity.
+    normal = lax.reduce_precision(wide, 8, numbers.nmant)
+    tiny = float(numbers.smallest_subnormal)
+    subnormal = lax.round(wide / tiny, lax.RoundingMethod.TO_NEAREST_EVEN) * tiny
+    near = jnp.where(jnp.abs(wide) < float(numbers.smallest_normal), subnormal, normal)
+    overflow = jnp.sign(wide) * float(dtype.type(np.inf))
+    return jnp.where(jnp.abs(near) > float(numbers.max), overflow, near).astype(dtype)
+
+
 def pack(leaf, dtype):
     """Converts a leaf to its ``wire_dtype``."""
     rows = format_of(dtype)
-    return block_format.pack(block_format.to_blocks(leaf), rows) if rows else leaf.astype(dtype)
+    return block_format.pack(block_format.to_blocks(leaf), rows) if rows else round_to(leaf, dtype)
 
 
 def unpack(packed):
@@ -147,7 +180,7 @@ def pack_sum(total, dtype, num_nodes: int):
     """Packs a sum of unpacked leaves, to send it back to the nodes."""
     if rows := format_of(dtype):
         return block_format.pack(total, rows)
-    return (total / sum_divisor(dtype, num_nodes)).astype(dtype)
+    return round_to(total / sum_divisor(dtype, num_nodes), dtype)
 
 
 def unpack_sum(packed, num_nodes: int):

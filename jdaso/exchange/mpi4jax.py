@@ -20,7 +20,7 @@ from jdaso.core.exchange import Exchange
 from jdaso.core.mpi_types import Comm
 from jdaso.core.tree import is_placeholder, outline
 from jdaso.core.types import Leaves, PyTree
-from jdaso.core.wire import check_wire, pack_sum, sum_dtype, unpack_sum
+from jdaso.core.wire import check_wire, pack_sum, round_to, sum_dtype, unpack_sum
 from jdaso.exchange.axis import one_node
 from jdaso.exchange.closing import once
 from jdaso.exchange.synchronous import stored_exchange
@@ -117,7 +117,7 @@ def process_mean(topology: Topology) -> Callable[[PyTree], PyTree] | None:
     def mean(arrays: Leaves) -> Leaves:
         sums = _fused(functools.partial(_all_reduce, mpi4jax, comm, size), arrays)
         return [
-            (s / size).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else s
+            round_to(s / size, x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else s
             for s, x in zip(sums, arrays, strict=True)
         ]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jdaso
-from jdaso.core.wire import pack_sum, unpack_sum, wire_dtype
+from jdaso.core.wire import pack_sum, round_to, unpack_sum, wire_dtype
 from jdaso.exchange.transport.all_reduce import widened
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -20,7 +20,55 @@ def test_a_leaf_never_travels_in_a_wider_dtype_than_its_own(dtype, wire):
     assert wire is None or travels.itemsize <= max(wire_dtype(np.float64, wire).itemsize, 2)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz"])
+NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz")
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("dtype", NARROW)
+def test_round_to_has_the_bits_of_a_cast_also_where_the_numbers_are_widened_and_summed(dtype):
+    dtype = jnp.dtype(dtype)
+    every = np.arange(256**dtype.itemsize).astype(f"u{dtype.itemsize}").view(dtype)
+    held = np.unique(every.astype(np.float32))
+    held = held[np.isfinite(held)]
+    largest, ends = held[-1], np.float32([0.0, -0.0, np.inf, -np.inf, np.nan])
+    halfway = held[:-1] + (held[1:] - held[:-1]) / 2
+    with np.errstate(over="ignore"):
+        beyond = largest * np.float32([1 + 1e-5, 1.001, 1.01, 1.1, -1.1])
+    near = [np.nextafter(halfway, np.float32(way)) for way in (np.inf, -np.inf)]
+    any_bits = np.random.default_rng(0).integers(0, 2**32, 2**14, np.uint32).view(np.float32)
+    x = np.concatenate([held, halfway, *near, beyond, ends, any_bits])
+    subnormal = np.abs(x) < np.finfo(np.float32).tiny  # XLA has no subnormal float32
+    x = np.where(subnormal, np.copysign(np.float32(0), x), x)
+    with np.errstate(invalid="ignore", over="ignore"):
+        expected = x.astype(dtype)
+
+    def summed(x):
+        return round_to(x, dtype).astype(jnp.float32).sum(0)
+
+    rounded = np.asarray(jax.jit(lambda x: round_to(x, dtype))(x))
+    bits = [
+        np.where(np.isnan(y.astype(np.float32)), 0, y.view(f"u{dtype.itemsize}"))
+        for y in (rounded, expected)
+    ]
+    np.testing.assert_array_equal(*bits)
+    wide = jax.jit(summed)(np.stack([x, np.zeros_like(x)]))
+    np.testing.assert_array_equal(wide, expected.astype(np.float32))
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_round_to_rounds_float64_as_xla_converts_it(dtype):
+    x = np.random.default_rng(0).normal(size=100_000)
+    with jax.enable_x64(True):
+        wide = jax.jit(lambda x: round_to(x, dtype).astype(jnp.float64).sum(0))(
+            np.stack([x, 0 * x])
+        )
+    expected = x.astype(np.float32).astype(jnp.dtype(dtype)).astype(np.float64)
+    np.testing.assert_array_equal(wide, expected)
+    np.testing.assert_array_equal(round_to(x, dtype).astype(np.float64), expected)
+
+
+@pytest.mark.parametrize("dtype", NARROW[1:])
 def test_a_sum_too_large_for_the_wire_survives_the_way_back(dtype):
     limits = jnp.finfo(dtype)
     total = np.array([3 * 0.9 * float(limits.max)], np.float32)

@@ -21,6 +21,7 @@ TWO_OF_TWO_DEVICES = Batch(
         "two devices": ("parity.py", "--devices", 2),
         "senders all": ("parity.py", "--devices", 2, "--senders", "all", "--chunk-bytes", 16),
         "update inside shard_map": ("inside_shard_map.py",),
+        "large arrays bit for bit": ("rounding.py",),
         "consensus and broadcast": ("collectives.py",),
         "one large batch": ("data_parallel.py", "--devices", 2),
     },
@@ -111,6 +112,10 @@ def test_mixed_dtypes_cross_in_one_tree():
 
 def test_mesh_equals_virtual_cluster_for_every_algorithm():
     passes(mpiexec(1, "mesh.py"))
+
+
+def test_mesh_rounds_large_arrays_as_the_virtual_cluster_does():
+    passes(mpiexec(1, "rounding.py"))
 
 
 def test_the_local_index_rotates_with_every_exchange():

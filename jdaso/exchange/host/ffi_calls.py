@@ -50,7 +50,10 @@ def post(
         leaves = [x.astype(jnp.float32) for x in leaves]
     else:
         pairs = zip(leaves, dtypes[0], strict=True)
-        leaves = [x if rounds(x, dtype) else pack(x, dtype) for x, dtype in pairs]
+        # A leaf that stays in its dtype is copied as it lies in memory.
+        leaves = [
+            x if rounds(x, dtype) or x.dtype == dtype else pack(x, dtype) for x, dtype in pairs
+        ]
     wires = [
         rows.bits if residual and (rows := format_of(dtype)) else _BFLOAT16 * rounds(x, dtype)
         for each in dtypes
