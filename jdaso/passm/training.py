@@ -128,8 +128,8 @@ def make_training(
             )
         if finite and memory.writes:
             update_at = dict(zip(inside, map(np.asarray, updates), strict=True))
-            for number in turns if phase.whole else [memory.process]:
-                memory.add(number, {i: update_at[i] for i in blocks[number]}, method.locked)
+            written = turns if phase.whole else [memory.process]
+            memory.add({c: {i: update_at[i] for i in blocks[c]} for c in written}, method.locked)
         momenta = with_leaves(structure, leaves, inside, new)
         return State(state.step + 1, momenta, state.skipped + (not finite)), value
 

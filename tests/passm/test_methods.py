@@ -11,7 +11,7 @@ from passm_problem import batch, first_params, flat, gradient, loss_fn, places
 import jdaso
 from jdaso.passm import assm, partition, passm, passm_plus, settled, simulated_memory
 
-STEPS, RATE, MOMENTUM = 12, 0.2, 0.8
+STEPS, RATE, MOMENTUM, PROCESSES = 12, 0.2, 0.8, 3
 SWITCHES = [3, 6, 9]
 
 
@@ -22,58 +22,123 @@ def decaying(step):
 METHODS = {
     "assm": (assm, {}, lambda k: True, lambda k: 1.0),
     "passm": (passm, {}, lambda k: False, lambda k: 1.0),
+    "passm_plus": (passm_plus, {"switches": SWITCHES}, *plus(SWITCHES, PROCESSES)),
 }
+
+
+def train_in_turn(memories, blocks, method, data=batch, steps=STEPS, **options):
+    """Steps of all processes in turn: yields the results of each round, and the states."""
+    options = {"loss_fn": loss_fn, "learning_rate": decaying, "momentum": MOMENTUM} | options
+    trainings = [method(memory, blocks, **options) for memory in memories]
+    states = [training.init() for training in trainings]
+    for k in range(steps):
+        results = []
+        for c, training in enumerate(trainings):
+            states[c], result = training.step(states[c], *data(c, k))
+            results.append(result)
+        yield results, states
 
 
 def run(method, processes, read_together=False, data=batch, **options):
     """Steps of all processes in turn. Returns the parameters after each round, and the states."""
-    params = first_params()
+    params, common = first_params(), [None]
     memories = simulated_memory(params, processes)
-    blocks = partition(params, processes)
-    common = [None]
+    read = memories[0].read
     if read_together:
-        read = memories[0].read
         memories = [memory._replace(read=lambda: common[0]) for memory in memories]
-    options = {"learning_rate": decaying, "momentum": MOMENTUM} | options
-    trainings = [method(memory, blocks, loss_fn, **options) for memory in memories]
-    states, seen = [training.init() for training in trainings], []
-    for k in range(STEPS):
-        if read_together:
-            common[0] = read()
-        for c, training in enumerate(trainings):
-            states[c], _ = training.step(states[c], *data(c, k))
-        seen.append(flat(read() if read_together else settled(memories[0])))
+    common[0], seen = read(), []
+    rounds = train_in_turn(memories, partition(params, processes), method, data, **options)
+    for _, states in rounds:  # noqa: B007
+        common[0] = read()
+        seen.append(flat(common[0]))
     return np.array(seen), states
 
 
+def indices(block):
+    """The indices of a block's leaves in the result of :func:`flat`."""
+    leaves = places(first_params())
+    return np.concatenate([leaves[i] for i in block])
+
+
 def expected(processes, whole, factor, read_together=False, gradient=gradient):
-    params = first_params()
-    leaves = places(params)
-    blocks = [np.concatenate([leaves[i] for i in b]) for b in partition(params, processes)]
-    return train(
-        flat(params),
+    """The oracle's parameters after each round. Who reads together misses other's writes."""
+    x = flat(first_params())
+    blocks = [indices(block) for block in partition(first_params(), processes)]
+    turns = [
+        (c, range(len(x)) if whole(k) else block)
+        for k in range(STEPS)
+        for c, block in enumerate(blocks)
+    ]
+    versions, _ = train(
+        x,
         gradient,
-        blocks,
+        turns,
         lambda k: decaying(k) * factor(k),
         MOMENTUM,
-        STEPS,
-        whole,
-        read_together,
+        lambda k: k % processes if read_together else 0,
     )
+    return versions[processes::processes]
 
 
 @pytest.mark.parametrize("read_together", [False, True])
 @pytest.mark.parametrize("name", ["assm", "passm", "passm_plus"])
 def test_it_is_the_recursion_of_the_paper(name, read_together):
-    processes = 3
-    if name == "passm_plus":
-        method, options, (whole, factor) = passm_plus, {"switches": SWITCHES}, plus(SWITCHES, 3)
-    else:
-        method, options, whole, factor = METHODS[name]
-    seen, states = run(method, processes, read_together, **options)
-    golden = expected(processes, whole, factor, read_together)
+    method, options, whole, factor = METHODS[name]
+    seen, states = run(method, PROCESSES, read_together, **options)
+    golden = expected(PROCESSES, whole, factor, read_together)
     np.testing.assert_allclose(seen, golden, rtol=0, atol=2e-5)
-    assert [(state.step, state.skipped) for state in states] == [(STEPS, 0)] * processes
+    assert [(state.step, state.skipped) for state in states] == [(STEPS, 0)] * PROCESSES
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_delayed_reads_mix_versions_as_in_algorithm_2(name):
+    """Each number that a step reads is one of the last versions of it; the next draw is known."""
+    method, options, whole, factor = METHODS[name]
+    max_delay, seed, params = 4, 7, first_params()
+    rng, sizes = np.random.default_rng(seed), [x.shape for x in jax.tree.leaves(params)]
+
+    def delays(k):  # at k = 0 there is only one version, so nothing is drawn
+        drawn = [rng.integers(max_delay, size=shape, endpoint=True) for shape in sizes if k]
+        return np.concatenate([np.ravel(d) for d in drawn]) if drawn else 0
+
+    blocks = partition(params, PROCESSES)
+    x = flat(params)
+    turns = [
+        (c, range(len(x)) if whole(k) else indices(block))
+        for k in range(STEPS)
+        for c, block in enumerate(blocks)
+    ]
+    golden, reads = train(x, gradient, turns, lambda k: decaying(k) * factor(k), MOMENTUM, delays)
+    memories = simulated_memory(params, PROCESSES, max_delay, seed)
+    rounds = train_in_turn(
+        memories, blocks, method, loss_fn=lambda p, *b: (loss_fn(p, *b), p), has_aux=True, **options
+    )
+    seen = [flat(read) for results, _ in rounds for _, read in results]
+    np.testing.assert_allclose(seen, reads, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(flat(settled(memories[0])), golden[-1], rtol=0, atol=2e-5)
+    assert np.abs(golden[:-1] - reads).max() > 0.1  # the delays matter
+
+
+def test_a_learning_rate_that_sequential_sgd_bears_is_too_large_for_delayed_reads():
+    """x <- x - 1.5 x halves x at each step; with the x of up to four steps ago it grows."""
+
+    def last(max_delay):
+        memories = simulated_memory({"w": np.float32(1)}, 1, max_delay)
+        rounds = train_in_turn(
+            memories,
+            [(0,)],
+            assm,
+            lambda c, k: (),
+            40,
+            loss_fn=lambda p: p["w"] ** 2 / 2,
+            learning_rate=1.5,
+            momentum=0.0,
+        )
+        list(rounds)
+        return abs(float(settled(memories[0])["w"]))
+
+    assert last(0) == 2**-40
+    assert last(4) > 10
 
 
 def test_one_process_of_assm_is_sgd_with_momentum():
@@ -126,7 +191,7 @@ def test_what_was_read_does_not_change_afterwards():
     """JAX uses NumPy memory without a copy where it can, so it must not get the shared memory."""
     memory = simulated_memory({"w": np.zeros(64, "f4")})[0]
     before = jnp.asarray(memory.read()["w"])
-    memory.add(0, {0: np.ones(64, "f4")}, False)
+    memory.add({0: {0: np.ones(64, "f4")}}, False)
     assert float(before.sum()) == 0
     assert float(memory.read()["w"].sum()) == 64
 

@@ -57,7 +57,7 @@ def simulated(name, batches, steps=6):
 def no_update_is_lost():
     memory = passm.shared_memory(topology, {"w": np.full(300, 5.0, "f4")})
     for _ in range(1000):
-        memory.add(0, {0: np.ones(300, "f4")}, True)
+        memory.add({0: {0: np.ones(300, "f4")}}, True)
     np.testing.assert_array_equal(passm.settled(memory)["w"], np.full(300, 5.0 + 1000 * size))
 
 
@@ -84,7 +84,7 @@ def every_number_is_one_that_was_written():
     memory = passm.shared_memory(topology, {"w": np.zeros(1001, "f4")})
     for i in range(1000):
         if rank == 0:
-            memory.add(0, {0: np.full(1001, number if i % 2 == 0 else -number)}, False)
+            memory.add({0: {0: np.full(1001, number if i % 2 == 0 else -number)}}, False)
         else:
             assert np.isin(memory.read()["w"], [0, number]).all()
     memory.barrier()
