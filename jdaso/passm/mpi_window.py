@@ -36,7 +36,7 @@ def shared_memory(
 
     ``barrier`` raises an error that names the processes that have ended, or that did not call it
     within ``timeout``. A process that acquires the lock of a process that died raises an error,
-    because the block may be half written.
+    because its leaves may be half written.
 
     Args:
         topology: From :func:`jdaso.discover_topology`.
