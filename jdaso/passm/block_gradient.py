@@ -15,10 +15,10 @@ def restricted_value_and_grad(loss_fn: Callable, block: Block, has_aux: bool = F
     """Like ``jax.value_and_grad``, with the subgradient of one block only (passm Sec. 4).
 
     Layers below the block have no backward pass. Layers above it have no subgradients of their
-    weights. With c processes and F operations of a whole backward pass, c processes save
-    F (c-1) / 2 operations by Appendix D of the paper. Sec. 4 has another number,
-    F (c-1)(c-2) / c. Both leave out the subgradients of weights above a block, so the real savings
-    are larger than those of Appendix D.
+    weights. With c processes and F operations of a whole backward pass, the paper counts savings
+    of F (c-1) / 2 for one step of each process in Appendix D, and F (c-1)(c-2) / c in Sec. 4; the
+    two agree for its c = 4 and for no other c above 1. Both leave out the subgradients of weights
+    above a block, so the real savings are larger.
 
     Args:
         loss_fn: ``(params, *args) -> loss`` or, with ``has_aux``, ``(loss, aux)``.

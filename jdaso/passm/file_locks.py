@@ -51,14 +51,16 @@ class Locks:
                 who = "another process" if holder == NO_HOLDER else self._describe(holder - 1)
                 raise JdasoError(
                     f"{self._describe(self._rank)} has waited {self._timeout:g} s for the lock of "
-                    f"block {number}: {who} holds it. Check whether that process is stopped."
+                    f"the leaves of process {number}: {who} holds it. Check whether that process "
+                    "is stopped."
                 )
             time.sleep(_PAUSE_SECONDS)
         try:
             if (holder := int(self._holders[number])) != NO_HOLDER:
                 raise JdasoError(
-                    f"{self._describe(holder - 1)} ended while it wrote to block {number} of the "
-                    "shared parameters, which are incomplete now. Restart from the last checkpoint."
+                    f"{self._describe(holder - 1)} ended while it wrote the leaves of process "
+                    f"{number} to the shared memory, which are incomplete now. Restart from the "
+                    "last checkpoint."
                 )
             self._holders[number] = self._rank + 1
             yield

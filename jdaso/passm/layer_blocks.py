@@ -67,12 +67,14 @@ def partition(params: PyTree, num_blocks: int, order: Sequence[int] | None = Non
 
 
 def check_blocks(blocks: Sequence[Block], params: PyTree, processes: int) -> None:
-    """Raises ValueError unless there is one block for each process and each leaf is in one."""
+    """Raises ValueError unless each leaf is in one block and each process has as many blocks."""
     floats = [i for i, leaf in enumerate(jax.tree.leaves(params)) if is_float(leaf)]
-    if len(blocks) != processes or sorted(i for block in blocks for i in block) != floats:
+    equal = blocks and len(blocks) % processes == 0
+    if not equal or sorted(i for block in blocks for i in block) != floats:
         raise ValueError(
-            f"blocks must divide all floating-point leaves among {processes} processes, got "
-            f"{list(blocks)}; use partition(params, {processes})."
+            f"blocks must divide all floating-point leaves among {processes} processes, the same "
+            f"number of blocks for each, got {list(blocks)}; use partition(params, {processes}), "
+            f"or a multiple of {processes}."
         )
 
 

@@ -27,12 +27,15 @@ def assm(
 
         u <- m u + g,    x <- x - (1 - m) gamma u                  (passm Algorithm 1)
 
-    The write holds the lock of one block at a time. The read holds no lock and may mix versions.
-    The paper's step size gamma is ``1 / (1 - m)`` times that of ``optax.sgd(gamma, m)``.
+    The write holds a lock, for the leaves of one process at a time, as in line 8 of Algorithm 1
+    and in Sec. 1. The read holds no lock and may mix versions (Sec. 2); Appendix C.4 mentions a
+    variant whose reads are locked too, which is not offered. The paper's step size gamma is
+    ``1 / (1 - m)`` times that of ``optax.sgd(gamma, m)``.
 
     Args:
-        memory: From :func:`shared_memory`.
-        blocks: From :func:`partition`, one for each process that updates, equal on all processes.
+        memory: From :func:`shared_memory`, or from :func:`simulated_memory` with delays.
+        blocks: From :func:`partition`, as many for each process that updates, and equal on all
+            processes.
         loss_fn: ``(params, *args) -> loss`` or, with ``has_aux``, ``(loss, aux)``. It is jitted.
         learning_rate: gamma, or ``step -> gamma`` of this process's own steps, on the host.
         momentum: m in [0, 1), private to a process.
@@ -42,20 +45,30 @@ def assm(
               state, such as ``optax.add_decayed_weights(1e-4)``. Default: none.
             - ``group``: For servers with slaves, an exchange over :func:`server_group`. All
               members of the group compute at the parameters that the server has read, and the
-              server uses their mean subgradient, as with :func:`jdaso.allreduce_gradients`. The
-              members must take the same steps with batches of one size, because the mean is not
-              weighted. Default: None.
+              server uses the mean subgradient of all their samples (passm Sec. 4, Eq. 9). The
+              members must take equally many steps. Default: None.
+            - ``batch_size``: With ``group``, the number of samples that this process takes in a
+              step, by which the mean is weighted. In passm Fig. 4 a server takes 32 and each of
+              its slaves 128. Without a group it must be left out.
+            - ``accumulate``: Number n of minibatches whose subgradients make one step. All n are
+              computed at the same parameters, one after the other in the memory of one, and their
+              mean enters the momentum. Every array among the arguments of ``step`` has a first
+              axis of length n. The loss is the mean, and ``aux`` has an entry for each. passm
+              Fig. 3 computes at 64 samples and updates at 128, which is n = 2; it does not say
+              whether its processes read again in between. Default: 1.
             - ``has_aux``: As in ``jax.value_and_grad``. Default: False.
             - ``nonfinite``: ``"skip"`` (default) writes nothing in a step whose subgradient is not
               finite, and leaves the momentum unchanged. ``"raise"`` raises an error.
+            - ``seed``: Seed of the blocks that :func:`passm` draws at random. Default: 0.
 
     Returns:
         A :class:`Training`. All processes must call this function.
 
     Raises:
         ValueError: For blocks that do not divide the parameters among the processes, a learning
-            rate that is not positive, a momentum outside [0, 1), or ``before`` with a state.
-        JdasoError: If the blocks differ between processes.
+            rate that is not positive, a momentum outside [0, 1), ``before`` with a state, a
+            ``group`` without ``batch_size``, or minibatches to accumulate that are not stacked.
+        JdasoError: If the blocks, or the seeds of drawn blocks, differ between processes.
 
     >>> import jax.numpy as jnp
     >>> from jdaso import passm
@@ -85,12 +98,18 @@ def passm(
         u_b <- m u_b + g_b,    x_b <- x_b - (1 - m) gamma u_b      (passm Algorithm 1)
 
     Only the subgradient of the block is computed (:func:`restricted_value_and_grad`). No other
-    process writes the block, so no update is lost. Each number is written in one piece, so a
-    reader finds old and new numbers, and never a mixture of their bits.
+    process writes the block, so no update is lost without locks (passm Sec. 1). Each number is
+    written in one piece, so a reader finds old and new numbers, and never a mixture of their bits.
+
+    The experiments of the paper give one block to each process (Sec. 4). Its Algorithms 1 and 2
+    draw the block of a step at random among those of a process, which happens here if there are
+    several for each: with ``partition(params, 3 * memory.processes, order)`` process c owns the
+    consecutive blocks 3c to 3c + 2, and at each step it updates one of them, all equally likely.
+    The choice depends on ``seed``, the process and its step only, so a resumed training repeats it.
 
     Args:
         memory, blocks, loss_fn, learning_rate, momentum: As in :func:`assm`.
-        **options: As in :func:`assm`. ``before`` sees the block only.
+        **options: As in :func:`assm`. ``before`` sees the block of the step only.
 
     Returns:
         A :class:`Training`. All processes must call this function.
@@ -127,8 +146,8 @@ def passm_plus(
     """PASSM+: ASSM and PASSM in turn, ASSM first (passm Sec. 4).
 
     Each process counts its own steps. Around a switch, some processes may therefore still be in
-    the previous phase. A block is always written with its lock held, and in PASSM no other process
-    wants that lock. In PASSM the momentum of other blocks is unchanged, as in Algorithm 1.
+    the previous phase. All writes hold a lock, which in PASSM no other process wants. In PASSM the
+    momentum of other blocks is unchanged, as in Algorithm 1.
 
     Args:
         memory, blocks, loss_fn, learning_rate, momentum: As in :func:`assm`. The learning rate is

@@ -17,7 +17,8 @@ def minibatches(
 
     Args:
         num_samples: Number of samples in all.
-        batch_sizes: Batch size of each process. A server's may be smaller than its slaves'.
+        batch_sizes: Samples of a step of each process. A server's may be smaller than its slaves',
+            such as 32 and 128 in passm Fig. 4.
         epoch: Epoch, counted from 0.
         seed: Seed of the permutations.
 

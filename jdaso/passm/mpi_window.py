@@ -4,10 +4,11 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jdaso.cluster.abort import at_exit
@@ -20,6 +21,9 @@ from jdaso.passm import memory
 from jdaso.passm.file_locks import Locks
 
 _PAUSE_SECONDS = 1e-3
+# Every array starts at a multiple of a cache line. No number lies across two lines, so the
+# processor reads and writes each number in one piece.
+_CACHE_LINE_BYTES = 64
 
 
 def shared_memory(
@@ -32,7 +36,7 @@ def shared_memory(
 
     ``barrier`` raises an error that names the processes that have ended, or that did not call it
     within ``timeout``. A process that acquires the lock of a process that died raises an error,
-    because the block may be half written.
+    because its leaves may be half written.
 
     Args:
         topology: From :func:`jdaso.discover_topology`.
@@ -127,18 +131,18 @@ class _SharedWindow:
         self._describe, self._rank = topology.describe, topology.rank
         self._params, self._timeout = memory.shapes(params), timeout
         check_alike(self._comm.allgather(outline(params)), self._describe)
-        processes, begin = self._comm.Get_size(), memory.num_bytes(params)
+        processes, begin = self._comm.Get_size(), _num_bytes(params)
         size = begin + 8 * (servers + processes)
         on_host: Any = self._comm.Split_type(MPI.COMM_TYPE_SHARED, key=self._rank)
         self._window = MPI.Win.Allocate_shared(size if self._rank == 0 else 0, 1, comm=on_host)
         shared: Any = self._window.Shared_query(0)[0]
         buffer = np.frombuffer(shared, np.uint8)
-        self._arrays = memory.leaf_views(buffer, params)
+        self._arrays = _leaf_views(buffer, params)
         numbers = buffer[begin:size].view(np.int64)
         holders, self._barriers = numbers[:servers], numbers[servers:]
         self._window.Lock_all(MPI.MODE_NOCHECK)  # an epoch for the whole training
         if self._rank == 0:
-            memory.write_leaves(self._arrays, params)
+            _write_leaves(self._arrays, params)
             numbers[:] = 0
         self._locks = Locks(self._open_file(), holders, self._rank, self._describe, timeout)
         at_exit(self._locks.announce_exit)  # MPI_Finalize would wait for the others
@@ -148,15 +152,16 @@ class _SharedWindow:
 
     def read(self) -> PyTree:
         self._window.Sync()
-        return memory.copy_tree(self._arrays, self._params)
+        return _copy_tree(self._arrays, self._params)
 
-    def add(self, number: int, updates: Mapping[int, Any], locked: bool) -> None:
-        # Waiting for the device takes longest, so it is done before the lock is acquired.
-        given = {position: np.asarray(update) for position, update in updates.items()}
-        with self._locks.acquire(number) if locked else contextlib.nullcontext():
-            self._window.Sync()
-            memory.add_updates(self._arrays, given)
-            self._window.Sync()
+    def add(self, updates: memory.Updates, locked: bool) -> None:
+        for process, of_process in updates.items():
+            # Waiting for the device takes longest, so it is done before the lock is acquired.
+            given = {position: np.asarray(update) for position, update in of_process.items()}
+            with self._locks.acquire(process) if locked else contextlib.nullcontext():
+                self._window.Sync()
+                memory.add_updates(self._arrays, given)
+                self._window.Sync()
 
     def barrier(self) -> None:
         own = int(self._barriers[self._rank]) + 1
@@ -219,3 +224,38 @@ def _check_one_host(topology: Topology) -> None:
             f"{topology.describe(apart[0].rank)}, and {len(apart) - 1} more on other hosts. Start "
             "all processes on one host, or use jdaso.easgd, jdaso.daso or another exchange."
         )
+
+
+def _num_bytes(params: PyTree) -> int:
+    """Size of the buffer for :func:`_leaf_views`."""
+    return sum(
+        _padded_size(x.size * x.dtype.itemsize) for x in jax.tree.leaves(memory.shapes(params))
+    )
+
+
+def _leaf_views(buffer: np.ndarray, params: PyTree) -> list[np.ndarray]:
+    """Views of a uint8 buffer with the shapes and dtypes of the leaves of a tree."""
+    arrays, offset = [], 0
+    for leaf in jax.tree.leaves(memory.shapes(params)):
+        size = leaf.size * leaf.dtype.itemsize
+        arrays.append(buffer[offset : offset + size].view(leaf.dtype).reshape(leaf.shape))
+        offset += _padded_size(size)
+    return arrays
+
+
+def _write_leaves(arrays: Sequence[np.ndarray], params: PyTree) -> None:
+    """Copies the leaves of a tree to arrays of the same shapes."""
+    for array, leaf in zip(arrays, jax.tree.leaves(params), strict=True):
+        array[...] = leaf
+
+
+def _copy_tree(arrays: Sequence[np.ndarray], params: PyTree) -> PyTree:
+    """A tree like params of copies of the arrays.
+
+    JAX may use NumPy memory without copying it. It must not use memory that others change.
+    """
+    return jax.tree.unflatten(jax.tree.structure(params), [array.copy() for array in arrays])
+
+
+def _padded_size(size: int) -> int:
+    return -(-size // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES

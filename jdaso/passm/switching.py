@@ -22,8 +22,9 @@ class Phase(NamedTuple):
 def phases(switches: Sequence[int], processes: int) -> Callable[[int], Phase]:
     """The phases of PASSM+: ASSM and PASSM in turn, ASSM first (passm Sec. 4, Table 1).
 
-    The learning rate is scaled by (1 - 1/c) at each switch from ASSM to PASSM. The paper does not
-    say whether a switch back to ASSM undoes that. Here it does not.
+    The learning rate is scaled by (1 - 1/c) at each switch from ASSM to PASSM (Sec. 4). The paper
+    does not say whether a switch back to ASSM undoes that. Here it does not, so the factors of
+    several switches multiply.
 
     Args:
         switches: Steps of a process, counted from 0, at which the other method begins. They are at
@@ -65,9 +66,12 @@ def switches_around(
 ) -> list[int]:
     """The heuristic of PASSM+: ASSM first and around drops of the learning rate (passm Sec. 4).
 
-    The paper uses ASSM for the first quarter of the steps and for a tenth around the drops, about
-    half of all steps in total. That total, and Table 1, imply a tenth around each drop. Table 1
-    deviates in places and starts some trainings with 15 %. Pass its switches to repeat it exactly.
+    Sec. 4 uses ASSM for "roughly 25 %" of the steps at first and for "roughly 10 %" around the
+    drops, about half of all steps in total. That total, and Table 1, imply a tenth around each
+    drop. Table 1 deviates from this rule: for ResNet-20 the last window ends at the drop itself,
+    epoch 225 and not 240, so that ASSM has 40 % of the epochs, and for its three other trainings
+    with PASSM+ the first phase is 15 %, which makes 45 %. Pass the switches of the table to
+    :func:`passm_plus` to repeat it exactly.
 
     Args:
         drops: Steps at which the learning rate drops.
@@ -81,8 +85,10 @@ def switches_around(
     Raises:
         ValueError: For drops outside of the training, or shares outside [0, 1].
 
-    >>> switches_around([150, 225], total=300)  # Table 1, ResNet-20: 75, 135, 165, 210, 225
+    >>> switches_around([150, 225], total=300)  # Table 1 has 75, 135, 165, 210, 225
     [75, 135, 165, 210, 240]
+    >>> switches_around([60, 120, 160], total=200, first=0.15)  # Table 1, Shufflenet and others
+    [30, 50, 70, 110, 130, 150, 170]
     """
     check_whole("total", total, 1)
     for name, share in (("first", first), ("window", window)):

@@ -1,5 +1,6 @@
 """The steps of all methods: read shared parameters, compute, write (passm Algorithm 1)."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypedDict
@@ -13,8 +14,9 @@ from jdaso.core.consensus import broadcast, consensus
 from jdaso.core.exchange import Exchange
 from jdaso.core.fragments import part
 from jdaso.core.tree import all_finite, is_masked
-from jdaso.core.types import JdasoError, Leaves, PyTree
-from jdaso.core.validation import check_choice, check_positive, check_share
+from jdaso.core.types import JdasoError, Leaves, Number, PyTree
+from jdaso.core.validation import check_choice, check_positive, check_share, check_whole
+from jdaso.core.wire import sum_dtype
 from jdaso.passm.block_gradient import restricted_value_and_grad, with_leaves
 from jdaso.passm.layer_blocks import Block, check_blocks
 from jdaso.passm.memory import Memory
@@ -67,8 +69,11 @@ class Options(TypedDict, total=False):
 
     before: optax.GradientTransformation
     group: Exchange | None
+    batch_size: int | None
+    accumulate: int
     has_aux: bool
     nonfinite: str
+    seed: int
 
 
 def make_training(
@@ -81,45 +86,66 @@ def make_training(
     *,
     before: optax.GradientTransformation = _IDENTITY,
     group: Exchange | None = None,
+    batch_size: int | None = None,
+    accumulate: int = 1,
     has_aux: bool = False,
     nonfinite: str = "skip",
+    seed: int = 0,
 ) -> Training:
     """The training of a method; the other arguments are those of :func:`jdaso.passm.assm`."""
     check_share("momentum", momentum, below_one=True)
     if not callable(learning_rate):
         check_positive("learning_rate", learning_rate)
+    check_whole("accumulate", accumulate, 1)
     check_choice("nonfinite", nonfinite, ("skip", "raise"))
+    check_whole("seed", seed, 0)
     check_blocks(blocks, memory.params, memory.processes)
     _check_before(before, memory.params)
-    _check_group(memory, group)
-    memory.compare([f"{method.name}, block {i}: leaves {block}" for i, block in enumerate(blocks)])
-    everything = tuple(sorted(i for block in blocks for i in block))
-    positions = {True: everything, False: blocks[memory.process]}  # of the leaves, by Phase.whole
+    _check_group(memory, group, batch_size)
+    blocks, each = [tuple(sorted(block)) for block in blocks], len(blocks) // memory.processes
+    lines = [f"{method.name}, block {i}: leaves {block}" for i, block in enumerate(blocks)]
+    if each > 1:
+        lines.append(f"{method.name}, seed of the drawn blocks: {seed}")
+    memory.compare(lines)
+    shares = [blocks[c * each : (c + 1) * each] for c in range(memory.processes)]
+    leaves_of = [tuple(sorted(i for block in share for i in block)) for share in shares]
+    everything = tuple(sorted(i for share in leaves_of for i in share))
+    own = shares[memory.process]
     computes = {
-        whole: jax.jit(_compute(loss_fn, inside, momentum, before, group, has_aux))
-        for whole, inside in positions.items()
+        inside: jax.jit(
+            _compute(
+                _accumulated(restricted_value_and_grad(loss_fn, inside, has_aux), accumulate),
+                inside,
+                momentum,
+                before,
+                group,
+                batch_size or 1,
+            )
+        )
+        for whole in method.kinds
+        for inside in ([everything] if whole else own)
     }
-    # Each process starts with its own block, so that they do not queue for the same locks.
+    # Each process starts with its own leaves, so that they do not queue for the same locks.
     turns = [(memory.process + i) % memory.processes for i in range(memory.processes)]
 
     def init(*args: PyTree) -> State:
-        written = positions[True in method.kinds]
+        written = everything if True in method.kinds else leaves_of[memory.process]
         zeros = jax.tree.map(jnp.zeros_like, part(memory.params, list(written)))
         if args:
             leaves = jax.tree.leaves(zeros, is_leaf=is_masked)
-            for whole in method.kinds:
-                computes[whole](memory.read(), [leaves[i] for i in positions[whole]], 0.0, *args)
+            for inside, compute in computes.items():
+                compute(memory.read(), [leaves[i] for i in inside], 0.0, *args)
             memory.barrier()
         return State(0, zeros, 0)
 
     def step(state: State, *args: PyTree) -> tuple[State, Any]:
         phase = method.phase(state.step)
-        inside = positions[phase.whole]
+        inside = everything if phase.whole else _drawn(own, (seed, memory.process, state.step))
         rate = _rate_at(learning_rate, state.step) * phase.factor
         params = memory.read()
         leaves, structure = jax.tree.flatten(state.momentum, is_leaf=is_masked)
         old = [leaves[i] for i in inside]
-        value, new, updates, finite = computes[phase.whole](params, old, rate, *args)
+        value, new, updates, finite = computes[inside](params, old, rate, *args)
         if not (finite := bool(finite)) and nonfinite == "raise":
             raise JdasoError(
                 f"{method.name}: a subgradient of process {memory.process} is not finite at its "
@@ -128,8 +154,11 @@ def make_training(
             )
         if finite and memory.writes:
             update_at = dict(zip(inside, map(np.asarray, updates), strict=True))
-            for number in turns if phase.whole else [memory.process]:
-                memory.add(number, {i: update_at[i] for i in blocks[number]}, method.locked)
+            written = turns if phase.whole else [memory.process]
+            memory.add(
+                {c: {i: update_at[i] for i in leaves_of[c] if i in update_at} for c in written},
+                method.locked,
+            )
         momenta = with_leaves(structure, leaves, inside, new)
         return State(state.step + 1, momenta, state.skipped + (not finite)), value
 
@@ -145,7 +174,7 @@ def _check_before(before: optax.GradientTransformation, params: PyTree) -> None:
         )
 
 
-def _check_group(memory: Memory, group: Exchange | None) -> None:
+def _check_group(memory: Memory, group: Exchange | None, batch_size: int | None) -> None:
     members = 1 if group is None else group.num_nodes
     if members != memory.members:
         raise ValueError(
@@ -153,30 +182,92 @@ def _check_group(memory: Memory, group: Exchange | None) -> None:
             f"{members}: pass the same num_servers to shared_memory and server_group, and use "
             "group=jdaso.mpi_exchange(server_group(...))."
         )
+    if group is None:
+        if batch_size is not None:
+            raise ValueError(
+                f"batch_size weighs the subgradients of a group, got {batch_size} without a group; "
+                "give it together with group, or leave it out."
+            )
+    elif batch_size is None:
+        raise ValueError(
+            "group requires batch_size, the number of samples that this process computes in a "
+            "step, because the mean of the group is weighted by it; got None."
+        )
+    else:
+        check_whole("batch_size", batch_size, 1)
+
+
+def _drawn(blocks: Sequence[Block], seed: tuple[int, ...]) -> Block:
+    """The block of a step (passm Algorithm 1, line 3). It depends on nothing but its seed."""
+    if len(blocks) == 1:
+        return blocks[0]
+    return blocks[np.random.default_rng(seed).integers(len(blocks))]
+
+
+def _accumulated(value_and_grad: Callable, count: int) -> Callable:
+    """The mean of loss and subgradient over ``count`` stacked minibatches, one after the other."""
+    if count == 1:
+        return value_and_grad
+
+    def means(params: PyTree, *args: PyTree):
+        for leaf in jax.tree.leaves(args):
+            if jnp.shape(leaf)[:1] != (count,):
+                raise ValueError(
+                    f"accumulate={count} requires {count} minibatches, stacked along the first "
+                    f"axis of each array, got an array of shape {jnp.shape(leaf)}; reshape a batch "
+                    f"to ({count}, rows of a minibatch, ...)."
+                )
+        first = jax.tree.map(lambda x: x[0], args)
+        like = jax.eval_shape(value_and_grad, params, *first)[1]
+        zeros = jax.tree.map(lambda g: jnp.zeros(g.shape, sum_dtype(g.dtype)), like)
+        add = functools.partial(_add_subgradient, value_and_grad, params)
+        total, values = jax.lax.scan(add, zeros, args, length=count)
+        grads = jax.tree.map(lambda g, t: (t / count).astype(g.dtype), like, total)
+        if isinstance(values, tuple):
+            return (jnp.mean(values[0]), values[1]), grads
+        return jnp.mean(values), grads
+
+    return means
+
+
+def _add_subgradient(value_and_grad: Callable, params: PyTree, total: PyTree, args: PyTree):
+    value, grads = value_and_grad(params, *args)
+    return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), value
+
+
+def group_mean(group: Exchange, grads: PyTree, batch_size: Number) -> PyTree:
+    """The mean over the samples of all members (passm Eq. 9), who may have batches of any size.
+
+    A member whose subgradient is not finite is left out with its samples.
+    """
+    weight = jnp.float32(batch_size)
+    # In float32 at least, because the weights may be too large for float16.
+    weighted = jax.tree.map(lambda g: weight * g.astype(sum_dtype(g.dtype)), grads)
+    total, weights = consensus(group, (weighted, weight))
+    return jax.tree.map(lambda g, t: (t / weights).astype(g.dtype), grads, total)
 
 
 def _compute(
-    loss_fn: Callable,
+    value_and_grad: Callable,
     inside: Block,
     m: float,
     before: optax.GradientTransformation,
     group: Exchange | None,
-    has_aux: bool,
+    batch_size: int,
 ) -> Callable:
     """The computation of a step: momentum and update of the leaves at positions ``inside``."""
-    value_and_grad = restricted_value_and_grad(loss_fn, inside, has_aux)
 
     def compute(params: PyTree, momentum: Leaves, rate: jax.Array, *args: PyTree):
         if group is not None:
             params = broadcast(group, params)  # those that the server has read
         value, grads = value_and_grad(params, *args)
         if group is not None:
-            grads = consensus(group, grads)
+            grads = group_mean(group, grads, batch_size)
         within = part(params, list(inside))
         grads, _ = before.update(grads, before.init(within), within)
         subgradient = jax.tree.leaves(grads)
         finite = all_finite(subgradient)
-        # Algorithm 1, lines 7 and 8; with the new u, as in Eq. 2.
+        # Algorithm 1, lines 7 and 8; with the new u, as in Algorithm 2 and Eq. 2.
         after = [m * u + g.astype(u.dtype) for u, g in zip(momentum, subgradient, strict=True)]
         after = [jnp.where(finite, new, u) for new, u in zip(after, momentum, strict=True)]
         updates = [(-(1 - m) * rate * u).astype(u.dtype) for u in after]
