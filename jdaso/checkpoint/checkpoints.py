@@ -168,7 +168,7 @@ class Checkpoints:
         self._last_number = (self._last_number or 0) + 1
         if whole is not None:
             with self._write_errors():
-                self._orbax.save(path, part_tree(*whole, self._run))
+                self._orbax.save(path, part_tree(*whole, run=self._run))
                 self._has_saved = True
 
     def wait(self) -> None:

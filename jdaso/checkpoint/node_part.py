@@ -77,7 +77,7 @@ def part_tree(
     (['about', 'checksums', 'state'], (3,))
     """
     places = [i for i, name in enumerate(sorted(state)) if name in averaged]
-    about = {"format": np.int64(FORMAT), "run": np.int64(run)}
+    about: dict[str, Any] = {"format": np.int64(FORMAT), "run": np.int64(run)}
     about |= {"averaged": np.array(places, np.int64)} if places else {}
     groups: dict[str, Any] = {"state": state, "in_flight": posted_to_arrays(posted), "about": about}
     # orbax restores a scalar that is not an array as a Python number.

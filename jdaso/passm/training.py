@@ -201,7 +201,7 @@ def _drawn(blocks: Sequence[Block], seed: tuple[int, ...]) -> Block:
     """The block of a step (passm Algorithm 1, line 3). It depends on nothing but its seed."""
     if len(blocks) == 1:
         return blocks[0]
-    return blocks[np.random.default_rng(seed).integers(len(blocks))]
+    return blocks[int(np.random.default_rng(seed).integers(len(blocks)))]
 
 
 def _accumulated(value_and_grad: Callable, count: int) -> Callable:
