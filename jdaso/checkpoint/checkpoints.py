@@ -167,8 +167,9 @@ class Checkpoints:
         whole = gather_shards(self._node_comm, own)
         self._last_number = (self._last_number or 0) + 1
         if whole is not None:
+            arrays, in_flight, averaged = whole
             with self._write_errors():
-                self._orbax.save(path, part_tree(*whole, run=self._run))
+                self._orbax.save(path, part_tree(arrays, in_flight, averaged, self._run))
                 self._has_saved = True
 
     def wait(self) -> None:
