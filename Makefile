@@ -1,7 +1,8 @@
 # make demo   sets up .venv (MPI runtime included) and trains a ResNet with DASO on two processes
 # make demo-lm  trains a small language model with DiLoCo on two processes
 # make test-fast  runs the tests that need one process
-# make test   passes lint, types and the tests of a contributor; see tests/README.md
+# make test   runs the tests; see tests/README.md
+# make lint   checks style and types, with the exact versions of ruff and mypy that pyproject.toml names
 # make test-all  adds whole trainings, and compiles with optimizations
 # make docs   builds the documentation in docs/_build/html
 # make bench  prints two of the tables of bench/README.md
@@ -56,7 +57,7 @@ PYTEST := $(BIN)/python -m pytest --durations 15 -n
 test-fast: $(VENV)/.installed
 	$(PYTEST) 2 -m "not slow and not processes"
 
-test: lint
+test: $(VENV)/.installed
 	$(PYTEST) 3 $(BY_FILE) -m "not slow"
 
 test-all: lint
