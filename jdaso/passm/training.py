@@ -243,7 +243,10 @@ def group_mean(group: Exchange, grads: PyTree, batch_size: Number) -> PyTree:
     weight = jnp.float32(batch_size)
     # In float32 at least, because the weights may be too large for float16.
     weighted = jax.tree.map(lambda g: weight * g.astype(sum_dtype(g.dtype)), grads)
-    total, weights = consensus(group, (weighted, weight))
+    # A consensus leaves out what is not finite leaf by leaf. Here a process is left out as a whole.
+    finite = all_finite(jax.tree.leaves(weighted))
+    sent = jax.tree.map(lambda x: jnp.where(finite, x, jnp.nan), (weighted, weight))
+    total, weights = consensus(group, sent)
     return jax.tree.map(lambda g, t: (t / weights).astype(g.dtype), grads, total)
 
 
