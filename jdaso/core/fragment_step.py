@@ -9,12 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdaso.core.engine_config import EngineConfig, StepContext
-from jdaso.core.fragment_merge import (
-    arrive,
-    merge_anchor,
-    merge_fragment,
-    no_arrival,
-)
+from jdaso.core.fragment_merge import arrive, merge_anchor, merge_fragment, no_arrival
 from jdaso.core.fragment_post import post_fragment
 from jdaso.core.state import FragmentState
 from jdaso.core.tree import difference, where_tree
@@ -116,7 +111,7 @@ def step_fragment(
             fragment,
         )
         leaves, fragment, following = send(leaves, fragment)
-        # Not in a conditional, which would take more memory.
+        # Where nothing was due, what has arrived is not usable and the leaves stay as they are.
         leaves, state = merge_anchor(
             merge, num_params, leaves, fragment.merge, fragment.feedback.anchor, sound, arrived
         )
