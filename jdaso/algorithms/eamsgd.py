@@ -12,7 +12,7 @@ from jdaso.core.exchange import Exchange
 from jdaso.core.optimizer_step import apply_step
 from jdaso.core.state import find_state
 from jdaso.core.transformation import Averaging
-from jdaso.core.tree import is_float
+from jdaso.core.tree import is_float, is_masked
 from jdaso.core.types import PyTree, Schedule
 from jdaso.core.validation import check_share
 
@@ -131,7 +131,7 @@ def nesterov(name: str, inner: Averaging, learning_rate: Any, momentum: Any) -> 
         params = _map_floats(lambda y, x, m: y + (m - x), params, x, moved)
         return params, state._replace(averaging=averaging)
 
-    return Averaging(init, update, finish, EamsgdState, apply)
+    return Averaging(init, update, finish, EamsgdState, inner.exchange, apply)
 
 
 def eamsgd_eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
@@ -154,7 +154,12 @@ def eamsgd_eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
     >>> float(params + updates), float(jdaso.eamsgd_eval_params(state, params + updates))
     (2.5, 3.0)
     """
-    return _map_floats(jnp.subtract, params, _lead(find_state(EamsgdState, opt_state)))
+    # Inside a wrapper, the state has a placeholder for a leaf that another optimizer has.
+    return jax.tree.map(
+        lambda lead, y: y - lead if not is_masked(lead) and is_float(y) else y,
+        *(_lead(find_state(EamsgdState, opt_state)), params),
+        is_leaf=is_masked,
+    )
 
 
 def _lead(state: EamsgdState) -> PyTree:

@@ -124,7 +124,7 @@ def chain(
             old = _reset_if(in_flight, optimizer, old, merged)
         return merged, ChainState(old, inner)
 
-    return Averaging(init, update, finish, ChainState, apply)
+    return Averaging(init, update, finish, ChainState, averaging.exchange, apply)
 
 
 def _map_moments(

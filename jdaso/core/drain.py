@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
+import optax
+
 from jdaso.core.chain import ChainState
-from jdaso.core.state import AveragingState, find_state, find_states, map_states
+from jdaso.core.exchange import Exchange
+from jdaso.core.state import AveragingState, averaging_state, find_state, find_states, map_states
 from jdaso.core.transformation import Averaging
+from jdaso.core.tree import is_floating, is_masked
 from jdaso.core.types import PyTree
 
 
@@ -48,5 +55,29 @@ def drain(transformation: Averaging, opt_state: PyTree, params: PyTree) -> tuple
             "opt_state must belong to the transformation, got the state of a jdaso.chain that "
             "contains it: with tx = jdaso.chain(...), call jdaso.drain(tx, opt_state, params)."
         )
-    params, state = transformation.finish(params, find_state(transformation.state_type, opt_state))
+    state = find_state(transformation.state_type, opt_state)
+    own = _exchanged(transformation.exchange, averaging_state(state), params)
+    moved, state = transformation.finish(own, state)
+    params = jax.tree.map(
+        lambda new, old: old if is_masked(new) else new, *(moved, params), is_leaf=is_masked
+    )
     return params, map_states(transformation.state_type, lambda _: state, opt_state)
+
+
+def _exchanged(exchange: Exchange, state: AveragingState, params: PyTree) -> PyTree:
+    """The parameters, with placeholders for those that the state does not know.
+
+    Inside a wrapper such as ``optax.partition``, an averaging may have only some of them.
+    """
+    sent = [exchange.sent_leaves(fragment.exchange) for fragment in state.fragments]
+    if any(leaves is None for leaves in sent):
+        return params
+    names = {leaf.name for leaves in sent if leaves for leaf in leaves}
+
+    def choose(path: tuple[Any, ...], x: Any) -> Any:
+        name = jax.tree_util.keystr(path)
+        # With averaged moments, the names are those of a ParamsWithMoments.
+        known = not is_floating(x) or name in names or f".params{name}" in names
+        return x if known else optax.MaskedNode()
+
+    return jax.tree_util.tree_map_with_path(choose, params)

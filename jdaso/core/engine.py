@@ -103,9 +103,8 @@ def averaging(
         functools.partial(_move, config),
         moves_moments=merge.own_weight is not None,
     )
-    return link(
-        engine, functools.partial(init_state, config), jax.jit(functools.partial(_finish, config))
-    )
+    init, finish = functools.partial(init_state, config), functools.partial(_finish, config)
+    return link(engine, exchange, init, jax.jit(finish))
 
 
 def _guard(config: EngineConfig, grads: PyTree, state: AveragingState) -> jax.Array:

@@ -207,8 +207,8 @@ class Exchange(NamedTuple):
             those of an earlier state, which are then forgotten. Over MPI it warns if the nodes'
             ``params`` differ, unless they are None or traced. ``gradients`` says whether gradients
             are exchanged, and not parameters.
-        sent_leaves: ``(state) -> list`` of :class:`SentLeaf`, given a :class:`HostState`. None if
-            the state is not of this exchange.
+        sent_leaves: ``(state) -> list`` of :class:`SentLeaf`, given what ``init`` has returned.
+            None if the state is of another exchange, or traced.
         anyone: ``(flag) -> bool``, whether any node passed True in one call: this call, or over MPI
             the fourth before it. The answer is the same on all nodes. All nodes call it at the same
             steps, on the host, outside jit.
@@ -247,7 +247,7 @@ class Exchange(NamedTuple):
         _refuse_posted
     )
     restart: Callable[[int | None, PyTree, bool], None] = lambda total, params, gradients: None
-    sent_leaves: Callable[[HostState], list[SentLeaf] | None] = lambda state: None
+    sent_leaves: Callable[[PyTree], list[SentLeaf] | None] = lambda state: None
     anyone: Callable[[bool], bool] = lambda flag: flag
     keeps_sums: bool = False
     compares: bool = False

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jdaso.core.exchange import Exchange
 from jdaso.core.state import AveragingState
 from jdaso.core.sync_target import AFTER_UPDATE, BEFORE_UPDATE
 from jdaso.core.transformation import Averaging, Engine
@@ -184,6 +185,7 @@ def _where_finite(finite: jax.Array, updates: PyTree, params: PyTree) -> PyTree:
 
 def link(
     engine: Engine,
+    exchange: Exchange,
     init: Callable[[PyTree], AveragingState],
     finish: Callable[[PyTree, AveragingState], tuple[PyTree, AveragingState]],
 ) -> Averaging:
@@ -202,7 +204,7 @@ def link(
             _check_is_last(engine.name)
         return init(params)
 
-    return Averaging(checked_init, update, finish, AveragingState, engine=engine)
+    return Averaging(checked_init, update, finish, AveragingState, exchange, engine=engine)
 
 
 def _check_is_last(name: str) -> None:

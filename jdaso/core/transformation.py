@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import optax
 
+from jdaso.core.exchange import Exchange
 from jdaso.core.state import AveragingState
 from jdaso.core.sync_target import SyncTarget
 from jdaso.core.types import PyTree
@@ -39,6 +40,7 @@ class Averaging(optax.GradientTransformationExtraArgs):
     Attributes:
         finish: ``(params, state) -> (params, state)``, merges the exchanges in flight.
         state_type: type of the state that ``finish`` takes.
+        exchange: how it communicates.
         apply: ``(grads, state, params, **extra_args) -> (params, state)`` of a whole optimizer,
             which changes the parameters in place. None if an optimizer is missing.
         engine: for :func:`jdaso.chain`. None if there is nothing to chain.
@@ -46,13 +48,15 @@ class Averaging(optax.GradientTransformationExtraArgs):
 
     finish: Callable[[PyTree, Any], tuple[PyTree, Any]]
     state_type: type
+    exchange: Exchange
     apply: Callable[..., tuple[PyTree, Any]] | None
     engine: Engine | None
 
-    def __new__(cls, init, update, finish, state_type, apply=None, engine=None):
+    def __new__(cls, init, update, finish, state_type, exchange, apply=None, engine=None):
         self = super().__new__(cls, init, _compiled_outside_jit(update))
         self.finish = finish
         self.state_type = state_type
+        self.exchange = exchange
         self.apply = apply and _compiled_outside_jit(apply)
         self.engine = engine
         return self

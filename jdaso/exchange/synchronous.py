@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from jdaso.core.block_format import format_of
-from jdaso.core.exchange import FINITE, HEADER_SIZE, OWN, UNCOUNTED, Exchange
-from jdaso.core.tree import is_floating
+from jdaso.core.exchange import FINITE, HEADER_SIZE, OWN, UNCOUNTED, Exchange, SentLeaf
+from jdaso.core.tree import is_floating, named_floats
 from jdaso.core.types import Leaves, PyTree
 from jdaso.core.wire import check_wire, pack, sum_dtype, unpack, unpadded, wire_dtype
 
@@ -56,6 +56,11 @@ def stored_exchange(
         # A branch of vmap that is not taken must not find sums that are not finite.
         return StoredState(sums, jnp.zeros((HEADER_SIZE,), jnp.float32).at[FINITE].set(1))
 
+    def sent_leaves(state: PyTree) -> list[SentLeaf] | None:
+        if not isinstance(state, StoredState):
+            return None
+        return [SentLeaf(name, x.shape, x.dtype) for name, x in named_floats(state.sums)]
+
     def start(state, number, step, leaves, header, wire, relative=False):
         del step
         cast = [
@@ -85,5 +90,7 @@ def stored_exchange(
         return jax.tree.leaves(state.sums), state.header, state
 
     return Exchange(
-        num_nodes, check_wire("wire", wire), init, start, finish, broadcast, keeps_sums=True
+        *(num_nodes, check_wire("wire", wire), init, start, finish, broadcast),
+        sent_leaves=sent_leaves,
+        keeps_sums=True,
     )

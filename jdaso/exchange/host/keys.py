@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 
 from jdaso.core.exchange import HostState, SentLeaf
@@ -36,6 +37,8 @@ class Keys:
         return self._of_leaves[sent]
 
     def sent_leaves(self, state: HostState) -> list[SentLeaf] | None:
-        """The leaves of a state; None if it belongs to another exchange."""
+        """The leaves of a state; None if it belongs to another exchange, or is traced."""
+        if isinstance(state.key, jax.core.Tracer):
+            return None
         wanted = int(state.key)
         return next((list(sent) for sent, key in self._of_leaves.items() if key == wanted), None)
