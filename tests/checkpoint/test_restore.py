@@ -37,7 +37,7 @@ def restore(folder, like):
 def node_state(value, sound=True, **more):
     """The state of a node whose parameters have this value, after a step."""
     params = {"w": jnp.full(3, value)}
-    opt_state = TX.init(params)
+    opt_state = TX.init({"w": jnp.ones(3)})  # it refuses numbers that are not finite
     _, averaging = opt_state
     fragment = averaging.fragments[0]._replace(sound=jnp.array(sound))
     opt_state = opt_state._replace(averaging=averaging._replace(fragments=(fragment,)))
