@@ -16,7 +16,10 @@ from jdaso.core.types import JdasoError, Merge, Plan, PyTree, Schedule
 
 
 class EngineConfig(NamedTuple):
-    """The arguments of :func:`jdaso.core.averaging`, which document the fields."""
+    """The arguments of :func:`jdaso.core.averaging`, which document the fields.
+
+    ``moments_wire`` is that of :func:`jdaso.chain`, for what is exchanged besides parameters.
+    """
 
     name: str
     exchange: Exchange
@@ -27,6 +30,7 @@ class EngineConfig(NamedTuple):
     nonfinite: str
     fragments: Fragments
     sync_target: SyncTarget
+    moments_wire: str | None = None
 
 
 class StepContext(NamedTuple):

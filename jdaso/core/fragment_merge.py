@@ -18,14 +18,25 @@ from jdaso.core.tree import division_by, where_tree
 from jdaso.core.types import Arrival, Leaves, PyTree
 
 
+class MergeResult(NamedTuple):
+    """What a merge has found.
+
+    Attributes:
+        merged: bool, whether there was something to merge: a node has contributed, and the sums are
+            finite.
+        lost: bool, whether the sums were not finite.
+        losses: float32[2], sum and number of the losses of all nodes.
+    """
+
+    merged: jax.Array
+    lost: jax.Array
+    losses: jax.Array
+
+
 def merge_fragment(
     config: EngineConfig, step: jax.Array, num_params: int, leaves: Leaves, fragment: FragmentState
-) -> tuple[Leaves, FragmentState, jax.Array, jax.Array]:
-    """Waits for the sums of a posted fragment and merges them.
-
-    Returns the leaves, the fragment's state, whether the sums were not finite, and sum and number
-    of the losses of all nodes.
-    """
+) -> tuple[Leaves, FragmentState, MergeResult]:
+    """Waits for the sums of a posted fragment and merges them."""
     merge, exchange, feedback = config.merge, config.exchange, fragment.feedback
     state = split_state(merge.init, fragment.merge)
     reads = Dependence(leafwise=False, in_place=True)
@@ -60,7 +71,13 @@ def merge_fragment(
         merge=state.rebuild(lists, merged[-1][1]),
         feedback=feedback,
     )
-    return leaves, fragment, lost, header[1:3]
+    return leaves, fragment, MergeResult(~lost & (header[0] > 0), lost, header[1:3])
+
+
+def skip_merge(leaves: PyTree, fragment: PyTree) -> tuple[PyTree, PyTree, MergeResult]:
+    """Changes nothing."""
+    no = jnp.zeros((), bool)
+    return leaves, fragment, MergeResult(no, no, jnp.zeros((2,), jnp.float32))
 
 
 class _Posted(NamedTuple):
@@ -138,12 +155,15 @@ def _means(
 ) -> tuple[Leaves, Lists]:
     """The means of what :func:`_collect` has returned, and the new residual and anchor."""
     exchange, feedback = posted.config.exchange, posted.fragment.feedback
+    divide = division_by(jnp.maximum(members, 1))
     if not feedback:
-        return [*map(division_by(jnp.maximum(members, 1)), arrived)], []
+        return [*map(divide, arrived)], []
+    residual, anchor = feedback.residual[part], posted.anchor[part]
+    count, both = len(residual), len(posted.leaves[part])  # parameters, and moments as well
+    of_moments = [*map(divide, arrived[count:both])]
     if exchange.feedback is not None:
-        means, residual = arrived[: len(arrived) // 2], arrived[len(arrived) // 2 :]
-        return means, [residual, means]
-    expand = exchange.per_shard(decompress, part)
-    old = feedback.residual[part], posted.anchor[part]
-    means, residual, moved = expand(arrived, members, feedback.block_bits, *old)
-    return means, [residual, moved[: len(feedback.anchor[part])]]
+        means, residual = arrived[:count], arrived[both:]
+        return [*means, *of_moments], [residual, means]
+    expand = exchange.per_shard(decompress, slice(part.start, part.start + count))
+    means, residual, moved = expand(arrived[:count], members, feedback.block_bits, residual, anchor)
+    return [*means, *of_moments], [residual, moved[: len(feedback.anchor[part])]]

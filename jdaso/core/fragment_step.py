@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdaso.core.engine_config import EngineConfig, StepContext
-from jdaso.core.fragment_merge import merge_fragment
+from jdaso.core.fragment_merge import merge_fragment, skip_merge
 from jdaso.core.fragment_post import post_fragment
 from jdaso.core.state import FragmentState
 from jdaso.core.tree import difference
@@ -24,11 +24,13 @@ class FragmentResult(NamedTuple):
         left_out: int32, exchanges without this node, or with a sum that is not finite.
         losses: float32[2], sum and number of the losses of all nodes if a blocking exchange has
             ended, otherwise zeros.
+        merged: bool, whether the leaves have been merged with a mean.
     """
 
     number: jax.Array
     left_out: jax.Array
     losses: jax.Array
+    merged: jax.Array
 
 
 def step_fragment(
@@ -48,12 +50,11 @@ def step_fragment(
     def collect(leaves, fragment):
         return merge_fragment(config, context.step, num_params, leaves, fragment)
 
-    def skip(leaves, fragment):
-        return leaves, fragment, jnp.zeros((), bool), jnp.zeros((2,), jnp.float32)
-
     lost = context.due & context.post  # of an exchange that another schedule has posted
+    merged = jnp.zeros((), bool)
     if config.schedule.may_delay:
-        leaves, fragment, lost, _ = lax.cond(context.due, collect, skip, leaves, fragment)
+        leaves, fragment, late = lax.cond(context.due, collect, skip_merge, leaves, fragment)
+        lost, merged = late.lost, late.merged
     leaves, fragment, number = lax.cond(
         context.post,
         lambda x, f: post_fragment(config, context, num_params, x, f, number),
@@ -65,10 +66,11 @@ def step_fragment(
     losses = jnp.zeros((2,), jnp.float32)
     if config.schedule.may_block:
         at_once = context.post & (context.plan.delay == 0)
-        leaves, fragment, lost_now, losses = lax.cond(at_once, collect, skip, leaves, fragment)
-        lost = lost.astype(jnp.int32) + lost_now
+        leaves, fragment, now = lax.cond(at_once, collect, skip_merge, leaves, fragment)
+        lost = lost.astype(jnp.int32) + now.lost
+        merged, losses = merged | now.merged, now.losses
     left_out = lost.astype(jnp.int32) + unsound
-    return leaves, fragment, FragmentResult(number, left_out, losses)
+    return leaves, fragment, FragmentResult(number, left_out, losses, merged)
 
 
 def step_updates(
@@ -104,5 +106,10 @@ def skip_fragment(
     return (
         leaves,
         fragment,
-        FragmentResult(number, jnp.zeros((), jnp.int32), jnp.zeros((2,), jnp.float32)),
+        FragmentResult(
+            number,
+            jnp.zeros((), jnp.int32),
+            jnp.zeros((2,), jnp.float32),
+            jnp.zeros((), bool),
+        ),
     )
