@@ -36,7 +36,7 @@ from jdaso.core.exchange import Exchange
 from jdaso.core.state import averaging_state
 from jdaso.core.transformation import Averaging
 from jdaso.core.types import PyTree
-from jdaso.core.wire import wire_dtype, wire_shape
+from jdaso.core.wire import wire_dtypes, wire_shape
 from jdaso.exchange.axis import axis_exchange
 
 AXIS = "node"
@@ -181,7 +181,8 @@ def counting(exchange: Exchange) -> Exchange:
         return CountingState(exchange.init(params), jnp.zeros((), jnp.uint32))
 
     def start(state, number, step, leaves, header, wire, **options):
-        size = sum(_wire_bytes(x, wire_dtype(x.dtype, wire)) for x in leaves)
+        dtypes = wire_dtypes([x.dtype for x in leaves], wire)
+        size = sum(_wire_bytes(x, dtype) for x, dtype in zip(leaves, dtypes, strict=True))
         sent = 2 * (exchange.num_nodes - 1) * size // exchange.num_nodes
         sent_now = number, step, leaves, header, wire
         inner, number = exchange.start(state.exchange, *sent_now, **options)

@@ -22,7 +22,8 @@ InFlight = dict[Key, PostedExchange]
 def posted_to_arrays(posted: InFlight) -> dict[str, Any]:
     """Exchanges in flight as named arrays.
 
-    >>> sorted(posted_to_arrays({(0, 7): PostedExchange(3, np.zeros(3, "f4"), [np.ones(2)])}))
+    >>> exchange = PostedExchange(3, np.zeros(3, "f4"), [np.ones(2)], block_bits=(0,))
+    >>> sorted(posted_to_arrays({(0, 7): exchange}))
     ['0.7.block_bits', '0.7.header', '0.7.leaf.0', '0.7.relative', '0.7.step']
     """
     arrays: dict[str, Any] = {}
@@ -30,7 +31,7 @@ def posted_to_arrays(posted: InFlight) -> dict[str, Any]:
         name = f"{position}.{number}"
         arrays[f"{name}.step"] = np.int64(exchange.step)
         arrays[f"{name}.header"] = exchange.header
-        arrays[f"{name}.block_bits"] = np.int64(exchange.block_bits)
+        arrays[f"{name}.block_bits"] = np.array(exchange.block_bits, np.int64)
         arrays[f"{name}.relative"] = np.bool_(exchange.relative)
         arrays |= {f"{name}.leaf.{i}": leaf for i, leaf in enumerate(exchange.leaves)}
     return arrays
@@ -47,7 +48,7 @@ def arrays_to_posted(arrays: dict[str, np.ndarray]) -> InFlight:
         if missing := [field for field in fields if f"{name}.{field}" not in left]:
             raise ValueError(f"exchange {name} lacks the array {missing[0]!r}")
         step, header, bits, relative, *leaves = (left.pop(f"{name}.{field}") for field in fields)
-        scalars = all(x.shape == () for x in (step, bits, relative))
+        scalars = all(x.shape == () for x in (step, relative))
         if not scalars or header.shape != (HEADER_SIZE,):
             raise ValueError(
                 f"exchange {name} must have scalars and a header of shape ({HEADER_SIZE},), got "
@@ -55,10 +56,13 @@ def arrays_to_posted(arrays: dict[str, np.ndarray]) -> InFlight:
             )
         if not np.isfinite(agreed := header[-len(AGREEMENT_NAMES) :]).all():
             raise ValueError(f"exchange {name} must have finite agreement numbers, got {agreed}")
-        if int(bits) not in WIRE_OF_BITS:
-            raise ValueError(f"exchange {name} must have block_bits of 0, 4 or 8, got {bits}")
+        block_bits = tuple(map(int, bits.flat))
+        if len(block_bits) != count or not {*block_bits} <= WIRE_OF_BITS.keys():
+            raise ValueError(
+                f"exchange {name} must have block_bits of 0, 4 or 8 for each leaf, got {bits}"
+            )
         posted[position, number] = PostedExchange(
-            int(step), header, leaves, int(bits), bool(relative)
+            int(step), header, leaves, block_bits, bool(relative)
         )
     if left:
         raise ValueError(f"{min(left)} belongs to no exchange")
@@ -68,15 +72,19 @@ def arrays_to_posted(arrays: dict[str, np.ndarray]) -> InFlight:
 def describe_posted(posted: InFlight) -> dict[str, str]:
     """By name, a text of everything in an exchange that must be equal on all nodes.
 
-    >>> describe_posted({(0, 7): PostedExchange(3, np.zeros(HEADER_SIZE, "f4"), [np.ones(2)])})
+    >>> exchange = PostedExchange(3, np.zeros(HEADER_SIZE, "f4"), [np.ones(2)], block_bits=(0,))
+    >>> describe_posted({(0, 7): exchange})
     {'0.7': 'step 3, [0, 0, 0, 0, 0], 1 leaf (20e9ac1a)'}
     """
     texts = {}
     for (position, number), (step, header, leaves, bits, relative) in posted.items():
         agreed = [int(x) for x in header[-len(AGREEMENT_NAMES) :]]
-        checksum = zlib.crc32("; ".join(f"{x.dtype.name}{x.shape}" for x in leaves).encode())
+        each = zip(leaves, bits, strict=True)
+        sent = "; ".join(f"{x.dtype.name}{x.shape}" + f" in {n} bits" * (n > 0) for x, n in each)
+        checksum = zlib.crc32(sent.encode())
         what = "1 leaf" if len(leaves) == 1 else f"{len(leaves)} leaves"
-        what += f" in {WIRE_OF_BITS[bits]}" * (bits > 0) + ", relative" * relative
+        most = max(bits, default=0)
+        what += f" in {WIRE_OF_BITS[most]}" * (most > 0) + ", relative" * relative
         texts[f"{position}.{number}"] = f"step {step}, {agreed}, {what} ({checksum:08x})"
     return texts
 
@@ -99,7 +107,8 @@ def other_bits(arrays: dict[str, np.ndarray], posted: InFlight) -> list[str]:
     texts = []
     for key, fragment in awaited_names(arrays):
         said = arrays.get(f"{fragment}.feedback.block_bits", np.zeros(()))  # without feedback
-        if key in posted and (bits := posted[key].block_bits) != said.max():
+        # The parameters, which come first, have the bits of the state, and moments have 0.
+        if key in posted and (bits := max(posted[key].block_bits, default=0)) != said.max():
             texts.append(
                 f"exchange {key[1]} has block_bits of {bits}, {fragment} of {int(said.max())}"
             )

@@ -22,7 +22,7 @@ from jdaso.checkpoint.in_flight import InFlight, arrays_to_posted, posted_to_arr
 from jdaso.core.types import JdasoError
 
 #: The format of parts. It changes when an older version of jdaso could not read them rightly.
-FORMAT = 1
+FORMAT = 2
 _GROUPS = ("state", "in_flight", "about")
 _MAX_ERROR_LENGTH = 300  # characters of an error of orbax
 # The dtypes that orbax writes in all of its versions.

@@ -35,6 +35,7 @@ from jdaso.core.transformation import Averaging, Engine
 from jdaso.core.tree import conditional, finite_leaves, float_leaves, named_floats, where_tree
 from jdaso.core.types import Merge, PyTree, Schedule
 from jdaso.core.validation import check_choice, check_fragments, check_schedule
+from jdaso.core.wire import sum_dtype
 
 
 def averaging(
@@ -124,6 +125,7 @@ def _move(
     value: Any = None,
     replicated: PyTree = (),
     origin: PyTree = None,
+    moments_wire: str | None = None,
 ) -> tuple[PyTree, AveragingState]:
     """Merges and posts what is due, in one conditional that leaves the tree in place.
 
@@ -133,11 +135,13 @@ def _move(
         value: the loss, or None.
         replicated: arrays that must be the same on all nodes.
         origin: the parameters, if the tree has updates in their place.
+        moments_wire: as in :func:`jdaso.chain`.
 
     Returns:
         The tree and the new state. If ``origin`` is given, the tree holds updates, and ``origin``
         plus the updates are the merged parameters.
     """
+    config = config._replace(moments_wire=moments_wire)
     target = config.sync_target
     leaves, treedef = jax.tree.flatten(tree)
     started = state.step >= target.schedule_lag
@@ -167,6 +171,7 @@ def _move(
 
     def exchange(parts, fragments, number):
         left_out, observed = jnp.zeros((), jnp.int32), jnp.zeros((2,), jnp.float32)
+        merged = jnp.zeros((), bool)
         for i, context in enumerate(contexts):
             step = steps[i]
             if len(contexts) > 1:  # of one fragment, the conditional around all is enough
@@ -174,8 +179,9 @@ def _move(
                 step = functools.partial(lax.cond, active, step, skip_fragment)
             parts[i], fragments[i], result = step(parts[i], fragments[i], number)
             number, left_out = result.number, left_out + result.left_out
+            merged = merged | result.merged
             observed = result.losses if i == 0 else observed
-        return parts, fragments, FragmentResult(number, left_out, observed)
+        return parts, fragments, FragmentResult(number, left_out, observed, merged)
 
     active = jnp.stack([context.due | context.post for context in contexts]).any()
     parts = [[leaves[i] for i in positions] for positions in positions_of]
@@ -186,8 +192,6 @@ def _move(
         for i, x in zip(positions, part_leaves, strict=True):
             leaves[i] = x
 
-    posts = jnp.stack([context.post for context in contexts]).any()
-    merged = jnp.stack([context.due for context in contexts]).any() | (posts & (plan.delay == 0))
     # Sum and number of the epoch's losses over all nodes have the same bits on every node.
     observes = plan.epoch_end & ~plan.blocking & (result.losses[1] > 0)
     observed = config.schedule.observe(
@@ -198,7 +202,7 @@ def _move(
         exchanges=result.number,
         skipped=state.skipped + ~finite,
         left_out=state.left_out + result.left_out,
-        merged=merged,
+        merged=result.merged,
         plan=plan,
         losses=jnp.where(plan.epoch_end, 0.0, losses) + (loss if target.schedule_lag else 0.0),
         schedule=where_tree(observes, observed, scheduled),
@@ -211,25 +215,27 @@ def _finish(
     config: EngineConfig, params: PyTree, state: AveragingState
 ) -> tuple[PyTree, AveragingState]:
     xs, treedef = jax.tree.flatten(params)
-    new_fragments, left_out = [], state.left_out
+    new_fragments, left_out, merged = [], state.left_out, jnp.zeros((), bool)
+    in_flight = jnp.stack([fragment.posted for fragment in state.fragments]).any()
     positions_of = float_positions(params, config.fragments)
     for positions, fragment in zip(positions_of, state.fragments, strict=True):
         own, count = _bound(config, params, positions)
-        merged, fragment, arrived = lax.cond(
+        leaves, fragment, arrived = lax.cond(
             fragment.posted,
             lambda x, f, n=count, c=own: merge_fragment(c, state.step, n, x, f),
             lambda x, f: (x, f, no_arrival()),
             [xs[i] for i in positions],
             fragment,
         )
-        left_out = left_out + arrived.lost
+        left_out, merged = left_out + arrived.lost, merged | arrived.usable
         fragment = fragment._replace(
             posted=jnp.zeros((), bool), sound=fragment.sound | fragment.posted
         )
-        for i, x in zip(positions, merged, strict=True):
+        for i, x in zip(positions, leaves, strict=True):
             xs[i] = x
         new_fragments.append(fragment)
-    state = state._replace(fragments=tuple(new_fragments), left_out=left_out)
+    merged = jnp.where(in_flight, merged, state.merged)
+    state = state._replace(fragments=tuple(new_fragments), left_out=left_out, merged=merged)
     return jax.tree.unflatten(treedef, xs), state
 
 
@@ -246,10 +252,13 @@ def _step(
 
 def _bound(config: EngineConfig, tree: PyTree, positions: list[int]) -> tuple[EngineConfig, int]:
     """The configuration with the exchange of some leaves, and how many of them are parameters."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    names = [jax.tree_util.keystr(leaves[i][0]) for i in positions]
-    exchange = config.exchange.bound(names, [leaves[i][1] for i in positions])
+    named = jax.tree_util.tree_leaves_with_path(tree)
+    names = [jax.tree_util.keystr(named[i][0]) for i in positions]
     count = sum(i < num_parameters(tree) for i in positions)
+    leaves: list[Any] = [named[i][1] for i in positions]
+    # Moments are posted in the dtype of their sum.
+    leaves[count:] = [jax.ShapeDtypeStruct(x.shape, sum_dtype(x.dtype)) for x in leaves[count:]]
+    exchange = config.exchange.bound(names, leaves)
     return config._replace(exchange=exchange, names=tuple(names)), count
 
 

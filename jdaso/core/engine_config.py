@@ -18,7 +18,10 @@ from jdaso.core.types import JdasoError, Merge, Plan, PyTree, Schedule
 
 
 class EngineConfig(NamedTuple):
-    """The arguments of :func:`jdaso.core.averaging`, which document the fields."""
+    """The arguments of :func:`jdaso.core.averaging`, which document the fields.
+
+    ``moments_wire`` is that of :func:`jdaso.chain`, for what is exchanged besides parameters.
+    """
 
     name: str
     exchange: Exchange
@@ -30,6 +33,7 @@ class EngineConfig(NamedTuple):
     fragments: Fragments
     sync_target: SyncTarget
     names: tuple[str, ...] = ()  # of the leaves to which the exchange is bound
+    moments_wire: str | None = None
 
 
 class StepContext(NamedTuple):

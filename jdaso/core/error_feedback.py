@@ -61,7 +61,8 @@ class Feedback(NamedTuple):
     which keeps their mean the same. Exchanges in flight are dropped with their residuals.
 
     Attributes:
-        residual: r, like the exchanged leaves, in their ``sum_dtype``.
+        residual: r, like the parameters or gradients, in their ``sum_dtype``. The optimizer's
+            moments are never on these wires.
         anchor: a, like ``residual``. Empty for gradients, and where the merge rule has one.
         block_bits: int32, bits of a number in the exchange in flight, or else in the last one:
             8 for int8, 4 for float4, 0 for other wires.

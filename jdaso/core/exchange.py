@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jdaso.core.types import Leaves, Number, PyTree
+from jdaso.core.wire import Wire
 
 #: Names of the quantities that must be equal on all nodes, as error messages show them. The
 #: function :func:`jdaso.core.consistency.agreement_numbers` computes one number for each.
@@ -37,15 +38,15 @@ class PostedExchange(NamedTuple):
         step: optimizer step after which the exchange was posted.
         header: float32[HEADER_SIZE].
         leaves: arrays in their wire dtypes, float32 for int8 and float4.
-        block_bits: 8 for the wire int8, 4 for float4, 0 for others. Blocks depend on the sharding
-            of the leaves.
+        block_bits: for each leaf 8 for the wire int8, 4 for float4, 0 for others. Blocks depend on
+            the sharding of the leaves.
         relative: as in ``start`` of :class:`jdaso.Exchange`.
     """
 
     step: int
     header: np.ndarray
     leaves: list[np.ndarray]
-    block_bits: int = 0
+    block_bits: tuple[int, ...]
     relative: bool = False
 
 
@@ -147,7 +148,8 @@ class PartOperations(NamedTuple):
 class FeedbackOperations(NamedTuple):
     """How an exchange computes error feedback while it copies; see ``error_feedback.py``.
 
-    Residuals change in their places, and anchors unless they are kept.
+    Residuals change in their places, and anchors unless they are kept. They belong to the first
+    leaves, the parameters. The other leaves, the optimizer's moments, have none.
 
     Attributes:
         supports: ``(wire) -> bool``, whether this holds for a wire.
@@ -156,12 +158,13 @@ class FeedbackOperations(NamedTuple):
             of the wire to use. One call for all wires changes the residuals in place, which a
             ``lax.switch`` with a call in each branch does not.
         finish: ``(state, number, like, part, block_bits, residual, anchor, keep) -> (means,
-            residual, header, state)`` for a part of the leaves. Unless ``keep``, the means take the
-            places of the anchors. If the sums are not finite, or no node has contributed, the means
-            are the anchors and nothing changes.
+            residual, header, state)`` for a part of the leaves. Leaves without a residual have sums
+            in place of means. Unless ``keep``, the means take the places of the anchors. If the
+            sums are not finite, or no node has contributed, the means are the anchors and nothing
+            changes.
     """
 
-    supports: Callable[[str | None], bool]
+    supports: Callable[[Wire], bool]
     start: Callable[..., tuple[PyTree, Number, Leaves]]
     finish: Callable[..., tuple[Leaves, Leaves, jax.Array, PyTree]]
 
@@ -180,7 +183,8 @@ class Exchange(NamedTuple):
         start: ``(state, number, step, leaves, header, wire) -> (state, next_number)``. ``number``
             (int32) counts the exchanges and is equal on all nodes. The Python int ``UNCOUNTED``
             stands for an exchange that is finished immediately. ``step`` (int32) must also be
-            equal on all nodes. Unless ``header[0]`` is 1, this node's leaves count as zeros,
+            equal on all nodes. ``wire`` is a dtype name or None for all leaves, or a tuple with one
+            for each leaf. Unless ``header[0]`` is 1, this node's leaves count as zeros,
             whatever they contain. With ``relative=True``, where m nodes contribute, the
             sums are ``sum_i x_i - m x``, and x is what this node has sent, as rounded on the wire.
             int8 and float4 exclude it.

@@ -16,7 +16,7 @@ from jdaso.core.parts import Lists, finish_in_parts, joined
 from jdaso.core.state import FragmentState
 from jdaso.core.tree import division_by, where_tree
 from jdaso.core.types import Arrival, Leaves, Merge, PyTree
-from jdaso.core.wire import round_to
+from jdaso.core.wire import round_to, sum_dtype
 
 
 class Arrived(NamedTuple):
@@ -25,7 +25,7 @@ class Arrived(NamedTuple):
     Attributes:
         members: float32, the number of nodes that have contributed.
         age: int32, steps since the exchange was posted.
-        usable: bool, whether the sums are finite and not empty.
+        usable: bool, whether the sums are finite, not empty and not obsolete.
         lost: bool, whether the sums are not finite.
         losses: float32[2], sum and number of the losses of all nodes.
     """
@@ -93,20 +93,27 @@ def merge_fragment(
         exchange=exchange_state, merge=state.rebuild(lists, merged[-1][1]), feedback=feedback
     )
     usable = ~lost & (header[0] > 0)
+    if obsolete is not None:
+        usable &= ~obsolete
     return leaves, fragment, Arrived(header[0], fragment.age, usable, lost, header[1:3])
 
 
 def arrive(
     config: EngineConfig, step: jax.Array, leaves: Leaves, fragment: FragmentState
-) -> tuple[FragmentState, Arrived]:
-    """Waits for sums that move the anchor of the error feedback, for :func:`merge_anchor`."""
+) -> tuple[FragmentState, Leaves, Arrived]:
+    """Waits for sums that move the anchor of the error feedback, for :func:`merge_anchor`.
+
+    Returns the fragment, the means of the moments, which have no anchor, and what has arrived.
+    """
     exchange, feedback = config.exchange, fragment.feedback
     state = split_state(config.merge.init, fragment.merge)
     posted = _Posted(config, 0, leaves, fragment, state, feedback.anchor, None)
     copied: list[Lists] = []
+    moments: Leaves = []
 
     def move(part: slice, arrived: Leaves, header: jax.Array) -> Lists:
-        _, new = _means(posted, part, arrived, header[0])
+        means, new = _means(posted, part, arrived, header[0])
+        moments.extend(means[len(feedback.anchor[part]) :])
         if posted.copied:
             copied.append(new)
             return []
@@ -122,7 +129,14 @@ def arrive(
     usable = ~lost & (header[0] > 0)
     feedback = Feedback(residual, anchor, feedback.block_bits, feedback.anchor_ready | usable)
     arrived = Arrived(header[0], fragment.age, usable, lost, header[1:3])
-    return fragment._replace(exchange=exchange_state, feedback=feedback), arrived
+    return fragment._replace(exchange=exchange_state, feedback=feedback), moments, arrived
+
+
+def nothing_arrives(leaves: Leaves, fragment: FragmentState) -> tuple:
+    """Stands for :func:`arrive` where nothing is due."""
+    moments = leaves[len(fragment.feedback.anchor) :]
+    zeros = [jnp.zeros_like(x, sum_dtype(x.dtype)) for x in moments]
+    return fragment, zeros, no_arrival()
 
 
 def merge_anchor(
@@ -134,9 +148,10 @@ def merge_anchor(
     sound: jax.Array,
     arrived: Arrived,
 ) -> tuple[Leaves, PyTree]:
-    """Merges the means that have become the anchor. Returns the leaves and the rule's state.
+    """Merges means, of which those of the parameters have become the anchor.
 
-    ``sound`` is that of the fragment when the sums arrived.
+    Returns the leaves and the rule's state. ``sound`` is that of the fragment when the sums
+    arrived.
     """
     members = arrived.members
     total = [members.astype(m.dtype) * m for m in mean]
@@ -237,12 +252,15 @@ def _means(
 ) -> tuple[Leaves, Lists]:
     """The means of what :func:`_collect` has returned, and the new residual and anchor."""
     exchange, feedback = posted.config.exchange, posted.fragment.feedback
+    divide = division_by(jnp.maximum(members, 1))
     if not feedback:
-        return [*map(division_by(jnp.maximum(members, 1)), arrived)], []
+        return [*map(divide, arrived)], []
+    residual, anchor = feedback.residual[part], posted.anchor[part]
+    count, both = len(residual), len(posted.leaves[part])  # parameters, and moments as well
+    of_moments = [*map(divide, arrived[count:both])]
     if exchange.feedback is not None:
-        means, residual = arrived[: len(arrived) // 2], arrived[len(arrived) // 2 :]
-        return means, [residual, means]
-    expand = exchange.per_shard(decompress, part)
-    old = feedback.residual[part], posted.anchor[part]
-    means, residual, moved = expand(arrived, members, feedback.block_bits, *old)
-    return means, [residual, moved[: len(feedback.anchor[part])]]
+        means, residual = arrived[:count], arrived[both:]
+        return [*means, *of_moments], [residual, means]
+    expand = exchange.per_shard(decompress, slice(part.start, part.start + count))
+    means, residual, moved = expand(arrived[:count], members, feedback.block_bits, residual, anchor)
+    return [*means, *of_moments], [residual, moved[: len(feedback.anchor[part])]]

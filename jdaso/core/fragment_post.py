@@ -16,9 +16,9 @@ from jdaso.core.engine_config import EngineConfig, StepContext, stop_unless_fini
 from jdaso.core.error_feedback import FIRST_WIRE, Feedback, anchors, compress
 from jdaso.core.exchange import AGREEMENT_NAMES
 from jdaso.core.state import FragmentState
-from jdaso.core.tree import finite_leaves
+from jdaso.core.tree import finite_leaves, widened
 from jdaso.core.types import Leaves, Plan, PyTree
-from jdaso.core.wire import block_bits, describe_narrow_wires, round_to, wire_dtype
+from jdaso.core.wire import Wire, block_bits, describe_narrow_wires, round_to, wire_dtypes
 
 
 def post_fragment(
@@ -36,16 +36,17 @@ def post_fragment(
     merge = config.merge
     params, moments = leaves[:num_params], leaves[num_params:]
     message, new_state = merge.message(params, fragment.merge)
-    message = [*message, *moments]
+    message = [*message, *widened(moments)]  # in 16 bits, what is small may become 0
     agreement = _agreement(config, context, fragment)
 
     wires, choice = _wire_choice(config, context.plan, fragment.feedback)
+    each = [_wire_of_leaves(config, wire, num_params, len(leaves)) for wire in wires]
     check = functools.partial(_check, config, context.step, message, fragment.sound)
-    contribution = lax.switch(choice, [functools.partial(check, wire) for wire in wires])
+    contribution = lax.switch(choice, [functools.partial(check, wire) for wire in each])
     sound = contribution > 0
     header = jnp.concatenate([contribution.astype(jnp.float32)[None], context.losses, agreement])
     sent = _Message(number, context.step, message, header)
-    exchange_state, following, feedback = _send(config, fragment, sent, wires, choice)
+    exchange_state, following, feedback = _send(config, fragment, sent, wires, each, choice)
     if config.exchange.parts is not None:
         # ``after`` makes the leaves depend on the post, so that later moves change them in place.
         whole = slice(0, len(leaves))
@@ -71,11 +72,21 @@ def post_fragment(
     return [*moved, *moments], fragment, following
 
 
+def _wire_of_leaves(config: EngineConfig, wire: str | None, num_params: int, count: int) -> Wire:
+    """The wire of all leaves, or one for each if there are moments, which have their own."""
+    moments = (config.moments_wire,) * (count - num_params)
+    return (*[wire] * num_params, *moments) if moments else wire
+
+
 def _check(
-    config: EngineConfig, step: jax.Array, message: Leaves, sound: jax.Array, wire: str | None
+    config: EngineConfig,
+    step: jax.Array,
+    message: Leaves,
+    sound: jax.Array,
+    wire: Wire,
 ) -> jax.Array:
     """The first number of the header, int32; a node contributes if its message is finite."""
-    wires = [wire_dtype(x.dtype, wire) for x in message]
+    wires = wire_dtypes([x.dtype for x in message], wire)
     leaves = [_like_on_wire(x, dtype) for x, dtype in zip(message, wires, strict=True)]
     finite = config.exchange.all_devices(finite_leaves(leaves))
     narrow = describe_narrow_wires(wires)
@@ -97,9 +108,10 @@ def _send(
     fragment: FragmentState,
     sent: _Message,
     wires: list[str | None],
+    each: list[Wire],
     choice: jax.Array,
 ) -> tuple[PyTree, jax.Array, Feedback | tuple[()]]:
-    """Posts a message on the chosen wire.
+    """Posts a message on the chosen one of ``wires``. ``each`` has the wires of the leaves for it.
 
     Returns the state of the exchange, the number of the next one, and the feedback.
     """
@@ -111,25 +123,27 @@ def _send(
             return exchange.start(state, *sent, wire, **options)
 
         state, following = lax.switch(
-            choice, [functools.partial(start, wire) for wire in wires], fragment.exchange
+            choice, [functools.partial(start, wire) for wire in each], fragment.exchange
         )
         return state, following, feedback
 
     anchor = anchors(config.merge, fragment.merge, feedback)
+    count = len(feedback.residual)  # of the parameters; moments have no feedback
 
-    def start_compressed(wire, state, residual):
-        run = exchange.per_shard(functools.partial(compress, wire), slice(0, len(sent.leaves)))
-        rounded, residual = run(sent.header[0] > 0, sent.leaves, residual, anchor)
-        return *exchange.start(state, *sent._replace(leaves=rounded), wire), residual
+    def start_compressed(wire, of_leaves, state, residual):
+        run = exchange.per_shard(functools.partial(compress, wire), slice(0, count))
+        rounded, residual = run(sent.header[0] > 0, sent.leaves[:count], residual, anchor)
+        message = sent._replace(leaves=[*rounded, *sent.leaves[count:]])
+        return *exchange.start(state, *message, of_leaves), residual
 
-    if copied is not None and all(map(copied.supports, wires)):
+    if copied is not None and all(map(copied.supports, each)):
         state, following, residual = copied.start(
-            fragment.exchange, *sent, wires, choice, feedback.residual, anchor
+            fragment.exchange, *sent, each, choice, feedback.residual, anchor
         )
     else:
         state, following, residual = lax.switch(
             choice,
-            [functools.partial(start_compressed, wire) for wire in wires],
+            [functools.partial(start_compressed, *pair) for pair in zip(wires, each, strict=True)],
             *(fragment.exchange, feedback.residual),
         )
     bits = _block_bits(wires)[choice]

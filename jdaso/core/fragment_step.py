@@ -9,7 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdaso.core.engine_config import EngineConfig, StepContext
-from jdaso.core.fragment_merge import arrive, merge_anchor, merge_fragment, no_arrival
+from jdaso.core.fragment_merge import (
+    arrive,
+    merge_anchor,
+    merge_fragment,
+    no_arrival,
+    nothing_arrives,
+)
 from jdaso.core.fragment_post import post_fragment
 from jdaso.core.state import FragmentState
 from jdaso.core.tree import difference, where_tree
@@ -24,11 +30,13 @@ class FragmentResult(NamedTuple):
         left_out: int32, exchanges without this node, or with a sum that is not finite.
         losses: float32[2], sum and number of the losses of all nodes if a blocking exchange has
             ended, otherwise zeros.
+        merged: bool, whether the leaves have been merged with a mean.
     """
 
     number: jax.Array
     left_out: jax.Array
     losses: jax.Array
+    merged: jax.Array
 
 
 def step_fragment(
@@ -71,19 +79,18 @@ def step_fragment(
     repaired = due & (~sound | ~post)
     if not config.schedule.may_delay:
         leaves, fragment, following = send(leaves, fragment)
-        lost, repaired = due, jnp.zeros((), bool)  # another schedule has posted what is due
+        # What is due, another schedule has posted.
+        arrived, repaired = no_arrival()._replace(lost=due), jnp.zeros((), bool)
     elif merge.message is not send_leaves:
         # What such a rule sends depends on its state, which the merge moves.
         leaves, fragment, arrived = collect(due, leaves, fragment)
         fragment = fragment._replace(sound=sound | due)
         leaves, fragment, following = send(leaves, fragment)
-        lost = arrived.lost
     elif not config.schedule.may_coincide or merge.on_post is not keep_leaves:
         # The order does not matter where both are never due at one step, and in a rule that moves
         # the leaves when they are posted instead of merging something into them.
         leaves, fragment, arrived = collect(due, leaves, fragment)
         leaves, fragment, following = send(leaves, fragment)
-        lost = arrived.lost
     elif not fragment.feedback:
         # The new exchange is posted first, so that the older one can be merged into the leaves in
         # their place.
@@ -100,39 +107,40 @@ def step_fragment(
         fragment = fragment._replace(
             exchange=fragment.exchange if kept else earlier.exchange, merge=earlier.merge
         )
-        lost = arrived.lost
     elif fragment.feedback.anchor:
         # A node sends differences from an anchor that the sums move, so they arrive first. They are
         # merged when the leaves have been sent, from the anchor, which is their mean.
-        fragment, arrived = lax.cond(
+        fragment, moments, arrived = lax.cond(
             due,
             lambda f: arrive(config, context.step, leaves, f),
-            lambda f: (f, no_arrival()),
+            lambda f: nothing_arrives(leaves, f),
             fragment,
         )
         leaves, fragment, following = send(leaves, fragment)
         # Where nothing was due, what has arrived is not usable and the leaves stay as they are.
+        means = [*fragment.feedback.anchor, *moments]
         leaves, state = merge_anchor(
-            merge, num_params, leaves, fragment.merge, fragment.feedback.anchor, sound, arrived
+            merge, num_params, leaves, fragment.merge, means, sound, arrived
         )
-        fragment, lost = fragment._replace(merge=state), arrived.lost
+        fragment = fragment._replace(merge=state)
     else:
         # The merge rule moves the anchor. Its results wait in a copy of the leaves.
         merged, fragment, arrived = collect(due, leaves, fragment)
         leaves, fragment, following = send(leaves, fragment)
-        leaves, lost = where_tree(due, merged, leaves), arrived.lost
+        leaves = where_tree(due, merged, leaves)
     contributes = fragment.sound
     fragment = fragment._replace(
         posted=(fragment.posted & ~due) | post, sound=fragment.sound | repaired
     )
-    left_out, losses = lost.astype(jnp.int32) + (post & ~contributes), no_arrival().losses
+    left_out = arrived.lost.astype(jnp.int32) + (post & ~contributes)
+    losses, merged = no_arrival().losses, arrived.usable
     if config.schedule.may_block:
-        leaves, fragment, arrived = collect(at_once, leaves, fragment)
+        leaves, fragment, now = collect(at_once, leaves, fragment)
         fragment = fragment._replace(
             posted=fragment.posted & ~at_once, sound=fragment.sound | at_once
         )
-        left_out, losses = left_out + arrived.lost, arrived.losses
-    return leaves, fragment, FragmentResult(following, left_out, losses)
+        left_out, losses, merged = left_out + now.lost, now.losses, merged | now.usable
+    return leaves, fragment, FragmentResult(following, left_out, losses, merged)
 
 
 def step_updates(
@@ -168,5 +176,10 @@ def skip_fragment(
     return (
         leaves,
         fragment,
-        FragmentResult(number, jnp.zeros((), jnp.int32), jnp.zeros((2,), jnp.float32)),
+        FragmentResult(
+            number,
+            jnp.zeros((), jnp.int32),
+            jnp.zeros((2,), jnp.float32),
+            jnp.zeros((), bool),
+        ),
     )

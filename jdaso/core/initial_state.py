@@ -61,9 +61,7 @@ def _check_finite(name: str, tree: PyTree) -> None:
 def _init_fragment(config: EngineConfig, tree: PyTree) -> FragmentState:
     params = _params(tree)
     rounds = any(map(block_bits, (config.wire, config.blocking_wire)))
-    # The moments of the optimizer have no anchor in the merge rule's state.
-    own_anchor = config.merge.base is None or isinstance(tree, ParamsWithMoments)
-    uses_anchor = config.sync_target.uses_anchor and own_anchor
+    uses_anchor = config.sync_target.uses_anchor and config.merge.base is None
     zero = jnp.zeros((), jnp.int32)
     return FragmentState(
         posted=jnp.zeros((), bool),
@@ -73,5 +71,5 @@ def _init_fragment(config: EngineConfig, tree: PyTree) -> FragmentState:
         sound=jnp.ones((), bool),
         exchange=config.exchange.init(tree),
         merge=config.merge.init(params),
-        feedback=init_feedback(tree, uses_anchor) if rounds else (),
+        feedback=init_feedback(params, uses_anchor) if rounds else (),
     )

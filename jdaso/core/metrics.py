@@ -21,7 +21,8 @@ class Metrics(NamedTuple):
         delay: int32, as in :class:`jdaso.core.Plan`.
         in_flight: int32, exchanges in flight, at most one for each fragment.
         exchanges: int32, exchanges posted. It is also the number of the next one.
-        merged: bool, whether an exchange was merged at the last step.
+        merged: bool, whether a mean was merged at the last step, or by :func:`jdaso.drain` after
+            it. It is false if no node has contributed, or if the sum was not finite.
         skipped: int32, steps that this node skipped, because its gradients were not finite. In an
             ``optax.chain``, the updates that the averaging gets count as the gradients.
         left_out: int32, exchanges to which this node did not contribute, because its parameters

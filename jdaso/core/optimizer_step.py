@@ -89,10 +89,11 @@ def apply_step(
     else:
         tree, new = _if(finite, local, params, params, old, grads)
     if moments is not None:
-        read = moments.read(new)
+        read = moments.read(new, params)
         tree = ParamsWithMoments(tree, read)
         origin = None if origin is None else ParamsWithMoments(origin, read)
-    tree, averaging = engine.move(tree, averaging, finite, value, origin=origin)
+    wire = None if moments is None else moments.wire
+    tree, averaging = engine.move(tree, averaging, finite, value, origin=origin, moments_wire=wire)
     if moments is not None:
         new = moments.replace(new, tree.moments)
         tree = tree.params
@@ -166,10 +167,16 @@ def _if(
 
 
 class Moments(NamedTuple):
-    """How to read an optimizer's moments from its state, and how to replace them."""
+    """How to read an optimizer's moments from its state, how to replace them, and their wire.
 
-    read: Callable[[PyTree], list[PyTree]]
+    Attributes:
+        read: ``(state, params) -> moments``.
+        replace: ``(state, moments) -> state``.
+    """
+
+    read: Callable[[PyTree, PyTree], list[PyTree]]
     replace: Callable[[PyTree, list[PyTree]], PyTree]
+    wire: str | None
 
 
 def _where_finite(finite: jax.Array, updates: PyTree, params: PyTree) -> PyTree:

@@ -22,8 +22,8 @@ class Engine(NamedTuple):
     Attributes:
         name: of the algorithm, for error messages.
         guard: ``(grads, state) -> bool``, whether the gradients are finite.
-        move: ``(tree, state, finite, value, replicated, origin) -> (tree, state)``, merges and
-            posts what is due.
+        move: ``(tree, state, finite, value, replicated, origin, moments_wire) -> (tree, state)``,
+            merges and posts what is due.
         moves_moments: whether :func:`jdaso.chain` may average the optimizer's moments as well.
     """
 

@@ -17,6 +17,8 @@ from jdaso.core.block_format import FORMATS, format_of
 
 # The range of float16 and of floats of 8 bits is shorter than this, that of bfloat16 is longer.
 _SHORT_RANGE = 1e30
+#: The wire of all leaves, or a tuple with one for each.
+Wire = str | tuple[str | None, ...] | None
 WIRES = ("float64", "float32", "bfloat16", "float16", *FORMATS)
 
 
@@ -46,6 +48,16 @@ def wire_dtype(dtype, wire: str | None) -> np.dtype:
     own = np.dtype(dtype)
     chosen = own if wire is None else np.dtype(jnp.dtype(wire))
     return chosen if chosen.itemsize < own.itemsize else own
+
+
+def wire_dtypes(dtypes, wire) -> tuple[np.dtype, ...]:
+    """The dtypes in which leaves are sent, on one wire for all or a tuple with one for each.
+
+    >>> [x.name for x in wire_dtypes([np.float32, np.float32], ("bfloat16", None))]
+    ['bfloat16', 'float32']
+    """
+    wires = wire if isinstance(wire, tuple) else (wire,) * len(dtypes)
+    return tuple(wire_dtype(dtype, each) for dtype, each in zip(dtypes, wires, strict=True))
 
 
 def wire_shape(shape: tuple[int, ...], dtype) -> tuple[int, ...]:

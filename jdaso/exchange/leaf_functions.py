@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -76,8 +77,7 @@ class LeafFunctions(NamedTuple):
         }
 
     def start(self, state: HostState, number, step, leaves: Leaves, header, wire, relative=False):
-        if wire in FORMATS:
-            check_feedback(wire, self.same_bits)
+        _check_feedback([wire], self.same_bits)
         uncounted = isinstance(number, int) and number == UNCOUNTED
         if uncounted and isinstance(leaves[0], jax.core.Tracer):
             self.means.check()
@@ -91,8 +91,7 @@ class LeafFunctions(NamedTuple):
     def start_with_feedback(
         self, state: HostState, number, step, leaves, header, wires, choice, *feedback
     ):
-        for wire in {*wires} & {*FORMATS}:
-            check_feedback(wire, self.same_bits)
+        _check_feedback(wires, self.same_bits)
         sent = state.key, number, step, leaves, header, wires, choice
         token, number, residual = self.program.start_with_feedback(*sent, feedback, self.bound)
         return HostState(token), number, residual
@@ -139,3 +138,9 @@ class LeafFunctions(NamedTuple):
         # ``arrived`` is always True. In a program for several devices, the host's result lies on
         # one of them, and this operation with values on all devices distributes it.
         return [jnp.where(arrived, y, x) for y, x in zip(received, leaves, strict=True)]
+
+
+def _check_feedback(wires: Sequence[Any], same_bits: bool) -> None:
+    """:func:`check_feedback` for wires, each for all leaves or a tuple with one for each."""
+    for wire in {*jax.tree.leaves(wires)} & {*FORMATS}:
+        check_feedback(wire, same_bits)

@@ -13,7 +13,7 @@ from jdaso.core.block_format import format_of
 from jdaso.core.exchange import FINITE, HEADER_SIZE, OWN, UNCOUNTED, Exchange, SentLeaf
 from jdaso.core.tree import is_floating, named_floats
 from jdaso.core.types import Leaves, PyTree
-from jdaso.core.wire import check_wire, pack, sum_dtype, unpack, unpadded, wire_dtype
+from jdaso.core.wire import check_wire, pack, sum_dtype, unpack, unpadded, wire_dtypes
 
 
 class StoredState(NamedTuple):
@@ -63,9 +63,10 @@ def stored_exchange(
 
     def start(state, number, step, leaves, header, wire, relative=False):
         del step
+        dtypes = wire_dtypes([x.dtype for x in leaves], wire)
         cast = [
-            pack(jnp.where(header[0] > 0, x, jnp.zeros_like(x)), wire_dtype(x.dtype, wire))
-            for x in leaves
+            pack(jnp.where(header[0] > 0, x, jnp.zeros_like(x)), dtype)
+            for x, dtype in zip(leaves, dtypes, strict=True)
         ]
         contributes = (header[0] > 0).astype(jnp.float32)
         *sums, header = all_reduce([*cast, header.at[0].set(contributes)])

@@ -13,6 +13,7 @@ from jdaso import perf
 from jdaso.algorithms.dasgd import dasgd
 from jdaso.cluster.topology import Topology
 from jdaso.core.exchange import Exchange
+from jdaso.core.types import ParamsWithMoments, PyTree
 
 _WIDTH = 512  # of the matrices whose products simulate training
 
@@ -43,11 +44,14 @@ def sweep(
     repeats: int,
     seconds: float,
     sizes: int = 5,
+    moments: int = 0,
+    moments_wire: str = "float32",
 ) -> Measured:
     """Measures exchanges of all parameters, a quarter, a sixteenth, and so on, the smallest first.
 
-    There are at most ``sizes`` sizes. This is collective. The time of an exchange is the longest
-    over all nodes, so all have the same numbers and stop at the same size after ``seconds``.
+    There are at most ``sizes`` sizes, each with ``moments`` moments of each parameter. This is
+    collective. The time of an exchange is the longest over all nodes, so all have the same numbers
+    and stop at the same size after ``seconds``.
     """
     comm = topology.duplicate_comm()
 
@@ -58,7 +62,7 @@ def sweep(
     overheads: list[float] = []
     begin = time.monotonic()
     for elements in sorted({max(1, num_parameters // 4**k) for k in range(sizes)}):
-        exchange_once = prepare(exchange, elements, wire)
+        exchange_once = prepare(exchange, elements, wire, moments, moments_wire)
         comm.Barrier()
         # The first exchange compiles, and its memory is not mapped yet.
         expected = longest(exchange_once(lambda: None)[0])
@@ -69,7 +73,8 @@ def sweep(
             # polls more often than beside training.
             sleep = functools.partial(time.sleep, 1.2 * expected)
             exchange_time, overhead = map(longest, exchange_once(sleep))
-            exchanges.append((perf.wire_bytes(elements, wire), exchange_time))
+            size = perf.wire_bytes(elements, wire, moments, moments_wire)
+            exchanges.append((size, exchange_time))
             overheads.append(overhead)
             expected = min(expected, exchange_time)
         # The next size takes about four times as long. Two sizes are needed.
@@ -96,9 +101,13 @@ def sweep(
 
 
 def prepare(
-    exchange: Exchange, elements: int, wire: str
+    exchange: Exchange,
+    elements: int,
+    wire: str,
+    moments: int = 0,
+    moments_wire: str = "float32",
 ) -> Callable[[Callable[[], object]], tuple[float, float]]:
-    """A function ``exchange_once(meanwhile)`` for exchanges of ``elements`` float32 numbers.
+    """A function ``exchange_once(meanwhile)`` for exchanges of ``elements`` float32 parameters.
 
     It posts an exchange, calls ``meanwhile`` and merges the result, as DaSGD does. It returns the
     seconds the exchange was in flight, and the seconds of the copies before and after.
@@ -110,9 +119,12 @@ def prepare(
     # The steps of a training after the optimizer's update, which post and merge in turn.
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state):
-        return engine.move(params, state, jnp.bool_(True))
+        return engine.move(params, state, jnp.bool_(True), moments_wire=moments_wire)
 
-    params: list[jax.Array] = [jnp.zeros(elements, jnp.float32)]
+    def zeros() -> jax.Array:
+        return jnp.zeros(elements, jnp.float32)
+
+    params: PyTree = ParamsWithMoments(zeros(), [zeros() for _ in range(moments)])
     params, state = step(params, averaging.init(params))
 
     def exchange_once(meanwhile: Callable[[], object]) -> tuple[float, float]:

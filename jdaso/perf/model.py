@@ -6,7 +6,13 @@ from typing import NamedTuple
 
 from jdaso.core.block_format import FORMATS
 from jdaso.core.validation import check_choice, check_number, check_period_and_delay, check_whole
-from jdaso.perf.network import WITHOUT_FORMATS, Network, allreduce_time, wire_bytes
+from jdaso.perf.network import (
+    FLOAT32_WIRES,
+    WITHOUT_FORMATS,
+    Network,
+    allreduce_time,
+    wire_bytes,
+)
 
 
 class Algorithm(NamedTuple):
@@ -16,19 +22,21 @@ class Algorithm(NamedTuple):
         wire: Dtype on the network.
         delay: ``period -> delay``.
         mean_weight: ``(nodes, delay) -> weight`` of the mean in a merge, 0 if nothing is stale.
+        moves_moments: Whether :func:`jdaso.chain` can average the optimizer's moments with it.
     """
 
     wire: str
     delay: Callable[[int], int]
     mean_weight: Callable[[int, int], float] = lambda nodes, delay: 0.0
+    moves_moments: bool = True
 
 
 ALGORITHMS = {
-    "allreduce_gradients": Algorithm("bfloat16", lambda period: 0),
+    "allreduce_gradients": Algorithm("bfloat16", lambda period: 0, moves_moments=False),
     "local_sgd": Algorithm("float32", lambda period: 0, lambda nodes, delay: 1.0),
     "dasgd": Algorithm("float32", lambda period: period - 1, lambda nodes, delay: 0.75),
-    "easgd": Algorithm("float32", lambda period: period),
-    "eamsgd": Algorithm("float32", lambda period: period),
+    "easgd": Algorithm("float32", lambda period: period, moves_moments=False),
+    "eamsgd": Algorithm("float32", lambda period: period, moves_moments=False),
     "daso": Algorithm(
         "float32", lambda period: max(1, period // 4), lambda nodes, s: nodes / (2 * s + nodes)
     ),
@@ -157,6 +165,8 @@ def predict(
     overhead: float = 0.0,
     slowdown: float = 0.0,
     blocking_share: float = 0.0,
+    moments: int = 0,
+    moments_wire: str = "float32",
 ) -> Prediction:
     """Predicts the step time and weak scaling of an algorithm.
 
@@ -192,13 +202,14 @@ def predict(
         blocking_share: Fraction of all steps that are in DASO's warm-up or cool-down. Each such
             step waits for an exchange in bfloat16. ``python -m jdaso predict`` uses 8/90. The model
             does not include DASO's plateaus, which halve period and delay.
+        moments, moments_wire: Averaged moments of the optimizer, see :func:`wire_bytes`.
 
     Returns:
         A :class:`Prediction`.
 
     Raises:
         ValueError: for numbers out of range, an unknown algorithm, wire or pattern, or a period,
-            delay or share that the algorithm does not have.
+            delay or share that the algorithm does not have, or moments that it does not average.
 
     >>> network = Network(latency=50e-6, bandwidth=1.25e9)
     >>> of = dict(num_parameters=25_000_000, step_time=0.1, network=network)
@@ -218,6 +229,10 @@ def predict(
             "blocking_share must be at most 1 for daso, and 0 for all other algorithms, got "
             f"{blocking_share} for {algorithm}."
         )
+    if moments and not ALGORITHMS[algorithm].moves_moments:
+        raise ValueError(
+            f"moments must be 0 for {algorithm}, which does not average them, got {moments}."
+        )
     wire = wire or ALGORITHMS[algorithm].wire
     if wire in FORMATS and pattern in WITHOUT_FORMATS:
         raise ValueError(f"pattern must be collectives with wire {wire}, got {pattern!r}.")
@@ -228,13 +243,15 @@ def predict(
     alone = step_time + local
 
     def time_on(wire: str) -> float:
-        sent = min(total_bytes, wire_bytes(num_parameters, wire))
+        own = wire if wire in FLOAT32_WIRES else "float32"  # that of the parameters, if narrower
+        sent = wire_bytes(num_parameters, own, moments, moments_wire)
         return exchange_seconds(sent, nodes, network, pattern)
 
     exchange_time = time_on(wire)
     broadcast = 0.0
     if nodes > 1 and gpus_per_node > 1:
-        broadcast = network.local_latency + total_bytes / network.local_bandwidth
+        merged_bytes = wire_bytes(num_parameters, "float32", moments)
+        broadcast = network.local_latency + merged_bytes / network.local_bandwidth
     if period is None:
         every_step = algorithm == "allreduce_gradients"
         period = 1 if every_step else hiding_schedule(alone, exchange_time).period

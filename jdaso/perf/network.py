@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdaso.core.block_format import BLOCK_SIZE, FORMATS
+from jdaso.core.chain import MOMENTS_WIRES
 from jdaso.core.validation import check_choice, check_number, check_whole
 from jdaso.core.wire import WIRES
 
@@ -42,27 +43,37 @@ class Network(NamedTuple):
     local_bandwidth: float = math.inf
 
 
-def wire_bytes(num_parameters: int, wire: str) -> float:
-    """Size of the parameters on the network.
+def wire_bytes(
+    num_parameters: int, wire: str, moments: int = 0, moments_wire: str = "float32"
+) -> float:
+    """Size of the parameters on the network, with averaged moments of the optimizer.
 
     Args:
         num_parameters: Number of parameters, at least 1. int8 and float4 pad every array to a
             multiple of 64, which is not counted. It matters for models of many small arrays.
         wire: ``float64``, ``float32``, ``bfloat16``, ``float16``, or ``int8`` and ``float4`` with
             a scale of one byte for each 64 parameters.
+        moments: How many moments of each parameter ``jdaso.chain(..., moments="average")`` sends: 2
+            of Adam, 1 of momentum.
+        moments_wire: That of :func:`jdaso.chain`: ``float32``, ``bfloat16`` or ``float16``.
 
     Returns:
         Bytes.
 
     Raises:
-        ValueError: for no parameters or an unknown wire.
+        ValueError: for no parameters, a negative number of moments, or an unknown wire.
 
     >>> wire_bytes(1024, "float32"), wire_bytes(1024, "bfloat16"), wire_bytes(1024, "int8")
     (4096, 2048, 1040.0)
+    >>> wire_bytes(1024, "int8", moments=2)
+    9232.0
     """
     check_whole("num_parameters", num_parameters, 1)
     check_choice("wire", wire, BYTES_PER_NUMBER)
-    return num_parameters * BYTES_PER_NUMBER[wire]
+    check_whole("moments", moments, 0)
+    check_choice("moments_wire", moments_wire, MOMENTS_WIRES)
+    bytes_per_parameter = BYTES_PER_NUMBER[wire] + moments * BYTES_PER_NUMBER[moments_wire]
+    return num_parameters * bytes_per_parameter
 
 
 def allreduce_time(

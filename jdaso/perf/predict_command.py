@@ -7,6 +7,7 @@ from typing import Any
 
 from jdaso import perf
 from jdaso.core.block_format import FORMATS
+from jdaso.core.chain import MOMENTS_WIRES
 from jdaso.core.local_path import path_option
 from jdaso.core.text_table import text_table, wrapped
 from jdaso.perf.advice import COMPARED_WIRES, advice
@@ -28,6 +29,9 @@ dasgd, an exchange over {args.max_nodes} nodes takes {dasgd.exchange_time:.4g} s
 NO_COSTS = """\
 --overhead and --slowdown are 0, so this does not include copies to the host, or the time that \
 moving messages takes from computing. tune measures both."""
+MOMENTS = """\
+Exchanges have {0.moments} moments of each parameter in {0.moments_wire}, except for \
+allreduce_gradients and easgd, which do not average them."""
 NO_LATENCY = """\
 --latency is 0, so messages take no time except for their bytes. tune measures it."""
 NO_ROUNDING = """\
@@ -49,6 +53,7 @@ def add_command(commands: Any) -> None:
     add("--local-bandwidth", type=float, default=math.inf, help=local_help)
     add("--max-nodes", type=nodes, default=8192, help="largest number of nodes (default: 8192)")
     add("--wire", choices=FLOAT32_WIRES, help="dtype between nodes (default: each algorithm's)")
+    add_moments(parser)
     pattern_help = (
         "pattern of the all-reduce; the others are those of papers (default: %(default)s)"
     )
@@ -75,6 +80,14 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add("--parameters", type=number, help="number of parameters, such as 25.6e6")
     text = "size of the float32 parameters instead of their number"
     add("--megabytes", dest="parameters", metavar="MB", type=megabytes, help=text)
+
+
+def add_moments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options for averaged moments."""
+    add, text = parser.add_argument, "averaged moments of each parameter, 2 of Adam (default: 0)"
+    add("--moments", type=int, default=0, help=text)
+    wire_help = "as for jdaso.chain (default: %(default)s)"
+    add("--moments-wire", choices=MOMENTS_WIRES, default="float32", help=wire_help)
 
 
 # argparse shows the names of these functions in its errors: "invalid number value".
@@ -116,6 +129,8 @@ def run(args: argparse.Namespace) -> None:
         steps=predictions["dasgd"][-1].exchange_time / predictions["dasgd"][0].step_time,
     )
     print(wrapped(f"\n{notes}"))
+    if args.moments:
+        print(wrapped(MOMENTS.format(args)))
     if args.overhead == args.slowdown == 0:
         print(wrapped(NO_COSTS))
     if args.latency == 0:
@@ -161,12 +176,16 @@ def predict_all(args: argparse.Namespace) -> dict[str, list[Prediction]]:
             "--step-time includes the communication within a node."
         )
 
-    same = ("step_time", "gpus_per_node", "wire", "pattern", "overhead", "slowdown")
+    same = (
+        *("step_time", "gpus_per_node", "wire", "moments_wire"),
+        *("pattern", "overhead", "slowdown"),
+    )
     options: dict[str, Any] = {name: getattr(args, name) for name in same}
     options |= {"num_parameters": args.parameters, "network": network}
 
     def predict(name: str, nodes: int, **schedule: Any) -> Prediction:
-        return perf.predict(name, nodes, **options, **schedule)
+        moments = args.moments if perf.ALGORITHMS[name].moves_moments else 0
+        return perf.predict(name, nodes, moments=moments, **options, **schedule)
 
     most = predict("dasgd", args.max_nodes, period=args.period, delay=args.delay)
     schedules: dict[str, dict[str, Any]] = {name: {"period": most.period} for name in ALGORITHMS}
@@ -185,7 +204,8 @@ def wire_costs(args: argparse.Namespace) -> dict[str, perf.WireCosts]:
     return {
         wire: perf.WireCosts(
             exchange_seconds(
-                perf.wire_bytes(args.parameters, wire), args.max_nodes, network, args.pattern
+                perf.wire_bytes(args.parameters, wire, args.moments, args.moments_wire),
+                *(args.max_nodes, network, args.pattern),
             ),
             args.overhead,
             args.slowdown,

@@ -13,7 +13,7 @@ from jdaso.exchange.settings import SENDERS
 from jdaso.perf.advice import COMPARED_WIRES, advice
 from jdaso.perf.measure import Measured, sweep
 from jdaso.perf.network import FLOAT32_WIRES
-from jdaso.perf.predict_command import add_model
+from jdaso.perf.predict_command import add_model, add_moments
 
 HELP = "measure the network between nodes and recommend a wire, a period and a delay"
 # A measurement was disturbed if equal exchanges, or the quartiles of equal computations, differ by
@@ -37,6 +37,7 @@ def add_command(commands: Any) -> None:
         choices=FLOAT32_WIRES,
         help=f"the only one to measure (default: {', '.join(COMPARED_WIRES)})",
     )
+    add_moments(parser)
     add("--senders", choices=SENDERS, default="one", help=as_there)
     add("--repeats", type=int, default=5, help="exchanges of each size (default: 5)")
     limit = "time limit; sizes that would take longer are omitted (default: 60)"
@@ -46,12 +47,13 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Measures, and prints the report on rank 0. Exits with an error if there is only one node."""
-    valid = args.parameters >= 1 and args.repeats >= 1 and args.seconds > 0
+    valid = min(args.parameters, args.repeats, args.moments + 1) >= 1 and args.seconds > 0
     if not (valid and (args.step_time is None or 0 < args.step_time < math.inf)):
         raise SystemExit(
-            "jdaso tune: --parameters and --repeats must be at least 1, --seconds above 0, and "
-            f"--step-time above 0 and finite; got {args.parameters}, {args.repeats}, "
-            f"{args.seconds} and {args.step_time}."
+            "jdaso tune: --parameters and --repeats must be at least 1, --moments at least 0, "
+            "--seconds above 0, and --step-time above 0 and finite; got "
+            f"{args.parameters}, {args.repeats}, {args.moments}, {args.seconds} and "
+            f"{args.step_time}."
         )
     topology = discover_topology()
     if topology.num_nodes == 1:
@@ -67,13 +69,14 @@ def run(args: argparse.Namespace) -> None:
     wires = (args.wire,) if args.wire else COMPARED_WIRES
     measured: dict[str, Measured] = {}
     elements, sizes, seconds = args.parameters, 5, args.seconds / len(wires)
+    moments = args.moments, args.moments_wire
     for wire in wires:
         measured[wire] = found = sweep(
-            topology, exchange, elements, wire, args.repeats, seconds, sizes
+            topology, exchange, elements, wire, args.repeats, seconds, sizes, *moments
         )
         # The other wires need no fit. They have the same size, which may be smaller for lack of
         # time.
-        elements, sizes = round(found.largest / perf.wire_bytes(1, wire)), 1
+        elements, sizes = round(found.largest / perf.wire_bytes(1, wire, *moments)), 1
     if topology.rank == 0:
         print(wrapped("\n".join(report(args, topology, measured))))
 
@@ -83,10 +86,18 @@ def report(
 ) -> list[str]:
     """Returns the lines that rank 0 prints."""
     nodes, (first, *_) = topology.num_nodes, measured
+    sizes = {
+        wire: perf.wire_bytes(args.parameters, wire, args.moments, args.moments_wire)
+        for wire in measured
+    }
+    and_moments, moments_options = "", ""
+    if args.moments:
+        and_moments = f" with {args.moments} moments of each in {args.moments_wire}"
+        moments_options = f" --moments {args.moments} --moments-wire {args.moments_wire}"
     number = sum(len(found.exchanges) for found in measured.values())
     lines = [
-        f"{nodes} nodes; {args.parameters} parameters, "
-        f"{perf.wire_bytes(args.parameters, first) / 1e6:.4g} MB in {first}; "
+        f"{nodes} nodes; {args.parameters} parameters{and_moments}, "
+        f"{sizes[first] / 1e6:.4g} MB in {first}; "
         f"{number} exchanges in the background"
     ]
     network = None
@@ -99,14 +110,11 @@ def report(
             f"latency    {network.latency:.3g} s, includes all that does not grow with the size",
             f"bandwidth  {8e-9 * network.bandwidth:.3g} Gbit/s",
         ]
-    costs = {
-        wire: costs_of(wire, found, args.parameters, nodes, network)
-        for wire, found in measured.items()
-    }
+    costs = {wire: costs_of(sizes[wire], found, nodes, network) for wire, found in measured.items()}
     rows: list[tuple[str, ...]] = [("wire", "exchange, s", "copies, s", "slowdown, s")]
     rows += [(wire, *(f"{seconds:.3g}" for seconds in costs[wire])) for wire in costs]
     largest = measured[first].largest
-    if largest < perf.wire_bytes(args.parameters, first):
+    if largest < sizes[first]:
         lines.append(f"extrapolated from {largest / 1e6:.3g} MB")
     lines += ["", text_table(rows), ""]
     lines.append(
@@ -146,16 +154,15 @@ def report(
             f"How it scales: python -m jdaso predict --parameters {args.parameters} "
             f"--step-time {args.step_time or 'SECONDS'} --bandwidth {8e-9 * network.bandwidth:.3g} "
             f"--latency {network.latency:.3g} --overhead {overhead:.3g} --slowdown {slowdown:.3g} "
-            f"--max-nodes {4 * nodes}",
+            f"--max-nodes {4 * nodes}{moments_options}",
         ]
     return lines
 
 
 def costs_of(
-    wire: str, measured: Measured, num_parameters: int, nodes: int, network: perf.Network | None
+    size: float, measured: Measured, nodes: int, network: perf.Network | None
 ) -> perf.WireCosts:
-    """The costs of an exchange of all parameters, which may be more than were measured."""
-    size = perf.wire_bytes(num_parameters, wire)
+    """The costs of an exchange of ``size`` bytes, which may be more than were measured."""
     share = size / measured.largest
     exchange_time = statistics.median(measured.times()) * share
     if share > 1 and network is not None:

@@ -140,12 +140,12 @@ def test_checkpoints_of_another_format_are_refused_by_name(tmp_path, monkeypatch
     with monkeypatch.context() as newer:
         newer.setattr(node_part, "FORMAT", 9)
         later = Checkpoints(tmp_path, TOPOLOGY, EXCHANGE)
-        with pytest.raises(ValueError, match=r"000001_step_3/node_0_of_1 has the format 1, .* 9"):
+        with pytest.raises(ValueError, match=r"000001_step_3/node_0_of_1 has the format 2, .* 9"):
             later.restore(state())
         later.save(4, state(4))
         later.close()
     # The earlier one is not taken in its place: nothing is damaged, and the user decides.
-    message = r"000002_step_4/node_0_of_1 has the format 9, and this version of jdaso .* format 1\."
+    message = r"000002_step_4/node_0_of_1 has the format 9, and this version of jdaso .* format 2\."
     with pytest.raises(ValueError, match=message):
         Checkpoints(tmp_path, TOPOLOGY, EXCHANGE).restore(state())
     _, (defect,) = verify(tmp_path)

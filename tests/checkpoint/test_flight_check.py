@@ -13,7 +13,8 @@ SENT = [SentLeaf("w", (2, 3), np.dtype("float32")), SentLeaf("b", (3,), np.dtype
 
 
 def check(*leaves):
-    posted = {KEY: PostedExchange(5, np.zeros(HEADER_SIZE, np.float32), list(leaves))}
+    header, bits = np.zeros(HEADER_SIZE, np.float32), (0,) * len(leaves)
+    posted = {KEY: PostedExchange(5, header, list(leaves), bits)}
     check_leaves([(KEY, SENT)], posted, "the checkpoint")
 
 

@@ -156,7 +156,7 @@ FOREIGN = {
 GOOD = {
     "0.7.step": np.int64(1),
     "0.7.header": HEADER,
-    "0.7.block_bits": np.int64(0),
+    "0.7.block_bits": np.zeros(1, np.int64),
     "0.7.relative": np.bool_(False),
     "0.7.leaf.0": np.ones(2, np.float32),
 }
@@ -173,7 +173,11 @@ BAD_EXCHANGES = {
     "header of another size": ({**GOOD, "0.7.header": np.ones(99, np.float32)}, "a header of"),
     "agreement that is not finite": ({**GOOD, "0.7.header": HEADER + np.inf}, "must have finite"),
     "step that is a list": ({**GOOD, "0.7.step": np.arange(2)}, "must have scalars"),
-    "other bits": ({**GOOD, "0.7.block_bits": np.int64(5)}, "block_bits of 0, 4 or 8"),
+    "other bits": ({**GOOD, "0.7.block_bits": np.array([5])}, "block_bits of 0, 4 or 8"),
+    "bits of more leaves": (
+        {**GOOD, "0.7.block_bits": np.zeros(2, np.int64)},
+        r"block_bits of 0, 4 or 8 for each leaf, got \[0 0\]",
+    ),
     "leaf 1 without leaf 0": (
         {**without("0.7.leaf.0"), "0.7.leaf.1": np.ones(2, np.float32)},
         "lacks the array 'leaf.0'",

@@ -44,7 +44,7 @@ def state(node, wire):
 
 def posted(wire):
     leaves, header = [np.ones((2, 3), np.float32)], np.ones(HEADER_SIZE, np.float32)
-    return {(0, 1): PostedExchange(8, header, leaves, block_bits(wire))}
+    return {(0, 1): PostedExchange(8, header, leaves, (block_bits(wire),))}
 
 
 def write(
@@ -119,7 +119,7 @@ CHANGES = {
     ),
     "exchange of another shape": (
         lambda _, posted: posted.update(
-            {(0, 1): posted[0, 1]._replace(leaves=posted[0, 1].leaves * 2)}
+            {(0, 1): posted[0, 1]._replace(leaves=posted[0, 1].leaves * 2, block_bits=(0, 0))}
         ),
         "node 1 differs from node 0: the exchanges in flight are {'0.1': 'step 8, ",
     ),
@@ -136,7 +136,7 @@ def test_a_defect_is_named(tmp_path, case):
 @pytest.mark.parametrize(("wire", "said", "bits"), [(None, 0, 8), ("int8", 8, 4)])
 def test_an_exchange_of_other_bits_than_its_state_says_is_named(tmp_path, wire, said, bits):
     def change(_, posted):
-        posted[0, 1] = posted[0, 1]._replace(block_bits=bits)
+        posted[0, 1] = posted[0, 1]._replace(block_bits=(bits,))
 
     assert verify(write(tmp_path / "sound", wire=wire))[1] == []
     _, defects = verify(write(tmp_path / "changed", change, wire=wire))

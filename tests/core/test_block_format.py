@@ -323,12 +323,9 @@ def test_the_centre_of_the_algorithm_is_the_anchor(name):
     """What is sent is the difference to the centre, so the first exchange is rounded as well."""
     x, grads = scattered_run(5, 8, NODES)
     averaging = BUILD[name]("float4")
-    params, (residual, anchor) = simulate(averaging, x, grads, look=feedback)
+    _, (residual, anchor) = simulate(averaging, x, grads, look=feedback)
     assert anchor.size == 0
     assert residual[-1].any()
-    with_moments = jdaso.chain(optax.sgd(LR, momentum=0.9), BUILD["diloco"]("float4"), "average")
-    [fragment] = jdaso.core.averaging_state(with_moments.init(params[0, 0])).fragments
-    assert len(fragment.feedback.anchor) == 2  # moments have no centre
 
 
 def test_other_wires_remember_nothing():

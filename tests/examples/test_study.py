@@ -97,7 +97,7 @@ def test_blocking_phases_send_on_their_own_wire_and_wait(data):
 def test_bytes_are_counted_beyond_32_bits(data, monkeypatch):
     # Each exchange sends 3/4 of 2^32 bytes, so the counter overflows at the second one.
     wide = np.dtype([("", "u1", (3 * 2**30 // PARAMETERS,))])
-    monkeypatch.setattr(study, "wire_dtype", lambda dtype, wire: wide)
+    monkeypatch.setattr(study, "wire_dtypes", lambda dtypes, wire: [wide] * len(dtypes))
     result = train(data, local(jdaso.local_sgd, 4), 2, 64, epochs=1)
     assert result.bytes_sent[-1] == 2 * PARAMETERS * wide.itemsize > 2**32
 

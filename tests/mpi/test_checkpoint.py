@@ -13,7 +13,7 @@ from jdaso.checkpoint import lock
 # Step -> algorithms that are saved at it.
 SAVED_AT = {
     13: ["daso", "easgd", "dasgd int8", "local_sgd delta"],
-    14: ["dasgd fragments", "moments average"],
+    14: ["dasgd fragments", "moments average", "moments int8"],
 }
 # Folder -> the wire of a run that two nodes save.
 RUNS = {"for three": "int8", "for one": "float32", "to be damaged": "float32"}

@@ -46,7 +46,10 @@ WITH_64_BITS = ("--x64", *MIXED, "int64")
 ONE_DEVICE = {
     "dtypes in fragments": (*MIXED, "--fragments", 3),
     "bfloat16 and float16": ("--wire", "bfloat16", "--blocking-wire", "float16"),
-    "dtypes, int8 and bfloat16": (*MIXED, "--wire", "int8", "--blocking-wire", "bfloat16"),
+    "dtypes, int8 and bfloat16": (
+        *(*MIXED, "--moments", "float16"),
+        *("--wire", "int8", "--blocking-wire", "bfloat16"),
+    ),
     "diloco": ("--algorithm", "diloco", "--fragments", 2),
 }
 TWO_DEVICES = {"dtypes in fragments, two devices": ("--devices", 2, *MIXED, "--fragments", 3)}
@@ -55,13 +58,16 @@ ON_CPU = {
     "easgd, int8": ("--algorithm", "easgd", "--wire", "int8"),
     "diloco clipped, float4": ("--algorithm", "diloco clipped", "--wire", "float4"),
     "int64": WITH_64_BITS,
-    "int8 and bfloat16": (*COPIED, "--wire", "int8", "--blocking-wire", "bfloat16"),
+    "int8 and bfloat16": (
+        *(*COPIED, "--moments", "float32"),
+        *("--wire", "int8", "--blocking-wire", "bfloat16"),
+    ),
     "float64 and int8": (*WITH_64_BITS, "float64", "--wire", "int8"),
 }
 ON_TWO_CPUS = {
     "float64, two devices": ("--devices", 2, *WITH_64_BITS, "float64"),
     "float4 and int8, two devices": (
-        *("--devices", 2, *COPIED),
+        *("--devices", 2, *COPIED, "--moments", "bfloat16"),
         *("--wire", "float4", "--blocking-wire", "int8"),
     ),
 }

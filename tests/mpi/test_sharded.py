@@ -6,7 +6,7 @@ from launch import Batch, mpiexec, passes
 import jdaso
 
 # Each of these compiles another program for a shard: fragments, blocks of int8, two trees, moments.
-FEW = ("daso", "dasgd fragments", "dasgd int8", "diloco", "moments average")
+FEW = ("daso", "dasgd fragments", "dasgd int8", "diloco", "moments int8")
 # Joined processes compile no more than a few others.
 MORE = ("easgd", "local_sgd", "local_sgd delta", "allreduce_gradients", "bad and drained")
 WIRES = ("bfloat16", "int8")

@@ -303,6 +303,17 @@ def test_all_reduce_of_several(pattern, nodes, latencies, share):
     assert seconds == pytest.approx(expected)
 
 
+def test_moments_add_their_bytes_on_their_own_wire():
+    """1000 parameters in int8, 65 bytes for 64, and two moments of each in 16 bits."""
+    size = 1000 * (65 / 64 + 2 * 2)
+    assert perf.wire_bytes(1000, "int8", 2, "bfloat16") == size
+    found = predicted("dasgd", nodes=16, wire="int8", moments=2, moments_wire="bfloat16")
+    alone = predicted("dasgd", nodes=16, wire="int8")
+    per_byte = 2 * 15 / 16 / NETWORK.bandwidth
+    more = found.exchange_time - alone.exchange_time
+    assert more == pytest.approx(4 * 25_000_000 * per_byte)
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -316,6 +327,9 @@ def test_all_reduce_of_several(pattern, nodes, latencies, share):
         (lambda: perf.mean_step_time(1, 1, 2, 3), "delay must not exceed period"),
         (lambda: perf.wire_bytes(0, "float32"), "num_parameters must be a whole number"),
         (lambda: perf.wire_bytes(1, "float8"), "wire must be one of .*bfloat16.*, got 'float8'"),
+        (lambda: perf.wire_bytes(1, "int8", 1, "int8"), "moments_wire must be one of float32, "),
+        (lambda: perf.wire_bytes(1, "int8", -1), "moments must be a whole number of at least 0"),
+        (lambda: predicted("easgd", moments=1), "moments must be 0 for easgd"),
         (lambda: perf.fit([], 1), "nodes must be a whole number of at least 2, got 1"),
         (lambda: predicted("sgd"), "algorithm must be one of .*dasgd.*, got 'sgd'"),
         (lambda: predicted(nodes=1.5), "nodes must be a whole number of at least 1, got 1.5"),

@@ -65,8 +65,10 @@ def test_numbers_are_those_of_perf(command, monkeypatch):
         assert (seconds, efficiency) == (f"{found.step_time:.4g}", f"{found.efficiency:.0%}")
 
 
-def test_the_recommendation_is_for_the_exchange_of_the_table():
+@pytest.mark.parametrize("moments", ["0", "2"])
+def test_the_recommendation_is_for_the_exchange_of_the_table(moments):
     model = ("--parameters", "1e6", "--step-time", "0.01", "--bandwidth", "20", "--wire", "int8")
+    model += ("--moments", moments)
     parser = argparse.ArgumentParser()
     predict.add_command(parser.add_subparsers())
     arguments = parser.parse_args(["predict", *model])
@@ -180,7 +182,7 @@ def test_advice_warns(times, line):
 
 def report(measured, hosts=("a", "b"), noise=0.0, **changes):
     """The report of tune on measured exchanges of 1000 parameters."""
-    defaults = {"parameters": 1000, "step_time": None}
+    defaults = {"parameters": 1000, "step_time": None, "moments": 0, "moments_wire": "float32"}
     topology = argparse.Namespace(
         num_nodes=len(hosts), processes=[argparse.Namespace(host=host) for host in hosts]
     )
@@ -202,6 +204,22 @@ def test_tune_prints_the_network_and_the_next_command():
     assert "python -m jdaso predict --parameters 1000 --step-time 0.01 --bandwidth 0.00787" in text
     assert "Unreliable" not in text
     assert "did not measure" not in text
+
+
+def test_commands_count_averaged_moments(command, monkeypatch):
+    """With two moments in bfloat16, 8 bytes for each parameter in float32."""
+    text = report(
+        [(1000, 0.002), (8000, 0.005)], step_time=0.01, moments=2, moments_wire="bfloat16"
+    )
+    assert "1000 parameters with 2 moments of each in bfloat16, 0.008 MB in float32" in text
+    assert "extrapolated" not in text
+    assert text.endswith("--max-nodes 8 --moments 2 --moments-wire bfloat16")
+    monkeypatch.setattr(predict, "draw", lambda *arguments: "no picture")
+    options = ("--max-nodes", 2, "--period", 4, "--delay", 0, "--moments", 2)
+    text, _ = command(*MODEL, *options)
+    step = 0.5 + (3 * 4 * 25.5e6 / 2.5e9 + 2 * 3e-7) / 4
+    assert f"{step:.4g} s" in text.split("\n\n")[0].splitlines()[-1]
+    assert "Exchanges have 2 moments of each parameter in float32" in " ".join(text.split())
 
 
 def test_tune_extrapolates_what_it_had_no_time_for():

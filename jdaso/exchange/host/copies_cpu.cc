@@ -78,8 +78,8 @@ ffi::Error Post(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> device,
     char* place = sends ? places[i].address : nullptr;
     if (!contributes) {
       if (place != nullptr) std::memset(place, 0, wire_sizes[i]);
-    } else if (residuals.size() > 0) {
-      SendWithFeedback(wires[i], leaf, Data<float>(arguments, 2 * leaves + i),
+    } else if (i < residuals.size()) {
+      SendWithFeedback(wires[i], leaf, Data<float>(arguments, leaves + residuals.size() + i),
                        Data<float>(residuals, i), place, sizes[i] / sizeof(float));
     } else if (place != nullptr && wires[i] == kBFloat16) {
       ToBFloat16(leaf, reinterpret_cast<uint16_t*>(place), sizes[i] / sizeof(float));
@@ -96,22 +96,23 @@ ffi::Error Post(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> device,
 }
 
 // Waits until an exchange is complete, and copies a part of its sums, and its header, to the
-// program. With error feedback, it updates the residuals and copies the means instead, to the places
-// of the anchors or to others. If the sums cannot be used, the means are the anchors.
+// program. With error feedback, it updates the residuals of the first leaves and copies their means
+// instead, to the places of the anchors or to others. If the sums cannot be used, the means are the
+// anchors.
 ffi::Error Collect(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> device,
                    ffi::Buffer<ffi::S32> number, ffi::RemainingArgs feedback,
                    ffi::Result<ffi::Buffer<ffi::S32>> done,
                    ffi::Result<ffi::Buffer<ffi::F32>> header, ffi::RemainingRets results,
-                   int32_t queue, int32_t first, int32_t last, int32_t readers) {
-  const bool has_feedback = feedback.size() > 0;
-  const size_t leaves = has_feedback ? results.size() / 2 : results.size();
+                   int32_t queue, int32_t first, int32_t last, int32_t readers,
+                   int32_t residuals) {
+  const size_t with_feedback = residuals, leaves = results.size() - with_feedback;
   std::vector<size_t> sizes;
   for (size_t i = 0; i < leaves; ++i) {
     auto result = results.get<ffi::AnyBuffer>(i);
     if (result.has_error()) return result.error();
     sizes.push_back((*result)->size_bytes());
-    if (!has_feedback) continue;
-    if (Data<float>(results, leaves + i) != Data<float>(feedback, 1 + i)) {
+    if (i < with_feedback &&
+        Data<float>(results, leaves + i) != Data<float>(feedback, 1 + i)) {
       return NotInPlace("jdaso_collect");
     }
   }
@@ -122,16 +123,16 @@ ffi::Error Collect(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> device,
   Record* record = RecordOf(call);
   if (first == 0) record->copy_to_device[0] = Now();
   const float members = call.in.header[0];
-  const int32_t bits = has_feedback ? *Data<int32_t>(feedback, 0) : 0;
+  const int32_t bits = with_feedback > 0 ? *Data<int32_t>(feedback, 0) : 0;
   for (size_t i = 0; i < leaves; ++i) {
     auto* sum = reinterpret_cast<const float*>(places[i].address);
     auto* result = Data<float>(results, i);
     const size_t size = sizes[i] / sizeof(float);
-    if (!has_feedback) {
+    if (i >= with_feedback) {
       std::memcpy(result, sum, sizes[i]);
       continue;
     }
-    const auto* anchor = Data<float>(feedback, 1 + leaves + i);
+    const auto* anchor = Data<float>(feedback, 1 + with_feedback + i);
     if (members <= 0 || call.in.header[kFinite] <= 0) {
       if (anchor == nullptr) {
         std::memset(result, 0, sizes[i]);

@@ -235,7 +235,7 @@ ffi::Error Collect(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi
                    ffi::Buffer<ffi::S32> number, ffi::RemainingArgs,
                    ffi::Result<ffi::Buffer<ffi::S32>> done,
                    ffi::Result<ffi::Buffer<ffi::F32>> header, ffi::RemainingRets sums,
-                   int32_t queue, int32_t first, int32_t last, int32_t readers) {
+                   int32_t queue, int32_t first, int32_t last, int32_t readers, int32_t) {
   Scalars scalars;
   try {
     Device& device = DeviceOf(stream);

@@ -38,7 +38,7 @@ def post(
     Args:
         inputs: token, device, number, step, index of the wire, whether to send, header.
         dtypes: of the leaves, on each wire that may be used.
-        feedback: residuals and anchors.
+        feedback: residuals and anchors of the first leaves, the others have one dtype.
         on_cpu: whether the copies convert the leaves. XLA does all other casts.
     """
     residual, anchor = feedback
@@ -46,18 +46,17 @@ def post(
     def rounds(x, dtype):
         return on_cpu and x.dtype == jnp.float32 and dtype == jnp.bfloat16
 
-    if residual:
-        leaves = [x.astype(jnp.float32) for x in leaves]
-    else:
-        pairs = zip(leaves, dtypes[0], strict=True)
+    count = len(residual)
+    pairs = zip(leaves[count:], dtypes[0][count:], strict=True)
+    leaves = [
+        *(x.astype(jnp.float32) for x in leaves[:count]),
         # A leaf that stays in its dtype is copied as it lies in memory.
-        leaves = [
-            x if rounds(x, dtype) or x.dtype == dtype else pack(x, dtype) for x, dtype in pairs
-        ]
+        *(x if rounds(x, dtype) or x.dtype == dtype else pack(x, dtype) for x, dtype in pairs),
+    ]
     wires = [
-        rows.bits if residual and (rows := format_of(dtype)) else _BFLOAT16 * rounds(x, dtype)
+        rows.bits if i < count and (rows := format_of(dtype)) else _BFLOAT16 * rounds(x, dtype)
         for each in dtypes
-        for x, dtype in zip(leaves, each, strict=True)
+        for i, (x, dtype) in enumerate(zip(leaves, each, strict=True))
     ]
     shapes = [jax.ShapeDtypeStruct((), jnp.int32), *map(_like, residual)]
     first = len(inputs) + len(leaves)
@@ -81,13 +80,14 @@ def collect(
 
     Args:
         inputs: token, device, number.
-        feedback: ``block_bits`` of the exchange, residuals and anchors. The means and the new
-            residuals are then returned in place of the sums.
+        feedback: ``block_bits`` of the exchange, residuals and anchors of the first leaves. Their
+            means are then returned in place of the sums, and the new residuals after all leaves.
         keep: whether the means are not written to the places of the anchors.
     """
     of_token = jax.ShapeDtypeStruct((), jnp.int32)
     of_header = jax.ShapeDtypeStruct((HEADER_SIZE,), jnp.float32)
     results, arguments, aliases = [of_token, of_header, *shapes], list(inputs), {}
+    residual: Leaves = []
     if feedback is not None:
         bits, residual, anchor = feedback
         first = len(inputs) + 1
@@ -98,6 +98,7 @@ def collect(
             aliases[first + len(residual) + i] = 2 + i
         results += map(_like, residual)
     call = jax.ffi.ffi_call(compiled.COLLECT, results, input_output_aliases=aliases)
+    attributes = {**attributes, "residuals": len(residual)}
     integers = {name: np.int32(value) for name, value in attributes.items()}
     token, header, *sums = call(*arguments, **integers)
     return sums, header, token

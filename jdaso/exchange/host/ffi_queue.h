@@ -91,8 +91,9 @@ enum Wire : int32_t { kAsItIs = 0, kFloat4 = 4, kInt8 = 8, kBFloat16 = 16 };
 
 // The signature of the functions that post, after a context if there is one. Attributes: the index
 // of the queue, the indices of the leaves' layouts on each wire that may be used, and for each of
-// these the Wire of each leaf. With error feedback, the residuals and the anchors, if there are any,
-// come after the leaves, and the residuals change in their places. Without it, there is one layout.
+// these the Wire of each leaf. With error feedback, the residuals and the anchors of the first leaves,
+// if there are any, come after the leaves, and the residuals change in their places. Without it, there
+// is one layout.
 template <typename Binding>
 auto BindPost(Binding&& binding) {
   return std::forward<Binding>(binding)
@@ -112,8 +113,9 @@ auto BindPost(Binding&& binding) {
 }
 
 // The signature of the functions that collect. `readers` is the number of devices that do. With error
-// feedback, there are arguments: bits of a number if the sums are of blocks, the residuals, and the
-// anchors, if there are any. The results are then the means and the residuals.
+// feedback, there are arguments: bits of a number if the sums are of blocks, the residuals of the
+// first leaves, and the anchors, if there are any. `residuals` is their number. The results are then
+// the means of these leaves, the sums of the others, and the residuals.
 template <typename Binding>
 auto BindCollect(Binding&& binding) {
   return std::forward<Binding>(binding)
@@ -127,7 +129,8 @@ auto BindCollect(Binding&& binding) {
       .template Attr<int32_t>("queue")
       .template Attr<int32_t>("first")
       .template Attr<int32_t>("last")
-      .template Attr<int32_t>("readers");
+      .template Attr<int32_t>("readers")
+      .template Attr<int32_t>("residuals");
 }
 
 inline ffi::Error NotInPlace(const char* function) {

@@ -19,7 +19,7 @@ from jdaso.cluster.abort import at_exit
 from jdaso.cluster.local_devices import await_programs
 from jdaso.core.exchange import AGREEMENT_NAMES, HEADER_SIZE, UNCOUNTED, PostedExchange, SentLeaf
 from jdaso.core.types import Leaves, Number
-from jdaso.core.wire import WIRE_OF_BITS, sum_dtype, wire_dtype
+from jdaso.core.wire import WIRE_OF_BITS, Wire, sum_dtype, wire_dtypes
 from jdaso.exchange.host.callbacks import Callbacks
 from jdaso.exchange.host.ffi_bridge import FfiBridge
 from jdaso.exchange.host.layout import Layout, make_layout
@@ -85,17 +85,17 @@ class JitInterface:
         """Whether compiled code copies the leaves. It can do so in parts."""
         return self._bridge is not None and jnp.float64 not in bound.dtypes
 
-    def computes_feedback(self, bound: Bound, wire: str | None) -> bool:
+    def computes_feedback(self, bound: Bound, wire: Wire) -> bool:
         """Whether the copies compute the error feedback of a wire."""
-        dtypes = [wire_dtype(x, wire) for x in bound.dtypes]
+        dtypes = wire_dtypes(bound.dtypes, wire)
         return self._bridge is not None and self._bridge.computes_feedback(dtypes)
 
     def posted_layout(self, sent: Sequence[SentLeaf], posted: PostedExchange) -> Layout:
         """The layout of leaves that a checkpoint has saved."""
         whole = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in sent]
         names, shapes, _ = zip(*sent, strict=True)
-        wire = WIRE_OF_BITS[posted.block_bits]
-        dtypes = tuple(wire_dtype(leaf.dtype, wire) for leaf in posted.leaves)
+        wires = tuple(WIRE_OF_BITS[bits] for bits in posted.block_bits)
+        dtypes = wire_dtypes([leaf.dtype for leaf in posted.leaves], wires)
         specs = tuple(self._shardings.specs(names, whole))
         return make_layout(shapes, dtypes, specs, self._shardings.mesh, posted.relative, names)
 
@@ -113,7 +113,7 @@ class JitInterface:
         step,
         leaves: Leaves,
         header,
-        wires: Sequence[str | None],
+        wires: Sequence[Wire],
         choice: Number = 0,
         feedback: tuple[Leaves, Leaves] = ([], []),
         bound: Bound | None = None,
@@ -123,7 +123,7 @@ class JitInterface:
         bound = bound or self.bind((), leaves)
         if header.shape != (HEADER_SIZE,):
             raise ValueError(f"header must be float32[{HEADER_SIZE}], got {header.shape}.")
-        dtypes = [tuple(wire_dtype(dtype, wire) for dtype in bound.dtypes) for wire in wires]
+        dtypes = [wire_dtypes(bound.dtypes, wire) for wire in wires]
         specs, options = bound.specs, (self._shardings.mesh, relative, bound.names)
         layouts = tuple(make_layout(bound.shapes, each, specs, *options) for each in dtypes)
         calls = self._host_calls(bound)
@@ -169,8 +169,8 @@ class JitInterface:
         calls = self._host_calls(bound)
         of_feedback, results = None, list(specs)
         if feedback is not None:
-            of_feedback = REPLICATED, list(specs), list(specs[: len(feedback[2])])
-            results = [*specs, *specs]
+            of_feedback = REPLICATED, *(list(specs[: len(each)]) for each in feedback[1:])
+            results += specs[: len(feedback[1])]
         return self._mesh.run(
             ("collect", sums, repr(of_feedback), specs, part.start, last, uncounted, keep, calls),
             functools.partial(_collect, self._mesh, calls, sums, part, last, uncounted, keep),

@@ -120,9 +120,9 @@ class Layout(NamedTuple):
         return [self.specs[placement.shard].dtype for placement in self._own[0]]
 
     @property
-    def block_bits(self) -> int:
+    def block_bits(self) -> tuple[int, ...]:
         """As in :class:`jdaso.core.exchange.PostedExchange`."""
-        return next((rows.bits for rows in map(format_of, self.dtypes) if rows), 0)
+        return tuple(rows.bits if (rows := format_of(dtype)) else 0 for dtype in self.dtypes)
 
     def join(self, shards: Sequence[np.ndarray], number: int = 0) -> list[Any]:
         """Copies of the leaves, from all shards in their wire dtypes. Blocks become float32.

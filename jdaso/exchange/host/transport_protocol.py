@@ -46,7 +46,7 @@ class Message(NamedTuple):
 
     Attributes:
         choice: index of the wire to use. It is 0 without error feedback.
-        feedback: residuals and anchors, if the copies compute error feedback.
+        feedback: residuals and anchors of the first leaves, if the copies compute error feedback.
     """
 
     number: Number
@@ -92,8 +92,9 @@ class HostCalls(Protocol):
 
         Args:
             readers: devices that collect the exchange.
-            feedback: ``block_bits`` of the exchange, residuals and anchors. The means and the new
-                residuals are then returned in place of the sums.
+            feedback: ``block_bits`` of the exchange, residuals and anchors of the first leaves.
+                Their means are then returned in place of the sums, and the new residuals after
+                all leaves.
             keep: as in :class:`jdaso.core.exchange.FeedbackOperations`.
         """
 

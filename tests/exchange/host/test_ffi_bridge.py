@@ -317,7 +317,7 @@ def test_closing_fails_calls_that_were_taken(bridge, transport, monkeypatch):
         post(bridge, jnp.ones(3), number=1)
 
 
-SHAPES = [(), (0,), (1,), (63,), (64,), (65,), (5, 13), (3, 2, 64), (1000,)]
+SHAPES = [(), (0,), (1,), (63,), (64,), (65,), (5, 13), (3, 2, 64), (1000,), (7,)]
 VALUES = {
     "of one size": lambda rng, shape: rng.normal(size=shape),
     "of all sizes": lambda rng, shape: (
@@ -353,10 +353,18 @@ def test_feedback_is_computed_while_leaves_are_copied(bridge, transport, name, v
     leaves, residual, anchor = drawn(values, 3)
     if values == "infinite":  # only leaves, or differences would be no numbers
         residual, anchor = drawn("of one size", 2)
-    anchor = anchor if has_anchor else []
-    dtypes = [wire.wire_dtype(np.dtype("f4"), each) for each in ("float32", name)]
+    residual = residual[:-1]  # the last leaf is a moment of the optimizer, which has no feedback
+    anchor = anchor[:-1] if has_anchor else []
+    float32 = np.dtype("f4")
+    dtypes = [wire.wire_dtype(float32, each) for each in ("float32", name)]
     layouts = [
-        unsharded([LeafSpec(wire.wire_shape(s, dtype), dtype) for s in SHAPES]) for dtype in dtypes
+        unsharded(
+            [
+                *(LeafSpec(wire.wire_shape(s, dtype), dtype) for s in SHAPES[:-1]),
+                LeafSpec(SHAPES[-1], float32),
+            ]
+        )
+        for dtype in dtypes
     ]
 
     @functools.partial(jax.jit, donate_argnums=1)
@@ -365,13 +373,16 @@ def test_feedback_is_computed_while_leaves_are_copied(bridge, transport, name, v
         return bridge.post(layouts, 0, jnp.int32(0), message)[1]
 
     kept = program(leaves, [jnp.array(r) for r in residual], anchor)
-    base = anchor if has_anchor and name in FORMATS else [np.float32(0)] * len(leaves)
+    base = anchor if has_anchor and name in FORMATS else [np.float32(0)] * len(residual)
+    *params, moment = leaves
     with np.errstate(over="ignore", invalid="ignore"):
-        wanted = [np.asarray(x - a + r) for x, a, r in zip(leaves, base, residual, strict=True)]
+        wanted = [np.asarray(x - a + r) for x, a, r in zip(params, base, residual, strict=True)]
         packed = [wire.pack(v, dtypes[1]) for v in wanted]
         sent = [wire.unpadded(wire.unpack(p), v.shape) for p, v in zip(packed, wanted, strict=True)]
         errors = [finite_or_zero(v - s) for v, s in zip(wanted, sent, strict=True)]
-    same_bits([x.astype(np.float32) for x in transport.posted[0].leaves], map(np.float32, packed))
+    *sent_params, sent_moment = transport.posted[0].leaves
+    same_bits([x.astype(np.float32) for x in sent_params], map(np.float32, packed))
+    np.testing.assert_array_equal(sent_moment, moment)
     same_bits(kept, errors)
 
 
@@ -384,7 +395,8 @@ def test_feedback_is_computed_while_sums_are_copied(
     sums, residual, anchor = drawn(values, 3)
     if values == "infinite":
         residual, anchor = drawn("of one size", 2)
-    anchor = anchor if has_anchor else []
+    residual = residual[:-1]  # the last sum is that of a moment, which has no feedback
+    anchor = anchor[:-1] if has_anchor else []
     post(bridge, *sums)
     header = np.ones(HEADER_SIZE, np.float32)
     header[0] = members
@@ -399,15 +411,17 @@ def test_feedback_is_computed_while_sums_are_copied(
         return results[: len(SHAPES)], results[len(SHAPES) :]
 
     old = [[jnp.array(x) for x in leaves] for leaves in (residual, anchor)]
-    means, kept = program(*old)
-    base = anchor if has_anchor else [np.zeros(s, np.float32) for s in SHAPES]
+    (*means, total), kept = program(*old)
+    *sums, of_moment = sums
+    np.testing.assert_array_equal(total, of_moment)
+    base = anchor if has_anchor else [np.zeros_like(r) for r in residual]
     if members == 0:
         same_bits(means, base)
         same_bits(kept, residual)
         return
     with np.errstate(over="ignore", invalid="ignore"):
         received = [wire.rounded(s, wire.WIRE_OF_BITS[bits]) if bits else s for s in sums]
-        base = base if bits else [np.float32(0)] * len(SHAPES)
+        base = base if bits else [np.float32(0)] * len(residual)
         same_bits(means, [a + s / np.float32(members) for a, s in zip(base, received, strict=True)])
         errors = [finite_or_zero(s - c) for s, c in zip(sums, received, strict=True)]
     same_bits(kept, [r + e for r, e in zip(residual, errors, strict=True)])

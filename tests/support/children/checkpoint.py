@@ -39,8 +39,7 @@ def main(folder, saved_at, *names):
         make = ALGORITHMS.get(name, cycling)
         start = first_params(("float32", "bfloat16"))
         start["empty"] = jnp.zeros((0, 3))
-        if name != "moments average":
-            start["whole"] = jnp.arange(3)  # the first step widens its moment
+        start["whole"] = jnp.arange(3)  # the first step widens its moment
 
         def train(params, state, steps, step, topology=topology):
             for t in steps:

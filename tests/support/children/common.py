@@ -60,6 +60,9 @@ ALGORITHMS = {
     ),
     "allreduce_gradients": lambda x: jdaso.chain(SGD, jdaso.allreduce_gradients(x, "float32")),
     "moments average": lambda x: jdaso.chain(SGD, jdaso.dasgd(x, 4, 3), moments="average"),
+    "moments int8": lambda x: jdaso.chain(
+        SGD, jdaso.dasgd(x, 4, 3, wire="int8"), "average", moments_wire=BF16
+    ),
 }
 
 

@@ -65,7 +65,10 @@ if case == "other bits":
 
     def altered(reader, path):
         part = read(reader, path)
-        flights = {key: posted._replace(block_bits=4) for key, posted in part.in_flight.items()}
+        flights = {
+            key: posted._replace(block_bits=(4,) * len(posted.leaves))
+            for key, posted in part.in_flight.items()
+        }
         return part._replace(in_flight=flights)
 
     restore.read_part = altered

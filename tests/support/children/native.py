@@ -19,6 +19,7 @@ from jdaso.core.tree import is_float
 from jdaso.exchange.host import compiled, ffi_bridge, jit_interface
 
 parser = argparse.ArgumentParser()
+parser.add_argument("--moments", help="the wire of averaged momentum")
 parser.add_argument("--devices", type=int, default=1)
 parser.add_argument("--algorithm", default="daso")
 parser.add_argument("--dtypes", nargs="+", default=["float32"])
@@ -89,7 +90,9 @@ def run(native):
     exchange = jdaso.mpi_exchange(topology, native=native)
     averaging = make_averaging(exchange)
     # Integers are not trained. Their gradients are added to them as they are.
-    tx = jdaso.chain(optax.masked(SGD, lambda tree: jax.tree.map(is_float, tree)), averaging)
+    optimizer = optax.masked(SGD, lambda tree: jax.tree.map(is_float, tree))
+    moments = {"moments": "average", "moments_wire": arguments.moments} if arguments.moments else {}
+    tx = jdaso.chain(optimizer, averaging, **moments)
 
     def step(params, state, grads, value):
         return jdaso.apply_gradients(tx, grads, state, params, value=value)
@@ -136,7 +139,7 @@ def run(native):
 
 def run_with_callbacks():
     """The states with host callbacks, computed once for all libraries."""
-    wires = f"{arguments.wire} {arguments.blocking_wire} {arguments.algorithm}"
+    wires = f"{arguments.wire} {arguments.blocking_wire} {arguments.moments} {arguments.algorithm}"
     numbers = f"{'-'.join(arguments.dtypes)} {arguments.x64} {wires}"
     name = f"{arguments.devices} {numbers} {arguments.fragments} {topology.node}"
     kept = Path(arguments.callbacks, name)
