@@ -64,13 +64,13 @@ def squares(state):
 
 
 @functools.cache
-def squares_on(wire, moments_wire=None):
+def squares_on(wire, moments_wire=None, delay=1):
     """The squares after each of 200 steps, and the parameters at the end."""
     sizes = jnp.asarray(np.tile(np.logspace(-4, 0, 64), 2), jnp.float32)  # in each block of 64
     draw = np.random.default_rng(0).normal(size=(200, NODES, 128))
     grads = {name: jnp.asarray(draw, jnp.float32) * sizes for name in ROOTS}
     optimizer = optax.partition(ROOTS, {name: name for name in ROOTS})
-    averaging = jdaso.dasgd(EXCHANGE, period=2, delay=1, wire=wire)
+    averaging = jdaso.dasgd(EXCHANGE, period=2, delay=delay, wire=wire)
     tx = jdaso.chain(optimizer, averaging, moments="average", moments_wire=moments_wire)
     params = {name: jnp.zeros(128) for name in ROOTS}
     (params, _), seen = train(tx, params, grads, lambda params, state: squares(state))
@@ -88,17 +88,20 @@ def test_averaged_squares_never_become_negative(wire):
         np.testing.assert_array_equal(x, exact)
 
 
-def test_averaged_squares_follow_their_recursion():
-    seen, _ = squares_on("int8")
+@pytest.mark.parametrize("wire", [None, "int8"])
+@pytest.mark.parametrize("delay", [1, 2])
+def test_averaged_squares_follow_their_recursion(delay, wire):
+    """Also where the delay is the period, so that nodes post what was there before the merge."""
+    seen, _ = squares_on(wire, delay=delay)
     sizes = np.tile(np.logspace(-4, 0, 64), 2)
     draw = np.random.default_rng(0).normal(size=(200, NODES, 128)) * sizes
-    v, posted = np.zeros((NODES, 128)), np.zeros(128)
+    v, posted = np.zeros((NODES, 128)), {}
     for t, g in enumerate(draw):
         v = 0.999 * v + 0.001 * g**2
-        if t % 2 == 0 and t > 0:
-            v = 0.25 * v + 0.75 * posted
         if t % 2 == 1:
-            posted = v.mean(0)
+            posted[t] = v.mean(0)
+        if t - delay in posted:
+            v = 0.25 * v + 0.75 * posted[t - delay]
     np.testing.assert_allclose(seen[0][-1], v, rtol=1e-5)
 
 
