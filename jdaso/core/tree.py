@@ -121,8 +121,8 @@ def check_finite(name: str, kind: str, tree: PyTree) -> None:
 #: What to do about a leaf that is not finite by design.
 KEEP_OUT = (
     "If the leaf is not finite by design, such as a mask of -inf, keep it out of the parameters: "
-    "with equinox.partition or a static field of the model, or give it an optimizer of its own "
-    "with optax.partition."
+    "pass it to the model beside them, make it a static field, or separate it with "
+    "equinox.partition. A mask of large negative numbers, such as -1e9, is finite."
 )
 
 
