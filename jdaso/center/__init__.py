@@ -1,4 +1,4 @@
-"""Asynchronous methods: workers exchange messages with a server that keeps the centre.
+"""Asynchronous methods: workers exchange messages with a server that keeps the center.
 
 ``server/`` is the server over MPI. Only ``jdaso/__init__.py`` and ``__main__.py`` may import this
 folder, which imports :mod:`jdaso.algorithms`, :mod:`jdaso.exchange` and entries below them.

@@ -43,7 +43,7 @@ def admm(center: Center, learning_rate: float, rho: float) -> optax.GradientTran
         An optax transformation, a complete optimizer. ``update`` requires ``params``.
 
     Raises:
-        ValueError: for numbers that are not positive or a centre over MPI.
+        ValueError: for numbers that are not positive or a center over MPI.
 
     >>> import jdaso
     >>> center = jdaso.center.simulated_center(3)
@@ -54,8 +54,8 @@ def admm(center: Center, learning_rate: float, rho: float) -> optax.GradientTran
     check_positive("rho", rho)
     if not center.in_turns:
         raise ValueError(
-            "admm needs a simulated_center, got a centre over MPI: a worker reads and writes the "
-            "centre in one turn, and over MPI others would intervene."
+            "admm needs a simulated_center, got a center over MPI: a worker reads and writes the "
+            "center in one turn, and over MPI others would intervene."
         )
     exchange = center.make_exchange(summing_rule())
     header = jnp.zeros((HEADER_SIZE,), jnp.float32).at[0].set(1.0)

@@ -1,4 +1,4 @@
-"""Asynchronous EASGD and EAMSGD: an elastic force between each worker and the centre."""
+"""Asynchronous EASGD and EAMSGD: an elastic force between each worker and the center."""
 
 from typing import NamedTuple
 
@@ -36,10 +36,10 @@ def async_easgd(
     delay: int = 0,
     nonfinite: str = "skip",
 ) -> Averaging:
-    """Asynchronous elastic averaging SGD: each worker exchanges with the centre on its own clock.
+    """Asynchronous elastic averaging SGD: each worker exchanges with the center on its own clock.
 
     Before the update of every ``period``-th step of a worker, with x the parameters at which that
-    step's gradient was taken, u the local optimizer's update, and c the centre when the worker's
+    step's gradient was taken, u the local optimizer's update, and c the center when the worker's
     message arrives:
 
         x <- x + u - alpha (x - c)                                  (easgd Algorithm 1, a)
@@ -48,8 +48,8 @@ def async_easgd(
     Both right sides use the old x and c. The exchange is atomic, whereas the paper's worker fetches
     c and then sends the force. In turns, it equals Eq. 12 and 13. With a ``delay``, the worker
     applies the force ``delay`` steps after sending, computed from the x that it sent. Worker and
-    centre therefore always move by the same amount. The exchange before a worker's first step is
-    left out, because it does nothing for a worker that starts from the centre.
+    center therefore always move by the same amount. The exchange before a worker's first step is
+    left out, because it does nothing for a worker that starts from the center.
 
     Args:
         center: From :func:`jdaso.center.mpi_center` or :func:`jdaso.center.simulated_center`.
@@ -62,11 +62,11 @@ def async_easgd(
             With 0, the worker waits for the reply. Otherwise the state holds a widened copy of the
             parameters.
         nonfinite: With ``skip``, a worker whose numbers are not finite does not contribute and
-            starts again from the centre. With ``raise``, it raises an error.
+            starts again from the center. With ``raise``, it raises an error.
 
     Returns:
         An optax transformation. Put it last in a chain. ``update`` requires ``params``. Start
-        from ``center.join(params)``. Evaluate and save the centre.
+        from ``center.join(params)``. Evaluate and save the center.
 
     Raises:
         ValueError: for an alpha outside (0, 1), a beta that is not positive, a period below 1, or
@@ -152,7 +152,7 @@ def _elastic(
 
 
 def _elastic_merge(alpha: float, late: bool) -> Merge:
-    """Algorithm 1, a). The reply is the old centre."""
+    """Algorithm 1, a). The reply is the old center."""
 
     def init(params: PyTree) -> PyTree:
         return SentState(widened(params)) if late else ()

@@ -1,4 +1,4 @@
-"""DOWNPOUR: workers add their updates to the centre and continue from it."""
+"""DOWNPOUR: workers add their updates to the center and continue from it."""
 
 from typing import NamedTuple
 
@@ -16,13 +16,13 @@ from jdaso.schedules import constant
 
 
 class BaseState(NamedTuple):
-    """The parameters before the updates that the centre lacks, a tree like the parameters."""
+    """The parameters before the updates that the center lacks, a tree like the parameters."""
 
     base: PyTree
 
 
 def downpour(center: Center, period: int, *, delay: int = 0, nonfinite: str = "skip") -> Averaging:
-    """DOWNPOUR: every worker adds the sum of its updates to the centre and adopts the centre.
+    """DOWNPOUR: every worker adds the sum of its updates to the center and adopts the center.
 
     After every ``period``-th update of a worker, with v the sum of its last ``period`` updates:
 
@@ -31,7 +31,7 @@ def downpour(center: Center, period: int, *, delay: int = 0, nonfinite: str = "s
     The paper exchanges before the next gradient, which is equivalent. Its pull before a worker's
     first step is :attr:`jdaso.center.Center.join`. With a ``delay``, the worker adopts the reply
     ``delay`` steps later, as ``x <- c + v`` with v the updates since sending, so no update is lost.
-    At the end, the centre lacks a worker's updates since its last exchange. There are none if
+    At the end, the center lacks a worker's updates since its last exchange. There are none if
     ``period`` divides the number of steps and ``delay=0``.
 
     Args:
@@ -60,13 +60,13 @@ def downpour(center: Center, period: int, *, delay: int = 0, nonfinite: str = "s
 
 
 def adownpour(center: Center, period: int, *, delay: int = 0, nonfinite: str = "skip") -> Averaging:
-    """:func:`downpour` with an average of the centre over time, which is evaluated.
+    """:func:`downpour` with an average of the center over time, which is evaluated.
 
-    At each update of the centre, with t the number of updates before it and c the old centre:
+    At each update of the center, with t the number of updates before it and c the old center:
 
         z <- (1 - a) z + a c,  a = 1 / (t + 1)                                (easgd Sec. 5)
 
-    So z is the mean of all centres but the last. One worker with period 1 is ASGD, whose average
+    So z is the mean of all centers but the last. One worker with period 1 is ASGD, whose average
     is also ``z = optax.incremental_update(x, z, 1 / (t + 1))`` before each step.
 
     Args:
@@ -93,7 +93,7 @@ def mvadownpour(
     delay: int = 0,
     nonfinite: str = "skip",
 ) -> Averaging:
-    """:func:`downpour` with a moving average of the centre, which is evaluated.
+    """:func:`downpour` with a moving average of the center, which is evaluated.
 
     The average is that of :func:`adownpour` with the constant ``a = moving_rate``. With one worker
     and period 1, this is MVASGD.
@@ -131,7 +131,7 @@ def _downpour(
 def _summing_merge() -> Merge:
     """Sends x - base, the worker's updates since its last exchange.
 
-    The merge sets x to the centre plus the updates made since sending.
+    The merge sets x to the center plus the updates made since sending.
     """
 
     def message(leaves: Leaves, state: BaseState):

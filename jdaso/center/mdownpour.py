@@ -33,7 +33,7 @@ def mdownpour(
 
         v <- delta v - eta g;  c <- c + delta v;  x <- c              (easgd Algorithms 4, 5)
 
-    These are the equations as printed, so ``momentum=0`` would not move the centre. There is no
+    These are the equations as printed, so ``momentum=0`` would not move the center. There is no
     period and no delay, because a worker cannot compute without the reply.
 
     Args:

@@ -12,7 +12,7 @@ from jdaso.core.types import Leaves
 def check_center(name: str, center: Center) -> None:
     if not isinstance(center, Center):
         raise ValueError(
-            f"{name} needs a centre, got {type(center).__name__}: make one with "
+            f"{name} needs a center, got {type(center).__name__}: make one with "
             "jdaso.center.mpi_center or jdaso.center.simulated_center."
         )
 
@@ -62,7 +62,7 @@ def averaging_rule(moving_rate: float | None = None) -> ServerRule:
     >>> state = rule.init([np.float32([0])])
     >>> for v in (1, 2):
     ...     state, _ = rule.update(state, [np.float32([v])])
-    >>> state.center[0].tolist(), state.average[0].tolist()  # the mean of the centres 0 and 1
+    >>> state.center[0].tolist(), state.average[0].tolist()  # the mean of the centers 0 and 1
     ([3.0], [0.5])
     """
     inner = summing_rule()

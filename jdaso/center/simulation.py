@@ -1,4 +1,4 @@
-"""A centre inside the program, which applies messages at once and keeps replies in the states."""
+"""A center inside the program, which applies messages at once and keeps replies in the states."""
 
 import functools
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from jdaso.core.wire import sum_dtype
 
 
 class SimulatedState(NamedTuple):
-    """The state of a worker's exchange with a simulated centre."""
+    """The state of a worker's exchange with a simulated center."""
 
     center: Any  # the state of the server; () outside this worker's turns
     reply: Leaves  # to this worker's last message
@@ -24,7 +24,7 @@ class SimulatedState(NamedTuple):
 
 
 def _simulated_exchange(num_workers: int, rule: ServerRule) -> Exchange:
-    """An exchange with a simulated centre whose server updates with ``rule``."""
+    """An exchange with a simulated center whose server updates with ``rule``."""
 
     def init(params: PyTree) -> SimulatedState:
         first = rule.init(split(widened(params))[0])
@@ -47,9 +47,9 @@ def _simulated_exchange(num_workers: int, rule: ServerRule) -> Exchange:
 
 
 def simulated_center(num_workers: int) -> Center:
-    """A centre for workers that take turns in one program.
+    """A center for workers that take turns in one program.
 
-    The centre applies a worker's message at once. The reply stays in the worker's state until the
+    The center applies a worker's message at once. The reply stays in the worker's state until the
     delay is over. :func:`jdaso.center.take_turns` runs the turns in any order. Results equal those
     of :func:`jdaso.center.mpi_center` up to rounding.
 

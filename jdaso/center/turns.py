@@ -18,7 +18,7 @@ from jdaso.core.validation import check_whole
 
 
 class SimulatedCluster(NamedTuple):
-    """All workers and the centre between two turns. It holds arrays only and can be checkpointed.
+    """All workers and the center between two turns. It holds arrays only and can be checkpointed.
 
     Attributes:
         params: Parameters of all workers. Each leaf has a leading axis of workers.
@@ -34,7 +34,7 @@ class SimulatedCluster(NamedTuple):
 def init_cluster(
     tx: optax.GradientTransformation, params: PyTree, num_workers: int
 ) -> SimulatedCluster:
-    """Workers and a centre that start from the same parameters.
+    """Workers and a center that start from the same parameters.
 
     Args:
         tx: A complete optimizer with one algorithm that uses a
@@ -46,7 +46,7 @@ def init_cluster(
         A :class:`SimulatedCluster`.
 
     Raises:
-        ValueError: if ``tx`` does not have exactly one simulated centre, or if its centre is for
+        ValueError: if ``tx`` does not have exactly one simulated center, or if its center is for
             another number of workers.
 
     >>> import jax.numpy as jnp, jdaso, optax
@@ -101,7 +101,7 @@ def take_turns(
     >>> order = jdaso.center.round_robin(2, 4)
     >>> cluster, seen = jax.jit(lambda c: jdaso.center.take_turns(step, c, order, jnp.zeros(4)))(
     ...     cluster)
-    >>> seen.tolist(), float(cluster.center.center[0])  # the second starts from the first centre
+    >>> seen.tolist(), float(cluster.center.center[0])  # the second starts from the first center
     ([8.0, 8.0, 4.0, 0.0], -2.0)
     """
     _check_order(order, len(jax.tree.leaves(cluster.params)[0]))

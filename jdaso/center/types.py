@@ -1,4 +1,4 @@
-"""The interface between workers and the centre, and the state of the centre."""
+"""The interface between workers and the center, and the state of the center."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,9 +9,9 @@ import numpy as np
 from jdaso.core.exchange import FINITE, HEADER_SIZE, Exchange
 from jdaso.core.types import Leaves, PyTree
 
-#: What is wrong with a collective call of the workers of a centre, and what to do.
+#: What is wrong with a collective call of the workers of a center, and what to do.
 ONLY_WITH_THE_SERVER = (
-    "workers of a centre do not communicate with each other: broadcast and consensus are not "
+    "workers of a center do not communicate with each other: broadcast and consensus are not "
     "available. Use center.join and center.read."
 )
 
@@ -20,7 +20,7 @@ class CenterState(NamedTuple):
     """The state of the server. Fields are lists of leaves on the server, trees for workers.
 
     Attributes:
-        center: The centre c, float32 (float64 for float64 leaves).
+        center: The center c, float32 (float64 for float64 leaves).
         velocity: v of :func:`jdaso.center.mdownpour`, in the shapes of c; otherwise ().
         average: z of :func:`jdaso.center.adownpour` and :func:`jdaso.center.mvadownpour`;
             otherwise ().
@@ -34,7 +34,7 @@ class CenterState(NamedTuple):
 
 
 def map_state(function: Callable[[Any], Any], state: CenterState) -> CenterState:
-    """Applies a function to the centre, and to velocity and average unless they are ().
+    """Applies a function to the center, and to velocity and average unless they are ().
 
     >>> map_state(sum, CenterState([1, 2], (), [3], 7))
     CenterState(center=3, velocity=(), average=3, clock=7)
@@ -49,9 +49,9 @@ class ServerRule(NamedTuple):
 
     Attributes:
         name: Name with all hyperparameters. Workers with another name are refused.
-        init: ``(leaves) -> state``, from the leaves of the first centre.
+        init: ``(leaves) -> state``, from the leaves of the first center.
         update: ``(state, message) -> (state, reply)``. Message and reply are lists of leaves in the
-            shapes and dtypes of the centre. No other update comes in between.
+            shapes and dtypes of the center. No other update comes in between.
     """
 
     name: str
@@ -68,13 +68,13 @@ def _join_with_equal_params(params: PyTree, saved: CenterState | None = None) ->
 
 def _not_simulated(*_: Any) -> Any:
     raise ValueError(
-        "the state of a simulated centre is part of the cluster: read cluster.center, replace it "
+        "the state of a simulated center is part of the cluster: read cluster.center, replace it "
         "with cluster._replace(center=...)."
     )
 
 
 class Center(NamedTuple):
-    """The connection of workers to the centre, the asynchronous counterpart of an Exchange.
+    """The connection of workers to the center, the asynchronous counterpart of an Exchange.
 
     Attributes:
         num_workers: p in the papers.
@@ -82,7 +82,7 @@ class Center(NamedTuple):
             of one step.
         make_exchange: ``(rule) -> Exchange``. The sum that its ``finish`` returns is the server's
             reply to this worker.
-        join: ``(params, saved=None) -> params``, the current centre. Node 0 creates it from its
+        join: ``(params, saved=None) -> params``, the current center. Node 0 creates it from its
             parameters or, to resume a training, from ``saved``, a result of ``read``. The other
             nodes wait for node 0, and their values are ignored. A worker that joins again starts
             anew, with ``tx.init``.
