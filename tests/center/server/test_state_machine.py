@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdaso.center.rules import averaging_rule, elastic_rule, summing_rule
+from jdaso.center.async_easgd import elastic_rule
+from jdaso.center.downpour import averaging_rule, summing_rule
 from jdaso.center.server import frames
 from jdaso.center.server.frames import (
     EXCHANGE,
