@@ -209,7 +209,7 @@ class Checkpoints:
         If another number of nodes saved the checkpoint, floating-point arrays are averaged over
         these nodes and other arrays are those of node 0. Nodes whose averaged parameters are not
         finite are left out. Exchanges in flight are dropped, because the mean of the parameters is
-        newer. The centre of EASGD and the anchor of DiLoCo miss this last update.
+        newer. The center of EASGD and the anchor of DiLoCo miss this last update.
 
         A damaged checkpoint, or one of nodes that were out of step, is skipped with a warning, so
         that a job that restarts by itself does not fail at the same place forever. If no

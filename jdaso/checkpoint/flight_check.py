@@ -109,14 +109,14 @@ def awaited(tree: PyTree, exchanges: Sequence[Exchange]) -> list[tuple[Key, list
                 found.append(((position, int(fragment.number)), leaves))
         elif _is_scalar(fragment.exchange) and fragment.posted:
             raise JdasoError(
-                "a state waits for an exchange with a centre, which a checkpoint does not hold: "
+                "a state waits for an exchange with a center, which a checkpoint does not hold: "
                 "call jdaso.drain before you save the state, and save what center.read returns."
             )
     return found
 
 
 def _is_scalar(state: PyTree) -> bool:
-    """Whether this is the state of an exchange with a centre over MPI."""
+    """Whether this is the state of an exchange with a center over MPI."""
     return isinstance(state, jax.Array) and state.ndim == 0
 
 

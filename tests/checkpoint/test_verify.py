@@ -93,7 +93,7 @@ CHANGES = {
         put(AT + "step", lambda x: x + 1),
         f"node 1 differs from node 0: {AT}step is 10, not 9",
     ),
-    "centre": (
+    "center": (
         put(AT + "fragments.0.merge.center.w", lambda x: x + 1e-7),
         f"node 1 differs from node 0: {AT}fragments.0.merge.center.w is",
     ),

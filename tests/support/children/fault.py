@@ -77,9 +77,9 @@ elif case == "other senders":
     jdaso.mpi_exchange(topology, senders=("one", "all")[rank])
 elif case == "other delay":
     train(8, jdaso.constant(2, 1 + rank))
-elif case.startswith(("other centre", "other anchor", "other parameters")):
+elif case.startswith(("other center", "other anchor", "other parameters")):
     averaging = {
-        "other centre": lambda: jdaso.easgd(exchange, 2),
+        "other center": lambda: jdaso.easgd(exchange, 2),
         "other anchor": lambda: jdaso.diloco(exchange, 2),
         "other parameters": lambda: jdaso.allreduce_gradients(exchange),
     }[case.removesuffix(", other hardware")]()

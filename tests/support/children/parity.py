@@ -108,7 +108,7 @@ def check(build, steps):
     assert (int(mine.skipped) > 0) == (arguments.bad and topology.node == 1)
     for flight, on_axis in zip(
         mine.fragments, theirs.fragments, strict=True
-    ):  # centres and anchors
+    ):  # centers and anchors
         own = jax.tree.map(lambda x: x[topology.node], on_axis.merge)
         assert_close(flight.merge, own)
     same = jdaso.consensus(exchange, params)
