@@ -30,7 +30,6 @@ from jdaso.exchange.transport.host_collectives import HostCollectives
 from jdaso.exchange.transport.membership import Membership
 from jdaso.exchange.transport.mpi_transport import MpiTransport
 from jdaso.exchange.transport.progress import Progress
-from jdaso.exchange.transport.ulfm import prepare_to_shrink
 
 
 def mpi_exchange(
@@ -40,7 +39,6 @@ def mpi_exchange(
     timeout: float = 600.0,
     native: bool | None = None,
     senders: str = "one",
-    on_failure: str = "stop",
     same_bits: bool = True,
     shardings: Any = None,
 ) -> Exchange:
@@ -91,11 +89,6 @@ def mpi_exchange(
             devices are CPUs, and warns once otherwise. True also uses it on CUDA devices, where it
             has not been measured. For float64 leaves, host callbacks copy.
         senders: ``one`` or ``all``; see above.
-        on_failure: What happens when a process dies. ``stop`` ends the job. ``shrink`` continues
-            with the remaining nodes. It requires Open MPI 5, started with
-            ``mpirun --with-ft ulfm``, and one process per node.
-            Exchanges in flight are summed again over the remaining nodes, which ``topology()`` of
-            the exchange returns. Exceptions, disagreements and silent processes still end the job.
         same_bits: Whether it is an error if a centre, an anchor, or the parameters of synchronous
             training differ between nodes in any bit. Pass False if the nodes' hardware rounds
             differently. Schedules and steps are compared in any case. The wires ``int8`` and
@@ -114,7 +107,7 @@ def mpi_exchange(
 
     Raises:
         ValueError: For an unknown name, a number out of range, or a combination of arguments that
-            is excluded above; if ``native=True`` or ``shrink`` is not available; if the arguments,
+            is excluded above; if ``native=True`` is not available; if the arguments,
             except for ``timeout`` and ``native``, differ between processes; for a mesh of other
             devices. In ``init``, for shardings that do not fit the parameters.
         JdasoError: If a process does not call ``mpi_exchange`` within ``timeout``. In ``init``, if
@@ -128,7 +121,7 @@ def mpi_exchange(
     1
     """
     wire = check_wire("wire", wire)
-    settings = Settings(wire, chunk_bytes, senders, on_failure, same_bits)
+    settings = Settings(wire, chunk_bytes, senders, same_bits)
     check_number("timeout", timeout, above=True)
     check_settings(settings, topology.joined)
     sharded = Shardings(shardings, topology.mesh)
@@ -138,13 +131,8 @@ def mpi_exchange(
         return _single_node(topology, wire, sharded if shardings is not None else None)
     check_same_settings(topology, settings)
     native = use_native(native, topology.devices[0].platform)
-    shrinks = on_failure == "shrink"
-    if shrinks:
-        topology = prepare_to_shrink(topology)
-    options = AllReduceOptions(senders, chunk_bytes)
-    membership = Membership(topology, options, timeout, shrinks)
-    recovery = membership if shrinks else None
-    progress = Progress(topology, timeout, membership.announce_exit, topology.abort, recovery)
+    membership = Membership(topology, AllReduceOptions(senders, chunk_bytes))
+    progress = Progress(topology, timeout, membership.announce_exit, topology.abort)
     transport = MpiTransport(membership, progress)
     program = JitInterface(transport, native, sharded)
     collectives = HostCollectives(membership, progress)
@@ -188,7 +176,6 @@ def mpi_exchange(
         anyone=collectives.anyone,
         compares=True,
         same_bits=same_bits,
-        topology=collectives.topology,
         bind=bind,
         all_devices=program.all_devices,
         close=once(program.close, progress.close, membership.free, transport.forget),

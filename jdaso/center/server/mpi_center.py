@@ -109,7 +109,7 @@ def mpi_center(
         # Only the server handles deaths, but all forward them.
         on_death = hosted.liveness.set_died if hosted else lambda worker: None
         needed = frozenset({frames.SERVER})
-        topology.heartbeat.tolerate_deaths(on_death, silence=True, needed=needed)
+        topology.heartbeat.tolerate_deaths(on_death, needed)
     policy = (worker_exit.server_policy if serves else worker_exit.worker_policy)(topology)
     worker_exit.ignore_death_signal()
     connection = Connection(topology, comm, timeout, gone_after / _HEARTBEATS, policy)

@@ -45,10 +45,6 @@ class ExchangeCommunicators:
             return UNCOUNTED
         return number % len(self._by_index) if self._options.senders == "one" else 0
 
-    def agreement(self, number: int) -> Comm | None:
-        """The communicator over which all processes agree that an exchange is complete."""
-        return self._used_by(number)[0].nodes
-
     def all(self) -> list[Comm]:
         by_index = self._by_index + self._consensus
         nested = [comm for index in by_index for comm in (index.nodes, index.within_node)]
