@@ -25,7 +25,6 @@ from jdaso.exchange.host.keys import Keys
 from jdaso.exchange.host.shardings import Shardings
 from jdaso.exchange.leaf_functions import LeafFunctions, OncePerProgram
 from jdaso.exchange.settings import Settings, check_same_settings, check_settings
-from jdaso.exchange.transport.collectives import AllReduceOptions
 from jdaso.exchange.transport.host_collectives import HostCollectives
 from jdaso.exchange.transport.membership import Membership
 from jdaso.exchange.transport.mpi_transport import MpiTransport
@@ -38,7 +37,6 @@ def mpi_exchange(
     chunk_bytes: int = 1 << 22,
     timeout: float = 600.0,
     native: bool | None = None,
-    senders: str = "one",
     same_bits: bool = True,
     shardings: Any = None,
 ) -> Exchange:
@@ -88,7 +86,6 @@ def mpi_exchange(
         native: Whether compiled code copies the parameters. None uses it if it was built and the
             devices are CPUs, and warns once otherwise. True also uses it on CUDA devices, where it
             has not been measured. For float64 leaves, host callbacks copy.
-        senders: ``one`` or ``all``; see above.
         same_bits: Whether it is an error if a centre, an anchor, or the parameters of synchronous
             training differ between nodes in any bit. Pass False if the nodes' hardware rounds
             differently. Schedules and steps are compared in any case. The wires ``int8`` and
@@ -121,9 +118,9 @@ def mpi_exchange(
     1
     """
     wire = check_wire("wire", wire)
-    settings = Settings(wire, chunk_bytes, senders, same_bits)
+    settings = Settings(wire, chunk_bytes, same_bits)
     check_number("timeout", timeout, above=True)
-    check_settings(settings, topology.joined)
+    check_settings(settings)
     sharded = Shardings(shardings, topology.mesh)
     # The collectives that follow have no deadline.
     barrier(topology, "the creation of an exchange", timeout)
@@ -131,7 +128,7 @@ def mpi_exchange(
         return _single_node(topology, wire, sharded if shardings is not None else None)
     check_same_settings(topology, settings)
     native = use_native(native, topology.devices[0].platform)
-    membership = Membership(topology, AllReduceOptions(senders, chunk_bytes))
+    membership = Membership(topology, chunk_bytes)
     progress = Progress(topology, timeout, membership.announce_exit, topology.abort)
     transport = MpiTransport(membership, progress)
     program = JitInterface(transport, native, sharded)
