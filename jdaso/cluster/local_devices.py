@@ -195,7 +195,9 @@ def _over_devices(tree: PyTree) -> PyTree:
     """The means of floating-point numbers, by one collective, and the sums of integers."""
     leaves, treedef = jax.tree.flatten(tree)
     inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
-    means = iter(lax.pmean([x for x, mean in zip(leaves, inexact, strict=True) if mean], LOCAL_AXIS))
+    means = iter(
+        lax.pmean([x for x, mean in zip(leaves, inexact, strict=True) if mean], LOCAL_AXIS)
+    )
 
     def reduced(x: jax.Array, mean: bool) -> jax.Array:
         if mean:

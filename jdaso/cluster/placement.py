@@ -37,8 +37,10 @@ def assign_nodes(
     about = {
         name: np.array(values) for name, *values in zip(Process._fields, *processes, strict=True)
     }
-    per_node = processes_per_node or int(about["program_size"].max())
-    placements = fill_nodes(about["memory_group"], about["host"], per_node)
+    # A program of several hosts is an error, which the last check explains.
+    on_a_host = np.bincount(about["memory_group"]).max()
+    per_node = processes_per_node or int(min(about["program_size"].max(), on_a_host))
+    placements = fill_nodes(about["memory_group"], about["host"].tolist(), per_node)
     by_node = np.lexsort(np.array(placements).T[::-1])
     about = {name: values[by_node].reshape(-1, per_node) for name, values in about.items()}
     _check_devices(about)
@@ -95,12 +97,6 @@ def _check_devices(about: dict[str, np.ndarray]) -> None:
             )
             + ". Make the same number visible on every node (CUDA_VISIBLE_DEVICES)."
         )
-    if counts.shape[1] > 1 and counts[0, 0] > 1:
-        raise JdasoError(
-            f"the {counts.shape[1]} processes of node 0 ({first_hosts[0]}) have {counts[0, 0]} "
-            "devices each, but several processes of a node must have one device each: start one "
-            "process for each device, or one for each node."
-        )
 
 
 def _check_programs(about: dict[str, np.ndarray], processes_per_node: int | None) -> None:
@@ -116,9 +112,7 @@ def _check_programs(about: dict[str, np.ndarray], processes_per_node: int | None
             "A JAX program must consist of the processes of one node: leave out "
             "jax.distributed.initialize, and call discover_topology(join_processes=True)."
         )
-    _, groups, together = np.unique(
-        about["memory_group"], return_index=True, return_counts=True
-    )
+    _, groups, together = np.unique(about["memory_group"], return_index=True, return_counts=True)
     unclear = processes_per_node is None and about["platform"][0, 0] != "cpu"
     if (sizes == 1).all() and (per_node > 1 or (unclear and together.max() > 1)):
         shared = int(np.argmax(together))
@@ -128,4 +122,10 @@ def _check_programs(about: dict[str, np.ndarray], processes_per_node: int | None
             "start one process per node, which uses all of its devices, or join them with "
             "discover_topology(join_processes=True), before anything uses JAX's devices. If each "
             "process is meant to be a node, with devices of its own, pass processes_per_node=1."
+        )
+    if per_node > 1 and (visible := about["num_devices"][0, 0]) > 1:
+        raise JdasoError(
+            f"the {per_node} processes of node 0 ({hosts[0, 0]}) have {visible} devices each, but "
+            "joined processes must have one device each: start one process for each device, or one "
+            "for each node."
         )

@@ -54,14 +54,9 @@ def mpi_exchange(
     whatever P is, so all exchanges of jdaso compute the same bits. MPI chooses how its collectives
     use the network.
 
-    On nodes with L local devices, ``senders`` chooses which of them send. The bits do not depend
-    on it:
-
-    - ``"one"``: the communicator of local index ``k mod L`` carries exchange k, with the shards of
-      all devices of the process.
-    - ``"all"``: each local index sends 1/L of every exchange over its own communicator, all at
-      the same time. With several processes per node, each process sends its part. If they are
-      joined into one program, it is an error.
+    With L local devices, the communicator of local index ``k mod L`` carries exchange k, with the
+    shards of all devices of the process. If a node is several processes that are joined into one
+    program, each sends its own shards over the communicator of its local rank.
 
     Each device of a node copies its own shards to the host and back. A shard that several devices
     hold is sent by one of them, in turn: exchange k is sent by copy k mod n of n. No device gathers
