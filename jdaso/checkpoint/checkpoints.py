@@ -86,7 +86,7 @@ class Checkpoints:
     ):
         check_whole("keep", keep, 1)
         self._orbax = checkpointer()
-        self._node_comm = topology.node_communicator() if topology.joined else None
+        self._node_comm = topology.within_node() if topology.joined else None
         path = local_path(directory, "directory").absolute()
         self._folder = folder.CheckpointFolder(path, keep)
         self._topology = topology
@@ -153,8 +153,6 @@ class Checkpoints:
         if self._lock is not None and self._topology.rank == 0:
             self._acquire(self._lock)  # another job may have taken it
         self.wait()
-        if self._topology.local_rank > 0 and self._node_comm is None:
-            return  # the first has all
         if self._last_number is None and self._newest:
             raise ValueError(
                 f"directory {self._folder.path} holds checkpoints of a training, complete or not. "

@@ -9,7 +9,6 @@ from jdaso import perf
 from jdaso.cluster.topology import Topology, discover_topology
 from jdaso.core.text_table import text_table, wrapped
 from jdaso.exchange.mpi import mpi_exchange
-from jdaso.exchange.settings import SENDERS
 from jdaso.perf.advice import COMPARED_WIRES, advice
 from jdaso.perf.measure import Measured, sweep
 from jdaso.perf.network import FLOAT32_WIRES
@@ -30,7 +29,7 @@ def add_command(commands: Any) -> None:
         "delay. Start one process on each node, as for training.",
     )
     add_model(parser)
-    add, as_there = parser.add_argument, "as for jdaso.mpi_exchange (default: %(default)s)"
+    add = parser.add_argument
     add("--step-time", type=float, help="seconds of a training step on one node")
     add(
         "--wire",
@@ -38,7 +37,6 @@ def add_command(commands: Any) -> None:
         help=f"the only one to measure (default: {', '.join(COMPARED_WIRES)})",
     )
     add_moments(parser)
-    add("--senders", choices=SENDERS, default="one", help=as_there)
     add("--repeats", type=int, default=5, help="exchanges of each size (default: 5)")
     limit = "time limit; sizes that would take longer are omitted (default: 60)"
     add("--seconds", type=float, default=60.0, help=limit)
@@ -63,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
             "..., or mpiexec -n 2 python -m jdaso tune ..."
         )
     try:
-        exchange = mpi_exchange(topology, args.wire, senders=args.senders)
+        exchange = mpi_exchange(topology, args.wire)
     except ValueError as error:
         raise SystemExit(f"jdaso tune: {error}") from error
     wires = (args.wire,) if args.wire else COMPARED_WIRES
