@@ -127,7 +127,7 @@ def test_arrays_of_all_dtypes_and_without_elements_come_back(tmp_path):
 
 def test_an_exchange_in_flight_may_have_a_leaf_without_elements(tmp_path):
     leaves = [np.ones(3, np.float32), np.zeros((0, 4), jnp.bfloat16)]
-    posted = {(0, 1): PostedExchange(5, np.ones(HEADER_SIZE, np.float32), leaves)}
+    posted = {(0, 1): PostedExchange(5, np.ones(HEADER_SIZE, np.float32), leaves, (0, 0))}
     write(tmp_path, [{"step": 5}], posted)
     part = read_part(checkpointer(), tmp_path / "000001_step_1" / "node_0_of_1")
     found = part.in_flight[0, 1].leaves
