@@ -13,11 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdaso.checkpoint.checksums import raw_bytes
-from jdaso.checkpoint.flight_check import differences
 from jdaso.checkpoint.folder import SavedCheckpoint, describe_incomplete, list_checkpoints
-from jdaso.checkpoint.in_flight import awaited_names, describe_posted, other_bits
-from jdaso.checkpoint.node_part import NodePart, checkpointer, read_part
+from jdaso.checkpoint.in_flight import awaited_names, describe_posted, differences, other_bits
+from jdaso.checkpoint.node_part import NodePart, checkpointer, raw_bytes, read_part
 from jdaso.core.local_path import path_option
 from jdaso.core.text_table import text_table
 from jdaso.core.types import JdasoError
