@@ -10,9 +10,15 @@ from jdaso.core.block_format import FORMATS
 from jdaso.core.chain import MOMENTS_WIRES
 from jdaso.core.local_path import path_option
 from jdaso.core.text_table import text_table, wrapped
-from jdaso.perf.advice import COMPARED_WIRES, advice
-from jdaso.perf.model import Network, Prediction, exchange_seconds
-from jdaso.perf.network import FLOAT32_WIRES, MODELLED_PATTERNS, WITHOUT_FORMATS
+from jdaso.perf.choice import COMPARED_WIRES, advice
+from jdaso.perf.model import (
+    FLOAT32_WIRES,
+    MODELLED_PATTERNS,
+    WITHOUT_FORMATS,
+    Network,
+    Prediction,
+    exchange_seconds,
+)
 
 ALGORITHMS = ("allreduce_gradients", "local_sgd", "dasgd", "easgd", "daso", "diloco")
 DILOCO_PERIOD = 500  # H of its paper, arXiv:2311.08105
