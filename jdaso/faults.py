@@ -186,7 +186,7 @@ def faulty(
 def _with_faults(
     exchange: Exchange, pending: _PendingFaults, callbacks: _ExchangeCallbacks
 ) -> Exchange:
-    """The exchange with host callbacks around its start and finish."""
+    """Puts host callbacks around the start and finish of an exchange."""
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
 
     # The results of the callbacks are used, because that orders them and the exchange.

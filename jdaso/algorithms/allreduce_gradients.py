@@ -10,7 +10,7 @@ from jdaso.schedules import constant
 def allreduce_gradients(
     exchange: Exchange, wire: str | None = None, nonfinite: str = "skip"
 ) -> Averaging:
-    """Blocking mean of the gradients over all nodes.
+    """Averages the gradients over all nodes at every step, and waits for the mean.
 
     At every step, with P nodes,
 

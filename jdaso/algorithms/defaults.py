@@ -67,13 +67,13 @@ def averaging_on_one_wire(
     wire: str | None,
     **options: Any,
 ) -> Averaging:
-    """:func:`jdaso.core.averaging` with the same wire in blocking and in other phases."""
+    """Calls :func:`jdaso.core.averaging` with the same wire in blocking and in other phases."""
     wire = resolve_wire("wire", wire, exchange, "float32")
     return averaging(name, exchange, schedule, merge, wire=wire, blocking_wire=wire, **options)
 
 
 def mixing_merge(own: float) -> Merge:
-    """The merge rule ``x <- own x + (1 - own) mean``."""
+    """Returns the merge rule ``x <- own x + (1 - own) mean``."""
 
     def merge(leaves: Leaves, arrival: Arrival, state: PyTree) -> tuple[Leaves, PyTree]:
         return mix_leaves(own, leaves, arrival.mean), state
@@ -82,7 +82,7 @@ def mixing_merge(own: float) -> Merge:
 
 
 def mix_leaves(own: float, leaves: Leaves, others: Leaves) -> Leaves:
-    """``own x + (1 - own) y``; for the number 0 exactly y, even where x is not finite."""
+    """Returns ``own x + (1 - own) y``; for the number 0 exactly y, even where x is not finite."""
     if is_concrete("own", own) and own == 0:
         return others
     return [own * x + (1 - own) * y for x, y in zip(leaves, others, strict=True)]

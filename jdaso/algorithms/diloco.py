@@ -165,7 +165,7 @@ def diloco_anchor(params: PyTree, opt_state: PyTree) -> PyTree:
 
 
 def _with_warmup(outer: optax.GradientTransformation, rounds: int) -> optax.GradientTransformation:
-    """The outer optimizer. In the first ``rounds`` rounds the anchor becomes the nodes' mean."""
+    """Wraps the outer optimizer: in the first ``rounds`` rounds the anchor becomes the mean."""
 
     def init(params: PyTree) -> WarmupState:
         return WarmupState(jnp.int32(0), outer.init(params))
@@ -181,7 +181,7 @@ def _with_warmup(outer: optax.GradientTransformation, rounds: int) -> optax.Grad
 
 
 def _outer_merge(outer: optax.GradientTransformation, mix: float) -> Merge:
-    """The outer step of DiLoCo as a merge rule."""
+    """Returns the outer step of DiLoCo as a merge rule."""
 
     def init(params: PyTree) -> DilocoState:
         # Optimizers do not accept integer leaves, which are not exchanged either.

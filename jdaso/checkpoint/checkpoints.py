@@ -284,7 +284,7 @@ class Checkpoints:
         return None
 
     def _own_state(self, saved: folder.SavedCheckpoint, like: PyTree) -> PyTree:
-        """This node's state in a checkpoint of as many nodes, with its exchanges posted again."""
+        """Returns this node's state of a checkpoint of as many nodes; posts its exchanges again."""
         here, source, exchanges = self._topology, str(saved.path), self._exchanges
         part = on_all(here, self._purpose, lambda: read_part(self._orbax, saved.parts[here.node]))
         _check_same_run(source, _gathered(here, part.run))
@@ -312,7 +312,7 @@ class Checkpoints:
         return state
 
     def _mean_state(self, saved: folder.SavedCheckpoint, like: PyTree) -> PyTree:
-        """The mean of a checkpoint of another number of nodes, with nothing in flight."""
+        """Returns the mean of a checkpoint of other nodes, with nothing in flight."""
         here, source = self._topology, str(saved.path)
 
         def read_mean() -> dict[str, np.ndarray]:
@@ -359,17 +359,17 @@ class Checkpoints:
 
 
 def _from_first(topology: Topology, value: Any) -> Any:
-    """The value of rank 0, on all processes."""
+    """Returns the value of rank 0 on all processes."""
     return value if topology.comm is None else topology.comm.bcast(value, 0)
 
 
 def _gathered(topology: Topology, value: Any) -> list[Any]:
-    """The values of all processes, by rank, on all processes."""
+    """Returns the values of all processes, in the order of ranks, on all processes."""
     return [value] if topology.comm is None else topology.comm.allgather(value)
 
 
 def on_all(topology: Topology, purpose: str, function: Callable[[], Any]) -> Any:
-    """This process's result of the function; an error on all processes if it raises on one.
+    """Returns this process's result of the function, or raises on all if it raises on one.
 
     The error is a ValueError if one of theirs is, and otherwise a JdasoError. Errors of the barrier
     after the calls name the ``purpose``.
@@ -389,7 +389,7 @@ def on_all(topology: Topology, purpose: str, function: Callable[[], Any]) -> Any
 
 
 def _mean_of_parts(parts: Sequence[Path], source: str, reader: Any) -> dict[str, np.ndarray]:
-    """The mean over the nodes that saved. One part after the other is in memory.
+    """Returns the mean over the nodes that saved. One part after the other is in memory.
 
     As in an exchange, a node whose averaged parameters are not finite is left out. Any other array
     is the mean over the nodes where it is finite. One that is finite nowhere, such as a mask of

@@ -44,7 +44,7 @@ class CheckpointFolder:
         self._keep = keep
 
     def usable(self) -> list[SavedCheckpoint]:
-        """The complete checkpoints, oldest first, without the unusable ones."""
+        """Returns the complete checkpoints, oldest first, without the unusable ones."""
         found = list_checkpoints(self.path)
         return [c for c in found if c.parts and c.number not in self.unusable]
 
@@ -65,7 +65,7 @@ class CheckpointFolder:
 
 
 def list_checkpoints(folder: Path) -> list[SavedCheckpoint]:
-    """All checkpoints of a folder, oldest first, also incomplete ones; none without a folder."""
+    """Returns all checkpoints, oldest first, also incomplete ones; none without a folder."""
     try:
         paths = list(folder.iterdir())
     except FileNotFoundError:
@@ -96,12 +96,12 @@ def _parts(checkpoint: Path) -> list[Path]:
 
 
 def part_path(folder: Path, number: int, step: int, node: int, num_nodes: int) -> Path:
-    """The folder that a node writes its part to; it exists when the whole part is written."""
+    """Returns the folder of a node's part, which exists when the whole part is written."""
     return folder / f"{number:06}_step_{step}" / f"node_{node}_of_{num_nodes}"
 
 
 def describe_incomplete(checkpoint: Path) -> str:
-    """The name of an incomplete checkpoint and of its parts, for messages."""
+    """Returns the name of an incomplete checkpoint and of its parts, for messages."""
     names = sorted(part.name for part in checkpoint.iterdir()) if checkpoint.is_dir() else []
     return f"{checkpoint.name} (parts: {', '.join(names[:8]) or 'none'})"
 

@@ -33,7 +33,7 @@ InFlight = dict[Key, PostedExchange]
 
 
 def exchanges_in_flight(tree: PyTree, exchanges: Sequence[Exchange]) -> InFlight:
-    """What the exchanges have in flight; JdasoError unless the tree's states wait for just that."""
+    """Returns what is in flight; raises JdasoError unless the states wait for exactly that."""
     # Every device must have posted and collected its exchanges. Copying a replicated array would
     # wait for one device only.
     jax.block_until_ready(tree)
@@ -51,7 +51,7 @@ def exchanges_in_flight(tree: PyTree, exchanges: Sequence[Exchange]) -> InFlight
 
 
 def awaited(tree: PyTree, exchanges: Sequence[Exchange]) -> list[tuple[Key, list[SentLeaf]]]:
-    """The exchanges that the states in a tree wait for, and the leaves that each has sent."""
+    """Returns the exchanges that the states in a tree wait for, and the leaves each has sent."""
     found = []
     for fragment in find_states(FragmentState, tree):
         state = fragment.exchange
@@ -68,7 +68,7 @@ def awaited(tree: PyTree, exchanges: Sequence[Exchange]) -> list[tuple[Key, list
 
 
 def owner(state: HostState, exchanges: Sequence[Exchange]) -> tuple[int, list[SentLeaf]]:
-    """The position of a state's exchange, and the leaves that it sends."""
+    """Returns the position of a state's exchange, and the leaves that it sends."""
     for position, exchange in enumerate(exchanges):
         if (leaves := exchange.sent_leaves(state)) is not None:
             return position, leaves
@@ -79,7 +79,7 @@ def owner(state: HostState, exchanges: Sequence[Exchange]) -> tuple[int, list[Se
 
 
 def differences(expected: Iterable[Key], posted: Iterable[Key]) -> list[str]:
-    """Texts for the exchanges that a state waits for and those in flight, where they differ.
+    """Says where the exchanges that states wait for differ from those in flight.
 
     >>> differences([(0, 3)], [(0, 3), (0, 4)])
     ['exchange 4 is in flight, and no state waits for it']
@@ -121,7 +121,7 @@ def check_leaves(
 
 
 def number_exchanges(tree: PyTree, exchanges: Sequence[Exchange]) -> PyTree:
-    """The tree with the position of each host state's exchange in place of its key.
+    """Replaces the key in each host state by the position of its exchange.
 
     Keys are valid in one process only, so a checkpoint stores positions.
     """
@@ -133,7 +133,7 @@ def number_exchanges(tree: PyTree, exchanges: Sequence[Exchange]) -> PyTree:
 
 
 def with_keys_of(like: PyTree, tree: PyTree, exchanges: Sequence[Exchange], source: str) -> PyTree:
-    """The inverse of :func:`number_exchanges`, with the keys of a tree that has equal positions."""
+    """Inverts :func:`number_exchanges`, with the keys of a tree that has equal positions."""
     states = iter(find_states(HostState, like))
 
     def with_key(saved: HostState) -> HostState:
@@ -149,12 +149,12 @@ def with_keys_of(like: PyTree, tree: PyTree, exchanges: Sequence[Exchange], sour
 
 
 def without_exchange_states(tree: PyTree) -> PyTree:
-    """A tree without the states of its exchanges, which are of no use to another set of nodes."""
+    """Removes the states of exchanges, which are of no use to another set of nodes."""
     return map_states(FragmentState, lambda fragment: fragment._replace(exchange=()), tree)
 
 
 def is_exchange_state(name: str) -> bool:
-    """Whether :func:`without_exchange_states` removes the leaf of this name.
+    """Returns whether :func:`without_exchange_states` removes the leaf of this name.
 
     >>> is_exchange_state("opt_state.1.fragments.0.exchange.sums.w")
     True
@@ -163,7 +163,7 @@ def is_exchange_state(name: str) -> bool:
 
 
 def reset_exchanges(tree: PyTree, like: PyTree) -> PyTree:
-    """A tree with nothing in flight and the states of the exchanges of another tree.
+    """Returns the tree with nothing in flight and the exchanges' states of another tree.
 
     A node's steps without finite gradients do not concern the mean that all nodes continue from,
     so all are sound.
@@ -202,7 +202,7 @@ def at_step(tree: PyTree, step: int) -> PyTree:
 
 
 def posted_to_arrays(posted: InFlight) -> dict[str, Any]:
-    """Exchanges in flight as named arrays.
+    """Turns exchanges in flight into named arrays.
 
     >>> exchange = PostedExchange(3, np.zeros(3, "f4"), [np.ones(2)], block_bits=(0,))
     >>> sorted(posted_to_arrays({(0, 7): exchange}))
@@ -220,7 +220,7 @@ def posted_to_arrays(posted: InFlight) -> dict[str, Any]:
 
 
 def arrays_to_posted(arrays: dict[str, np.ndarray]) -> InFlight:
-    """The inverse of :func:`posted_to_arrays`; ValueError for other names or shapes."""
+    """Inverts :func:`posted_to_arrays`; raises ValueError for other names or shapes."""
     posted = {}
     left = dict(arrays)
     for name in sorted({".".join(name.split(".")[:2]) for name in arrays}):
@@ -250,7 +250,7 @@ def arrays_to_posted(arrays: dict[str, np.ndarray]) -> InFlight:
 
 
 def describe_posted(posted: InFlight) -> dict[str, str]:
-    """By name, a text of everything in an exchange that must be equal on all nodes.
+    """Describes, by name, everything in an exchange that must be equal on all nodes.
 
     >>> exchange = PostedExchange(3, np.zeros(HEADER_SIZE, "f4"), [np.ones(2)], block_bits=(0,))
     >>> describe_posted({(0, 7): exchange})
@@ -270,7 +270,7 @@ def describe_posted(posted: InFlight) -> dict[str, str]:
 
 
 def awaited_names(arrays: dict[str, np.ndarray]) -> list[tuple[Key, str]]:
-    """The exchanges that the states in named arrays wait for, with the names of these states."""
+    """Does what :func:`awaited` does for named arrays, with the names of the states."""
     found = []
     for name, posted in arrays.items():
         if (match := re.fullmatch(r"(.*fragments\.\d+)\.posted", name)) and posted.all():
@@ -283,7 +283,7 @@ def awaited_names(arrays: dict[str, np.ndarray]) -> list[tuple[Key, str]]:
 
 
 def other_bits(arrays: dict[str, np.ndarray], posted: InFlight) -> list[str]:
-    """A text for each exchange in flight whose bits are not those of its state."""
+    """Names each exchange in flight whose bits are not those of its state."""
     texts = []
     for key, fragment in awaited_names(arrays):
         said = arrays.get(f"{fragment}.feedback.block_bits", np.zeros(()))  # without feedback

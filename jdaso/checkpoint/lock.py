@@ -47,7 +47,7 @@ class Seen(NamedTuple):
 
 
 def this_process(run: int) -> Holder:
-    """This process as the holder of a lock."""
+    """Describes this process as the holder of a lock."""
     pid, environ, kernel = os.getpid(), os.environ, ""
     with contextlib.suppress(OSError):
         # In a container, /proc may belong to another namespace, where the numbers mean others.
@@ -74,7 +74,7 @@ class FolderLock:
         self._renewing = False
 
     def held(self) -> bool:
-        """Whether this process holds the lock."""
+        """Returns whether this process holds the lock."""
         return (seen := self._read()) is not None and seen.holder == self._own
 
     def acquire(self) -> None:
@@ -153,7 +153,7 @@ class FolderLock:
                     os.utime(self._path)
 
     def _read(self) -> Seen | None:
-        """The lock, or None if there is none."""
+        """Returns the lock, or None if there is none."""
         try:
             # Opening a file makes NFS ask its server, which its status alone does not.
             with open(self._path, "rb") as file:
@@ -170,7 +170,7 @@ class FolderLock:
 
 
 def is_dead(holder: Holder, own: Holder) -> bool:
-    """Whether it is certain that a holder does not write any more.
+    """Returns whether it is certain that a holder does not write any more.
 
     It is an earlier run of the same requeued job, a process of this host that has ended, or this
     process, which has then opened the folder a second time.

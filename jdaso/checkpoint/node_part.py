@@ -79,7 +79,7 @@ def to_host_arrays(tree: PyTree) -> dict[str, np.ndarray | Shards]:
 
 
 def gather_shards(comm: Comm | None, tree: PyTree) -> PyTree | None:
-    """A tree with whole arrays in place of shards; None on all processes but the first.
+    """Replaces shards by whole arrays; returns None on all processes but the first.
 
     ``comm`` connects the processes that hold the shards. Without it, the tree has no shards.
     """
@@ -92,7 +92,7 @@ def gather_shards(comm: Comm | None, tree: PyTree) -> PyTree | None:
 
 
 def from_host_arrays(arrays: dict[str, np.ndarray], like: PyTree, source: str) -> PyTree:
-    """The inverse of :func:`to_host_arrays`, with structure, types and placement of ``like``.
+    """Inverts :func:`to_host_arrays`, with the structure, types and placement of ``like``.
 
     ``like`` is a tree of arrays and Python numbers. If names, shapes or dtypes differ, it raises
     ValueError, which names the ``source`` of the arrays. An array of an optimizer's state keeps the
@@ -129,7 +129,7 @@ def from_host_arrays(arrays: dict[str, np.ndarray], like: PyTree, source: str) -
 
 
 def _optimizer_names(tree: PyTree) -> set[str]:
-    """The names of the arrays in the states of optimizers, without those of averagings."""
+    """Returns the names of the arrays in states of optimizers, without those of averagings."""
 
     def is_state(node: Any) -> bool:
         of_optax = type(node).__module__.partition(".")[0] == "optax"
@@ -147,7 +147,7 @@ def _optimizer_names(tree: PyTree) -> set[str]:
 
 
 def averaged_names(tree: PyTree, exchanges: Sequence[Exchange]) -> frozenset[str]:
-    """The names of the arrays that nodes average, and of those like them, such as moments.
+    """Returns the names of the arrays that nodes average, and of those like them: moments.
 
     An array is recognized by its shape and by the end of its path, which is the path of a leaf
     that an exchange sends.
@@ -182,7 +182,7 @@ class NodePart(NamedTuple):
     run: int = 0
 
     def lost(self) -> list[str]:
-        """The names of the averaged arrays that are not finite."""
+        """Returns the names of the averaged arrays that are not finite."""
         return sorted(name for name in self.averaged if not is_finite(self.state[name]))
 
 
@@ -192,7 +192,7 @@ def is_finite(array: np.ndarray) -> bool:
 
 
 def checkpointer() -> Any:
-    """An orbax checkpointer, which writes and reads parts."""
+    """Makes an orbax checkpointer, which writes and reads parts."""
     try:
         from orbax.checkpoint import StandardCheckpointer, options
     except ImportError as error:
@@ -210,7 +210,7 @@ def checkpointer() -> Any:
 def part_tree(
     state: Mapping[str, Any], posted: InFlight, averaged: Collection[str] = (), run: int = 0
 ) -> dict[str, Any]:
-    """The tree that orbax writes for a :class:`NodePart`, with a checksum for every array.
+    """Makes the tree that orbax writes for a :class:`NodePart`, with a checksum for every array.
 
     >>> tree = part_tree({"w": np.ones(3)}, {})
     >>> sorted(tree), tree["checksums"].shape
@@ -237,7 +237,7 @@ def part_tree(
 
 
 def checksums(groups: Mapping[str, dict[str, np.ndarray]]) -> np.ndarray:
-    """uint32, the CRC-32 of name, dtype, shape and bytes of each array, in the order of names."""
+    """Returns the CRC-32 of name, dtype, shape and bytes of each array, by name, in uint32."""
     sums = []
     for group in groups.values():
         for name, array in sorted(group.items()):
@@ -247,7 +247,6 @@ def checksums(groups: Mapping[str, dict[str, np.ndarray]]) -> np.ndarray:
 
 
 def raw_bytes(array: np.ndarray) -> memoryview:
-    """The bytes of an array of any dtype."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
@@ -276,7 +275,7 @@ def read_part(reader: Any, path: Path) -> NodePart:
 
 
 def _validated(tree: Any) -> NodePart:
-    """The part in a tree; raises ValueError if the tree is not what :func:`part_tree` made."""
+    """Returns the part in a tree; raises ValueError if :func:`part_tree` did not make it."""
     if not isinstance(tree, Mapping) or not tree.keys() <= {*_GROUPS, "as_bytes", "checksums"}:
         raise ValueError(f"it is no part of a checkpoint, which has {', '.join(_GROUPS)}")
 

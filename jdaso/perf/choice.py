@@ -75,7 +75,7 @@ class Recommendation(NamedTuple):
 def taken_back(
     algorithm: str, period: int, delay: int, nodes: int, own_weight: float | None = None
 ) -> float:
-    """The share of a node's progress that late merges take back.
+    """Returns the share of a node's progress that late merges take back.
 
     A node moves by u in the s steps between posting x and merging. With w the weight of the mean,
 
@@ -201,7 +201,7 @@ def _candidates(step_time: float, costs: WireCosts, algorithm: str) -> set[tuple
 
 
 def _exchange_seconds(step_time: float, costs: WireCosts, delay: int) -> float:
-    """Seconds that an exchange adds to the steps of a period."""
+    """Returns the seconds that an exchange adds to the steps of a period."""
     exchange_time, overhead, slowdown = costs
     hidden = min(1.0, delay * step_time / exchange_time) if exchange_time else 0.0
     return max(0.0, exchange_time - delay * step_time) + overhead + hidden * slowdown

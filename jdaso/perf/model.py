@@ -50,7 +50,7 @@ class Network(NamedTuple):
 def wire_bytes(
     num_parameters: int, wire: str, moments: int = 0, moments_wire: str = "float32"
 ) -> float:
-    """Size of the parameters on the network, with averaged moments of the optimizer.
+    """Returns the size of the parameters on the network, with averaged moments of the optimizer.
 
     Args:
         num_parameters: Number of parameters, at least 1. int8 and float4 pad every array to a
@@ -88,7 +88,7 @@ def allreduce_time(
     network: Network,
     pattern: str = "collectives",
 ) -> float:
-    """Time of a blocking all-reduce over nodes, followed by one over the devices of a node.
+    """Returns the time of an all-reduce over nodes, followed by one over the devices of a node.
 
     With P members, n bytes, latency a and bandwidth w, each level takes
 
@@ -136,7 +136,7 @@ def allreduce_time(
 
 
 def _passes(pattern: str, members: int) -> tuple[int, float]:
-    """Number of consecutive messages, and how often all bytes cross a member's link."""
+    """Returns how many messages follow each other, and how often all bytes cross a link."""
     check_choice("pattern", pattern, MODELLED_PATTERNS)
     if members == 1:
         return 0, 0.0
@@ -335,7 +335,7 @@ def mean_step_time(step_time: float, exchange_time: float, period: int, delay: i
 
 
 def exchange_seconds(num_bytes: float, nodes: int, network: Network, pattern: str) -> float:
-    """Seconds of an exchange between nodes, with those of jdaso's own code."""
+    """Returns the seconds of an exchange between nodes, with those of jdaso's own code."""
     own = nodes * _SECONDS_PER_NODE if pattern == "collectives" and nodes > 1 else 0.0
     return own + allreduce_time(num_bytes, nodes, network=network, pattern=pattern)
 

@@ -163,7 +163,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def node_counts(most: int) -> list[int]:
-    """1, 2, 4, ... and the largest number of nodes.
+    """Returns 1, 2, 4, ... and the largest number of nodes.
 
     >>> node_counts(12)
     [1, 2, 4, 8, 12]
@@ -204,7 +204,7 @@ def predict_all(args: argparse.Namespace) -> dict[str, list[Prediction]]:
 
 
 def wire_costs(args: argparse.Namespace) -> dict[str, perf.WireCosts]:
-    """The costs of an exchange between all nodes, on each wire."""
+    """Returns the costs of an exchange between all nodes on each wire."""
     network = Network(args.latency, args.bandwidth * 1e9 / 8)
     wires = (args.wire,) if args.wire else COMPARED_WIRES
     return {

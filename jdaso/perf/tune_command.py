@@ -189,7 +189,7 @@ def report(
 def costs_of(
     size: float, measured: Measured, nodes: int, network: perf.Network | None
 ) -> perf.WireCosts:
-    """The costs of an exchange of ``size`` bytes, which may be more than were measured."""
+    """Returns the costs of an exchange of ``size`` bytes, which may be more than was measured."""
     share = size / measured.largest
     exchange_time = statistics.median(measured.times()) * share
     if share > 1 and network is not None:
@@ -268,7 +268,7 @@ def prepare(
     moments: int = 0,
     moments_wire: str = "float32",
 ) -> Callable[[Callable[[], object]], tuple[float, float]]:
-    """A function ``exchange_once(meanwhile)`` for exchanges of ``elements`` float32 parameters.
+    """Makes a function ``exchange_once(meanwhile)`` for ``elements`` float32 parameters.
 
     It posts an exchange, calls ``meanwhile`` and merges the result, as DaSGD does. It returns the
     seconds the exchange was in flight, and the seconds of the copies before and after.
@@ -305,7 +305,7 @@ def prepare(
 
 
 def matrix_products(seconds: float) -> Callable[[], object]:
-    """A function that multiplies matrices for about ``seconds`` when no exchange is in flight."""
+    """Makes a function that multiplies matrices for ``seconds`` if no exchange is in flight."""
     matrix = jnp.full((_WIDTH, _WIDTH), 1 / _WIDTH)
     products = jax.jit(lambda m, n: jax.lax.fori_loop(0, n, lambda _, x: x @ m, m))
     few = 10
@@ -322,7 +322,7 @@ def _between_quartiles(times: list[float]) -> float:
 
 
 def elapsed(compute: Callable[[], object]) -> float:
-    """Seconds until the arrays that ``compute`` returns are ready."""
+    """Returns the seconds until the arrays that ``compute`` returns are ready."""
     start = time.monotonic()
     jax.block_until_ready(compute())
     return time.monotonic() - start
