@@ -18,20 +18,9 @@ from jdaso.core.text_table import text_table
 from jdaso.exchange.host.compiled import unavailable_reason
 from jdaso.perf import predict_command, tune_command
 
-HEAD = (
-    "rank",
-    "host",
-    "node",
-    "local index",
-    "devices",
-    "communicators (index:size)",
-    "threads",
-    "MPI library",
-)
-
 
 def topology_table(topology: Topology) -> str:
-    """The topology as text with one line per process. This is collective.
+    """Returns the topology as text with one line per process. This is collective.
 
     >>> from jdaso.cluster.topology import discover_topology
     >>> topology_table(discover_topology()).split()[:3]
@@ -59,13 +48,8 @@ def topology_table(topology: Topology) -> str:
         name,
     )
     rows = [row] if topology.comm is None else topology.comm.allgather(row)
-    return text_table([HEAD, *rows], numbers=False)
-
-
-def copy_method(topology: Topology) -> str:
-    """How an ``mpi_exchange`` of this process copies parameters to the host and back."""
-    reason = unavailable_reason(topology.devices[0].platform)
-    return "compiled code" if reason is None else f"host callbacks: {reason}"
+    head = ("rank", "host", "node", "local index", "devices", "communicators (index:size)")
+    return text_table([(*head, "threads", "MPI library"), *rows], numbers=False)
 
 
 def print_topology(arguments: argparse.Namespace) -> None:
@@ -75,7 +59,10 @@ def print_topology(arguments: argparse.Namespace) -> None:
     topology = discover_topology(arguments.processes_per_node, arguments.join_processes)
     text = topology_table(topology)
     if topology.rank == 0:
-        print(f"{text}\n\ncopies by {copy_method(topology)}")
+        # How an mpi_exchange of this process copies parameters to the host and back.
+        reason = unavailable_reason(topology.devices[0].platform)
+        copies = "compiled code" if reason is None else f"host callbacks: {reason}"
+        print(f"{text}\n\ncopies by {copies}")
 
 
 def main() -> None:

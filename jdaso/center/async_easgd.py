@@ -5,9 +5,15 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import optax
 
-from jdaso.algorithms.defaults import python_float
 from jdaso.algorithms.eamsgd import check_nesterov, nesterov
-from jdaso.center.types import Center, CenterState, ServerRule, check_center, first_state
+from jdaso.center.types import (
+    Center,
+    CenterState,
+    ServerRule,
+    check_center,
+    first_state,
+    python_float,
+)
 from jdaso.core.engine import averaging
 from jdaso.core.sync_target import BEFORE_UPDATE
 from jdaso.core.transformation import Averaging

@@ -9,8 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdaso.algorithms.defaults import python_float
-from jdaso.center.types import Center, CenterState, ServerRule, check_center, first_state
+from jdaso.center.types import (
+    Center,
+    CenterState,
+    ServerRule,
+    check_center,
+    first_state,
+    python_float,
+)
 from jdaso.core.chain import chain
 from jdaso.core.engine import averaging
 from jdaso.core.sync_target import SyncTarget

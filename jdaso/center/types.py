@@ -8,6 +8,7 @@ import numpy as np
 
 from jdaso.core.exchange import FINITE, HEADER_SIZE, Exchange
 from jdaso.core.types import Leaves, PyTree
+from jdaso.core.validation import is_concrete
 
 #: What is wrong with a collective call of the workers of a center, and what to do.
 ONLY_WITH_THE_SERVER = (
@@ -122,3 +123,8 @@ def reply_header(finite: Any) -> list[Any]:
     header = [0.0] * HEADER_SIZE
     header[0], header[FINITE] = 1.0, finite
     return header
+
+
+def python_float(argument: str, value: Any) -> Any:
+    """Converts a concrete number to float, because NumPy's float64 would widen float32 arrays."""
+    return float(value) if is_concrete(argument, value) else value

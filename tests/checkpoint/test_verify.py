@@ -11,8 +11,7 @@ import optax
 import pytest
 
 import jdaso
-from jdaso.checkpoint.host_arrays import to_host_arrays
-from jdaso.checkpoint.node_part import checkpointer, part_tree
+from jdaso.checkpoint.node_part import checkpointer, part_tree, to_host_arrays
 from jdaso.checkpoint.verify import run, verify
 from jdaso.core.exchange import HEADER_SIZE, HostState, PostedExchange
 from jdaso.core.wire import block_bits
