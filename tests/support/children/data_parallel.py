@@ -64,8 +64,8 @@ def step(params, state, x, y):
 
 replicated = NamedSharding(topology.mesh, PartitionSpec())
 split = NamedSharding(topology.mesh, PartitionSpec("local"))
-params = jax.device_put(first_params(), replicated)
-state = jax.device_put(tx.init(params), replicated)
+params = jax.device_put(jax.tree.map(np.asarray, first_params()), replicated)
+state = jax.jit(tx.init, out_shardings=replicated)(params)
 own, local = len(topology.devices), topology.num_local_devices
 first = topology.node * local + topology.local_rank * own
 
