@@ -131,7 +131,7 @@ def stand_in(size: int, kilobytes: float, rounds: int) -> str:
         devices=tuple(jax.local_devices()),
         comm=StandIn(size),
     )
-    membership = Membership(topology, AllReduceOptions(), timeout=60.0)
+    membership = Membership(topology, AllReduceOptions())
     progress = Progress(topology, 60.0, lambda progress: None, topology.abort)
     transport = MpiTransport(membership, progress)
     layout = unsharded([LeafSpec((int(kilobytes * 250),), np.dtype("float32"))])

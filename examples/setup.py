@@ -68,7 +68,6 @@ def set_up(config: Config, topology: jdaso.Topology, task: Task) -> tuple[Setup,
     place = sharded(topology) if config.shard else replicated(topology)
     world = jdaso.mpi_exchange(
         topology,
-        on_failure=config.on_failure,
         shardings=(lambda path, x: place(x)) if config.shard else None,
     )
     num_processes, num_devices = len(topology.processes), len(topology.devices)

@@ -113,7 +113,6 @@ class Checkpoints:
                 write to it.
             ValueError: If not all nodes see the folder.
         """
-        self._update_topology()
         if self._lock is not None:
             return
         here, path = self._topology, self._folder.path
@@ -185,7 +184,6 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits until all nodes have written everything, and releases the folder and threads."""
-        self._update_topology()
         self.wait()
         barrier(self._topology, self._purpose)
         self.wait()
@@ -218,7 +216,6 @@ class Checkpoints:
                 version of jdaso saved it in another format.
             JdasoError: On all nodes, if complete checkpoints exist and none can be restored.
         """
-        self._update_topology()
         self.wait()
         for _ in range(_MAX_READS):
             with contextlib.suppress(_DeletedError):
@@ -281,11 +278,6 @@ class Checkpoints:
     def _next_path(self, step: int) -> Path:
         number, here = (self._last_number or 0) + 1, self._topology
         return folder.part_path(self._folder.path, number, step, here.node, here.num_nodes)
-
-    def _update_topology(self) -> None:
-        """Uses the topology of the remaining processes after a death that the job survived."""
-        for exchange in self._exchanges:
-            self._topology = exchange.topology() or self._topology
 
     @contextlib.contextmanager
     def _write_errors(self) -> Iterator[None]:

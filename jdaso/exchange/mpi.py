@@ -19,18 +19,17 @@ from jdaso.core.validation import check_number
 from jdaso.core.wire import check_wire
 from jdaso.exchange.axis import one_node
 from jdaso.exchange.closing import once
-from jdaso.exchange.host.compiled import use_native
-from jdaso.exchange.host.jit_interface import JitInterface
 from jdaso.exchange.host.keys import Keys
+from jdaso.exchange.host.native import use_native
+from jdaso.exchange.host.program import Program
 from jdaso.exchange.host.shardings import Shardings
 from jdaso.exchange.leaf_functions import LeafFunctions, OncePerProgram
 from jdaso.exchange.settings import Settings, check_same_settings, check_settings
 from jdaso.exchange.transport.collectives import AllReduceOptions
 from jdaso.exchange.transport.host_collectives import HostCollectives
 from jdaso.exchange.transport.membership import Membership
-from jdaso.exchange.transport.mpi_transport import MpiTransport
+from jdaso.exchange.transport.mpi_transport import MpiTransport, mpi_table
 from jdaso.exchange.transport.progress import Progress
-from jdaso.exchange.transport.ulfm import prepare_to_shrink
 
 
 def mpi_exchange(
@@ -40,7 +39,6 @@ def mpi_exchange(
     timeout: float = 600.0,
     native: bool | None = None,
     senders: str = "one",
-    on_failure: str = "stop",
     same_bits: bool = True,
     shardings: Any = None,
 ) -> Exchange:
@@ -91,11 +89,6 @@ def mpi_exchange(
             devices are CPUs, and warns once otherwise. True also uses it on CUDA devices, where it
             has not been measured. For float64 leaves, host callbacks copy.
         senders: ``one`` or ``all``; see above.
-        on_failure: What happens when a process dies. ``stop`` ends the job. ``shrink`` continues
-            with the remaining nodes. It requires Open MPI 5, started with
-            ``mpirun --with-ft ulfm``, and one process per node.
-            Exchanges in flight are summed again over the remaining nodes, which ``topology()`` of
-            the exchange returns. Exceptions, disagreements and silent processes still end the job.
         same_bits: Whether it is an error if a centre, an anchor, or the parameters of synchronous
             training differ between nodes in any bit. Pass False if the nodes' hardware rounds
             differently. Schedules and steps are compared in any case. The wires ``int8`` and
@@ -114,7 +107,7 @@ def mpi_exchange(
 
     Raises:
         ValueError: For an unknown name, a number out of range, or a combination of arguments that
-            is excluded above; if ``native=True`` or ``shrink`` is not available; if the arguments,
+            is excluded above; if ``native=True`` is not available; if the arguments,
             except for ``timeout`` and ``native``, differ between processes; for a mesh of other
             devices. In ``init``, for shardings that do not fit the parameters.
         JdasoError: If a process does not call ``mpi_exchange`` within ``timeout``. In ``init``, if
@@ -128,7 +121,7 @@ def mpi_exchange(
     1
     """
     wire = check_wire("wire", wire)
-    settings = Settings(wire, chunk_bytes, senders, on_failure, same_bits)
+    settings = Settings(wire, chunk_bytes, senders, same_bits)
     check_number("timeout", timeout, above=True)
     check_settings(settings, topology.joined)
     sharded = Shardings(shardings, topology.mesh)
@@ -138,15 +131,11 @@ def mpi_exchange(
         return _single_node(topology, wire, sharded if shardings is not None else None)
     check_same_settings(topology, settings)
     native = use_native(native, topology.devices[0].platform)
-    shrinks = on_failure == "shrink"
-    if shrinks:
-        topology = prepare_to_shrink(topology)
-    options = AllReduceOptions(senders, chunk_bytes)
-    membership = Membership(topology, options, timeout, shrinks)
-    recovery = membership if shrinks else None
-    progress = Progress(topology, timeout, membership.announce_exit, topology.abort, recovery)
+    membership = Membership(topology, AllReduceOptions(senders, chunk_bytes))
+    table = mpi_table(topology)
+    progress = Progress(topology, timeout, membership.announce_exit, topology.abort, table)
     transport = MpiTransport(membership, progress)
-    program = JitInterface(transport, native, sharded)
+    program = Program(table, native, sharded, transport.abort_on_error)
     collectives = HostCollectives(membership, progress)
     functions = LeafFunctions(
         topology, program, transport, collectives, same_bits, OncePerProgram()
@@ -160,7 +149,7 @@ def mpi_exchange(
         return HostState(jnp.asarray(keys.key(tree), jnp.int32))
 
     def init(params: PyTree) -> HostState:
-        if shardings is not None and program.inside():
+        if shardings is not None and program.mesh.inside():
             raise ValueError(
                 "init inside shard_map gets shards, and shardings are of whole parameters: call "
                 "it outside of shard_map."
@@ -179,18 +168,17 @@ def mpi_exchange(
         topology.num_nodes,
         wire,
         init,
-        report=transport.statistics.report,
-        history=transport.statistics.last,
+        report=transport.report,
+        history=transport.history,
         posted=transport.posted,
         post_again=post_again,
-        restart=functools.partial(_restart, transport, collectives),
+        restart=functools.partial(_restart, program, transport, collectives),
         sent_leaves=keys.sent_leaves,
         anyone=collectives.anyone,
         compares=True,
         same_bits=same_bits,
-        topology=collectives.topology,
         bind=bind,
-        all_devices=program.all_devices,
+        all_devices=program.mesh.all_devices,
         close=once(program.close, progress.close, membership.free, transport.forget),
         **functions.fields(),
     )
@@ -198,12 +186,15 @@ def mpi_exchange(
 
 
 def _restart(
+    program: Program,
     transport: MpiTransport,
     collectives: HostCollectives,
     total: int | None,
     params: PyTree,
     gradients: bool,
 ) -> None:
+    if not isinstance(jnp.zeros(()), jax.core.Tracer):  # outside jit
+        program.complete()  # steps of the run before may still post
     transport.restart(total, gradients)
     if params is not None:
         collectives.warn_if_different(params)

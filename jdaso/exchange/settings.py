@@ -9,7 +9,6 @@ from jdaso.core.block_format import FORMATS
 from jdaso.core.validation import check_choice, check_whole
 from jdaso.exchange.transport.collectives import different
 from jdaso.exchange.transport.operation import run
-from jdaso.exchange.transport.ulfm import ON_FAILURE
 
 SENDERS = ("one", "all")
 
@@ -20,7 +19,6 @@ class Settings(NamedTuple):
     wire: str | None
     chunk_bytes: int
     senders: str
-    on_failure: str
     same_bits: bool
 
 
@@ -30,7 +28,6 @@ def check_settings(settings: Settings, joined: bool) -> None:
     if settings.chunk_bytes >= 2**31:
         raise ValueError(f"chunk_bytes must be below 2**31, got {settings.chunk_bytes}.")
     check_choice("senders", settings.senders, SENDERS)
-    check_choice("on_failure", settings.on_failure, ON_FAILURE)
     if settings.wire in FORMATS:
         check_feedback(settings.wire, settings.same_bits)
     if joined and settings.senders == "all":

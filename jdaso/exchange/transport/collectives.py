@@ -10,7 +10,7 @@ import numpy as np
 from jdaso.core.block_format import format_of
 from jdaso.core.mpi_types import Comm, MpiRequest
 from jdaso.core.types import JdasoError
-from jdaso.exchange.host.buffers import StagingBuffers
+from jdaso.exchange.host.slots import Memory
 from jdaso.exchange.transport.all_reduce import (
     Pieces,
     all_reduce,
@@ -35,41 +35,41 @@ class AllReduceOptions(NamedTuple):
 
 
 class _Segment(NamedTuple):
-    """Consecutive elements of a staging buffer, see ``all_reduce``."""
+    """Consecutive elements of a memory of a slot, see ``all_reduce``."""
 
     vector: np.ndarray
     sums: np.ndarray
     arrived: np.ndarray
 
 
-def _segments(staging: StagingBuffers) -> list[_Segment]:
+def _segments(memory: Memory) -> list[_Segment]:
     return [
         _Segment(vector[place], total := sums[place], total if wide is sums else wide[place])
-        for (vector, sums), wide in zip(staging.pairs, staging.arrived, strict=True)
+        for (vector, sums), wide in zip(memory.pairs, memory.arrived, strict=True)
         for place in segments(vector)
     ]
 
 
 def sum_staged(
-    comm: Comm, staging: StagingBuffers, options: AllReduceOptions, index: int = 0, parts: int = 1
+    comm: Comm, memory: Memory, options: AllReduceOptions, index: int = 0, parts: int = 1
 ) -> Operation:
-    """Sums one part of a staging buffer over a communicator; returns the bytes sent.
+    """Sums one part of a memory of a slot over a communicator; returns the bytes sent.
 
     The sums are rounded to the wire dtype until ``widen_staged`` has converted them.
     """
     sent = 0
-    for segment in _segments(staging):
+    for segment in _segments(memory):
         owned = part(shards(len(segment.vector), comm.Get_size()), index, parts)
         sent += yield from all_reduce(comm, *segment, owned, options.chunk_bytes)
     return sent
 
 
 def share_sums(
-    comm: Comm, staging: StagingBuffers, root: int, node: int, nodes: int, index: int, parts: int
+    comm: Comm, memory: Memory, root: int, node: int, nodes: int, index: int, parts: int
 ) -> Operation:
     """Broadcasts the sums of one part from local rank ``root`` to the processes of a node."""
     requests = []
-    for segment in _segments(staging):
+    for segment in _segments(memory):
         pieces = part(shards(len(segment.vector), nodes), index, parts)
         requests.append(_broadcast_pieces(comm, segment.arrived, pieces, root))
         if format_of(segment.vector.dtype):  # those of the own pieces are not rounded
@@ -78,18 +78,18 @@ def share_sums(
     yield from wait_for(requests)
 
 
-def widen_staged(staging: StagingBuffers, node: int, nodes: int) -> Operation:
+def widen_staged(memory: Memory, node: int, nodes: int) -> Operation:
     """Converts the sums to their accumulation dtype."""
-    for vector, sums, arrived in _segments(staging):
+    for vector, sums, arrived in _segments(memory):
         if arrived is not sums:
             own = shards(len(vector), nodes).of(node)
             kept = own if format_of(vector.dtype) else slice(0, 0)
             yield from widen_sums(arrived, sums, nodes, kept)
 
 
-def subtract_own(staging: StagingBuffers, members: float) -> Operation:
+def subtract_own(memory: Memory, members: float) -> Operation:
     """Subtracts what this process has sent, times the number of members, from the sums."""
-    for vector, sums, _ in _segments(staging):
+    for vector, sums, _ in _segments(memory):
         yield from subtract_product(sums, vector, members)
 
 
@@ -100,10 +100,10 @@ def broadcast(comm: Comm, arrays: Sequence[np.ndarray], root: int) -> Operation:
     )
 
 
-def pass_on(comm: Comm, staging: StagingBuffers, root: int, others: Collection[int]) -> Operation:
+def pass_on(comm: Comm, memory: Memory, root: int, others: Collection[int]) -> Operation:
     """Sends all sums from rank ``root`` to others."""
     requests: list[MpiRequest] = []
-    for _, sums in staging.pairs:
+    for _, sums in memory.pairs:
         for piece in _countable(sums):
             if root == comm.Get_rank():
                 requests += [comm.Isend(piece, dest=other, tag=0) for other in others]

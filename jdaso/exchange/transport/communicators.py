@@ -7,7 +7,7 @@ import numpy as np
 from jdaso.cluster.topology import Topology
 from jdaso.core.exchange import FINITE, OWN, UNCOUNTED
 from jdaso.core.mpi_types import Comm
-from jdaso.exchange.host.buffers import StagingBuffers
+from jdaso.exchange.host.slots import Memory
 from jdaso.exchange.host.layout import sender
 from jdaso.exchange.transport import collectives
 from jdaso.exchange.transport.handshake import handshake
@@ -45,10 +45,6 @@ class ExchangeCommunicators:
             return UNCOUNTED
         return number % len(self._by_index) if self._options.senders == "one" else 0
 
-    def agreement(self, number: int) -> Comm | None:
-        """The communicator over which all processes agree that an exchange is complete."""
-        return self._used_by(number)[0].nodes
-
     def all(self) -> list[Comm]:
         by_index = self._by_index + self._consensus
         nested = [comm for index in by_index for comm in (index.nodes, index.within_node)]
@@ -59,20 +55,20 @@ class ExchangeCommunicators:
         number: int,
         step: int,
         header: np.ndarray,
-        staging: StagingBuffers,
+        memory: Memory,
         before: Request | None,
         watch: Watch,
     ) -> Operation:
-        """Sums a staging buffer after the exchange ``before``; returns the header and bytes sent.
+        """Sums a memory of a slot after the exchange ``before``; returns the header and bytes sent.
 
         Exchanges of one communicator run one after the other. The messages of several fragments
         look alike, and messages of a failed exchange may still arrive.
         """
         used, topology = self._used_by(number), self._topology
-        content = watch.content(number, header, staging, topology.local_rank)
+        content = watch.content(number, header, memory, topology.local_rank)
         total, records = yield from handshake(
             self.handshakes,
-            staging.layout.fingerprint,
+            memory.layout.fingerprint,
             number,
             step,
             header,
@@ -81,26 +77,26 @@ class ExchangeCommunicators:
             topology.describe,
             content,
         )
-        watch.compare(number, records["content"][self._members], topology, staging.layout)
+        watch.compare(number, records["content"][self._members], topology, memory.layout)
         contributions = records["header"][self._members[used[0].sender], 0]
-        watch.check_contributions(number, contributions, staging.layout)
+        watch.check_contributions(number, contributions, memory.layout)
         yield from completed(before)
         members = float(total[0])
         if topology.joined:
-            sent = yield from self._sum_shards(used[0], staging, number, members)
+            sent = yield from self._sum_shards(used[0], memory, number, members)
         else:
             sent = yield from interleave(
-                self._sum_part(communicators, staging, index, len(used))
+                self._sum_part(communicators, memory, index, len(used))
                 for index, communicators in enumerate(used)
             )
-            yield from collectives.widen_staged(staging, topology.node, topology.num_nodes)
-        finite = staging.finite()  # the same on all nodes, as the sums are
+            yield from collectives.widen_staged(memory, topology.node, topology.num_nodes)
+        finite = memory.finite()  # the same on all nodes, as the sums are
         if topology.joined:  # other processes of the node have other shards
             assert used[0].within_node is not None
             finite = not (yield from collectives.any_true(used[0].within_node, not finite))
-        elif staging.layout.relative:
-            yield from collectives.subtract_own(staging, members)
-        watch.check_sums(number, bool(finite), members, staging)
+        elif memory.layout.relative:
+            yield from collectives.subtract_own(memory, members)
+        watch.check_sums(number, bool(finite), members, memory)
         total[FINITE], total[OWN] = finite, header[0] > 0
         return total, sent
 
@@ -112,19 +108,19 @@ class ExchangeCommunicators:
         return self._by_index if self._options.senders == "all" else [self._by_index[index]]
 
     def _sum_part(
-        self, communicators: IndexCommunicators, staging: StagingBuffers, index: int, parts: int
+        self, communicators: IndexCommunicators, memory: Memory, index: int, parts: int
     ) -> Operation:
         """Sums one part over the nodes, and sends the sums to all processes of this node."""
         sent = 0
         if communicators.nodes is not None:
             sent = yield from collectives.sum_staged(
-                communicators.nodes, staging, self._options, index, parts
+                communicators.nodes, memory, self._options, index, parts
             )
         if communicators.within_node is not None:
             topology = self._topology
             yield from collectives.share_sums(
                 communicators.within_node,
-                staging,
+                memory,
                 communicators.sender,
                 topology.node,
                 topology.num_nodes,
@@ -136,7 +132,7 @@ class ExchangeCommunicators:
     def _sum_shards(
         self,
         communicators: IndexCommunicators,
-        staging: StagingBuffers,
+        memory: Memory,
         number: int,
         members: float,
     ) -> Operation:
@@ -145,12 +141,12 @@ class ExchangeCommunicators:
         assert nodes is not None
         assert within_node is not None
         topology, sent = self._topology, 0
-        for holders, group in staging.by_holders():
+        for holders, group in memory.by_holders():
             root = sender(holders, number)
             if root == topology.local_rank:
                 sent += yield from collectives.sum_staged(nodes, group, self._options)
                 yield from collectives.widen_staged(group, topology.node, topology.num_nodes)
-                if staging.layout.relative:
+                if memory.layout.relative:
                     yield from collectives.subtract_own(group, members)
             yield from collectives.pass_on(within_node, group, root, {*holders} - {root})
         return sent

@@ -1,30 +1,26 @@
 """Posts and collects the exchanges of one process."""
 
-import itertools
+import logging
 import math
-import time
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from jdaso.cluster.abort import at_exit
-from jdaso.core.exchange import UNCOUNTED, ExchangeRecord, PostedExchange
+from jdaso.cluster.topology import Topology
+from jdaso.core.exchange import UNCOUNTED, PostedExchange
 from jdaso.core.log import logger
 from jdaso.core.tree import KEEP_OUT
-from jdaso.core.types import JdasoError
 from jdaso.core.wire import describe_narrow_wires
-from jdaso.exchange.host.buffers import BufferPool, StagingBuffers
-from jdaso.exchange.host.exchange_table import ExchangeTable
 from jdaso.exchange.host.layout import Layout
-from jdaso.exchange.host.transport_protocol import abort_on_error
+from jdaso.exchange.host.program import abort_on_error, report_error
+from jdaso.exchange.host.slots import Memory, PlainTable, Table, open_table
 from jdaso.exchange.transport.handshake import exchange_name
 from jdaso.exchange.transport.membership import Membership
 from jdaso.exchange.transport.operation import Operation
 from jdaso.exchange.transport.progress import Progress
 from jdaso.exchange.transport.request import Request
-from jdaso.exchange.transport.statistics import Statistics
 from jdaso.exchange.transport.watch import Watch
 
 _PAST_THE_END = (
@@ -41,27 +37,43 @@ _LOST = (
 )
 
 
-class _Posted(NamedTuple):
-    request: Request
-    staging: StagingBuffers
-    step: int
-    header: np.ndarray
+_POSTED_TWICE = (
+    "{} was posted twice in %s: one optimizer state was stepped twice (as optax.MultiSteps does: "
+    "accumulate gradients in the training step), two states share this exchange, or tx.update ran "
+    "once per device. Step each state once, make an mpi_exchange for each, and call tx.update "
+    "outside shard_map, or inside one over all devices. To return to an earlier state, call "
+    "tx.init first."
+)
+_NOT_IN_FLIGHT = (
+    "{} is not in flight in %s: the optimizer state is from before a restart, or was stepped "
+    "twice. Save and restore with jdaso.checkpoint, or call jdaso.drain before saving."
+)
+
+
+def mpi_table(topology: Topology) -> Table | PlainTable:
+    """The slots of an exchange over MPI, with the errors that they report."""
+    name = topology.describe(topology.rank)
+    return open_table(_POSTED_TWICE % name, _NOT_IN_FLIGHT % name)
 
 
 class MpiTransport:
-    """Posts exchanges from staging buffers, and returns their sums; see :class:`Transport`."""
+    """Serves the slots of an exchange: sums what programs have posted, and saves what is in flight.
+
+    Programs fill and read the slots without it. :meth:`take` runs on the progress thread.
+    """
 
     def __init__(self, membership: Membership, progress: Progress):
         self._membership, self._progress = membership, progress
+        self._table = progress.table
         self._name = membership.topology.describe(membership.topology.rank)
-        self._table: ExchangeTable[_Posted] = ExchangeTable()
-        self.pending = self._table.pending
         self._last_of_queue: dict[int, Request] = {}
         self._left_out = 0
         self._watch = Watch()
         self._total = math.inf  # steps of the schedule
         self._saved: set[int] = set()  # exchanges that a checkpoint may hold
-        self.statistics = Statistics()
+        self._logged = 0.0  # when the last exchange ended that has been logged
+        self.report, self.history = self._table.report, self._table.records
+        progress.exchanges = self
         # Registered before the function that waits for programs, so it runs after that one.
         self._forget_exit = at_exit(self._warn_of_lost)
 
@@ -70,131 +82,112 @@ class MpiTransport:
         self._warn_of_lost()
         self._table.clear()
         self._last_of_queue.clear()
-        self._table.pool = BufferPool()
 
     def abort_on_error(self) -> AbstractContextManager[None]:
         topology = self._membership.topology
         return abort_on_error(topology, topology.abort)
 
+    def report_error(self, problem: str) -> None:
+        """Reports an error of compiled code."""
+        topology = self._membership.topology
+        report_error(topology, topology.abort, problem)
+
     def restart(self, total: int | None = None, gradients: bool = False) -> None:
-        """Allows the numbers of exchanges to start again, once, for a run of ``total`` steps."""
-        self._table.restart()
-        self._watch = Watch(gradients)
-        self._total = math.inf if total is None else total
+        """Allows the numbers of exchanges to start again, once, for a run of ``total`` steps.
 
-    def reserve(self, number: int, layout: Layout) -> StagingBuffers:
-        posted_twice = (
-            f"{exchange_name(number)} was posted twice in {self._name}: one optimizer state was "
-            "stepped twice (as optax.MultiSteps does: accumulate gradients in the training step), "
-            "two states share this exchange, or tx.update ran once per device. Step each state "
-            "once, make an mpi_exchange for each, and call tx.update outside shard_map, or inside "
-            "one over all devices. To return to an earlier state, call tx.init first."
-        )
-        return self._table.reserve(number, layout, posted_twice)
-
-    def post(self, number: int, step: int, header: np.ndarray) -> None:
-        with self._table.lock:
-            staging, header = self.pending.filled(number), np.array(header)
-            if staging is None:
-                return
-            if header[0] <= 0:
-                self._warn_left_out(number, staging, int(-header[0]))
-            if number != UNCOUNTED and step >= self._total:
-                logger.warning(_PAST_THE_END, self._name, self._total)
-                self._total = math.inf
-            queue = self._membership.exchanges.queue(number)
-            attempts, before = itertools.count(), self._last_of_queue.get(queue)
-            watch = self._watch
-
-            def exchange() -> Operation:
-                if next(attempts):
-                    staging.reallocate()
-                communicators = self._membership.exchanges
-                return communicators.exchange(number, step, header, staging, before, watch)
-
-            operation = self._membership.repeated(
-                exchange, lambda: self._membership.exchanges.agreement(number), f"queue {queue}"
-            )
-            request = self._progress.submit(
-                operation,
-                _description(number, step, self._name),
-                measured=number != UNCOUNTED,
-                call=self._membership.call("exchanges"),
-            )
-            self._last_of_queue[queue] = request
-            self._table.post(number, _Posted(request, staging, step, header))
-            self._saved.discard(number)
-        name, size = exchange_name(number), sum(vector.nbytes for vector, _ in staging.pairs)
-        logger.debug("%s posted %s after step %d, %d bytes", self._name, name, step, size)
-
-    def collect(self, number: int, readers: int) -> tuple[StagingBuffers, np.ndarray]:
-        """Waits for the staging buffer and the summed header of an exchange.
-
-        The exchange is forgotten when ``readers`` devices have collected it. The buffer keeps the
-        sums until its record says that each of them has copied the sums.
+        What programs have posted before belongs to the run before, so the thread has to take that
+        first. The caller has waited for these programs.
         """
-        if (posted := self._table.find(number, readers)) is None:
-            raise JdasoError(
-                f"{exchange_name(number)} is not in flight in {self._name}: the optimizer state is "
-                "from before a restart, or was stepped twice. Save and restore with "
-                "jdaso.checkpoint, or call jdaso.drain before saving."
-            )
-        since = time.monotonic()
-        header, sent = self._progress.wait(posted.request)
-        until = time.monotonic()
-        with self._table.lock:
-            first, last = self._table.collect(number, readers)
-            if first and number != UNCOUNTED:
-                began, never = posted.request.started_at, (0.0, 0.0)  # copies are timed later
-                transfer = (began, began + posted.request.seconds)
-                waited = (since, until)
-                record = ExchangeRecord(number, posted.step, sent, never, transfer, waited, never)
-                self.statistics.note(record, posted.staging.record)
-            if last:
-                self._table.pool.release(posted.staging, readers, reuse=number != UNCOUNTED)
-        if first:
-            name, seconds = exchange_name(number), posted.request.seconds
-            text = "%s completed %s posted after step %d; transfer %.6f s, training blocked %.6f s"
-            logger.debug(text, self._name, name, posted.step, seconds, until - since)
-        return posted.staging, header
+
+        def begin() -> Operation:
+            yield from ()
+            self._table.restart()
+            self._watch = Watch(gradients)
+            self._total = math.inf if total is None else total
+
+        self._progress.wait(self._progress.submit(begin(), "the start of a run"))
+
+    def take(self, slot: Any) -> None:
+        """Starts the exchange of a slot that is filled."""
+        number, step, header = slot.number, slot.step, np.array(slot.header, np.float32)
+        memory = self._table.memory(slot)
+        if header[0] <= 0:
+            self._warn_left_out(number, memory, int(-header[0]))
+        if number != UNCOUNTED and step >= self._total:
+            logger.warning(_PAST_THE_END, self._name, self._total)
+            self._total = math.inf
+        communicators = self._membership.exchanges
+        queue = communicators.queue(number)
+        before = self._last_of_queue.get(queue)
+        self._saved.discard(number)
+        name, size = exchange_name(number), sum(vector.nbytes for vector, _ in memory.pairs)
+        logger.debug("%s posted %s after step %d, %d bytes", self._name, name, step, size)
+        self._last_of_queue[queue] = self._progress.start(
+            slot,
+            communicators.exchange(number, step, header, memory, before, self._watch),
+            _description(number, step, self._name),
+            measured=number != UNCOUNTED,
+            call=self._membership.call("exchanges"),
+        )
+
+    def log_completed(self) -> None:
+        """Logs the exchanges that programs have collected, with JDASO_DEBUG."""
+        if not logger.isEnabledFor(logging.DEBUG):
+            return
+        for record in self._table.records():
+            if record.wait[1] > self._logged:
+                self._logged = record.wait[1]
+                seconds = (end - start for start, end in (record.transfer, record.wait))
+                text = "%s completed %s posted after step %d; transfer %.6f s, training blocked %.6f s"
+                name = exchange_name(record.number)
+                logger.debug(text, self._name, name, record.step, *seconds)
 
     def posted(self) -> dict[int, PostedExchange]:
         """Copies of the exchanges that are posted and not yet collected. The caller saves them."""
-        with self._table.lock:
-            self.pending.wait_until_posted()
-            posted = sorted(self._table.posted.items())
-            saved = {number: _saved(number, each) for number, each in posted if number != UNCOUNTED}
-            self._saved = set(saved)
-            return saved
+        self._table.await_posted()
+        saved = {}
+        for slot in self._table.in_flight():
+            try:
+                saved[slot.number] = _saved(slot, self._table.memory(slot))
+            finally:
+                self._table.release(slot)
+        self._saved = set(saved)
+        return saved
 
     def _warn_of_lost(self) -> None:
-        if self._membership.topology.rank == 0:  # all have the same in flight
-            with self._table.lock:
-                _warn_of_lost(self._table.posted, self._saved | {UNCOUNTED})
+        """Warns if exchanges are in flight at the end that nobody has merged or saved."""
+        slots = self._table.in_flight()
+        lost = [slot.step for slot in slots if slot.number not in self._saved]
+        for slot in slots:
+            self._table.release(slot)
+        if lost and self._membership.topology.rank == 0:  # all have the same in flight
+            what = "1 exchange is" if len(lost) == 1 else f"{len(lost)} exchanges are"
+            logger.warning(_LOST, what, max(lost))
 
     def post_again(self, saved: dict[int, tuple[Layout, PostedExchange]]) -> None:
         """Waits for all posted exchanges, forgets them, and posts the saved ones."""
-        with self._table.lock:
-            self.pending.wait_until_posted()
-            requests = [posted.request for posted in self._table.posted.values()]
-        for request in requests:
-            self._progress.wait(request)
-        self._table.clear()
+        table = self._table
+        table.await_posted()
+        table.await_done()
+        table.clear()
         for number, (layout, exchange) in sorted(saved.items()):
-            stagings = [self.reserve(number, layout) for _ in range(layout.senders)]
-            stagings[0].fill(layout.cut(exchange.leaves))
-            for _ in stagings:
-                self.post(number, exchange.step, exchange.header)
+            index = table.register(layout)
+            sent = number, exchange.step, exchange.header, index
+            slots = [table.begin_post(*sent) for _ in range(layout.senders)]
+            table.memory(slots[0]).fill(layout.cut(exchange.leaves))
+            for slot in slots:
+                table.end_post(slot)
+        self._progress.wait(self._progress.submit(_nothing(), "the return to a checkpoint"))
         self._saved = set(saved)
 
-    def _warn_left_out(self, number: int, staging: StagingBuffers, lost: int) -> None:
+    def _warn_left_out(self, number: int, memory: Memory, lost: int) -> None:
         """Warns at the first, second, fourth, eighth ... time. ``lost`` is as in the header."""
         self._left_out += 1
         if self._left_out & (self._left_out - 1) == 0:
             which, advice = "gradients of a step since the last merge were not finite", ""
             if lost:
-                narrow = describe_narrow_wires([spec.dtype for spec in staging.specs])
-                which = f"{staging.layout.name(lost - 1)} is not finite{narrow}"
+                narrow = describe_narrow_wires([spec.dtype for spec in memory.specs])
+                which = f"{memory.layout.name(lost - 1)} is not finite{narrow}"
                 advice = f" {KEEP_OUT}"
             logger.warning(
                 "%s is left out of %s, because %s. It was left out %d times before. If this "
@@ -204,17 +197,15 @@ class MpiTransport:
             )
 
 
-def _warn_of_lost(in_flight: Mapping[int, _Posted], known: set[int]) -> None:
-    """Warns if exchanges are in flight at the end that nobody has merged or saved."""
-    if lost := [posted.step for number, posted in in_flight.items() if number not in known]:
-        what = "1 exchange is" if len(lost) == 1 else f"{len(lost)} exchanges are"
-        logger.warning(_LOST, what, max(lost))
+def _saved(slot: Any, memory: Memory) -> PostedExchange:
+    layout = memory.layout
+    leaves: list[Any] = layout.join(memory.leaves, slot.number)
+    header = np.array(slot.header, np.float32)
+    return PostedExchange(slot.step, header, leaves, layout.block_bits, layout.relative)
 
 
-def _saved(number: int, posted: _Posted) -> PostedExchange:
-    layout = posted.staging.layout
-    leaves: list[Any] = layout.join(posted.staging.leaves, number)
-    return PostedExchange(posted.step, posted.header, leaves, layout.block_bits, layout.relative)
+def _nothing() -> Operation:
+    yield from ()
 
 
 def _description(number: int, step: int, name: str) -> str:

@@ -19,11 +19,6 @@ class WaitState(NamedTuple):
     ranks: frozenset[int] = frozenset()  # whose messages are missing, where that is known
     progressed: bool = False  # since its previous state
     requests: tuple[MpiRequest, ...] = ()  # if not empty, it waits for one of them to complete
-    needs_repair: bool = False  # it can continue only after the communicators are repaired
-
-
-class Repaired(Exception):
-    """Thrown into running operations after the communicators have been repaired."""
 
 
 Operation = Generator[WaitState, None, Any]

@@ -1,10 +1,10 @@
 """When the progress thread polls MPI. It sleeps in between."""
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterator, Sequence
 
+from jdaso.exchange.host.slots import PlainTable, Table, open_table
 from jdaso.exchange.transport.operation import WaitState
 from jdaso.exchange.transport.request import Request
 
@@ -24,14 +24,16 @@ _AWAITED_SECONDS, _POLLS_PER_AWAITED = (5e-5, 2e-3), 16
 class Polling:
     """Sleeps between two polls. The pause grows while no operation progresses.
 
+    Args:
+        table: The slots whose news end a sleep. It also counts those who wait for a result.
+
     Attributes:
         looked_at: When the thread last looked at all operations.
     """
 
-    def __init__(self) -> None:
-        self._lock, self._waiters = threading.Lock(), 0
-        self._asleep = threading.Lock()  # free while a wake-up is pending
-        self._asleep.acquire()
+    def __init__(self, table: Table | PlainTable | None = None) -> None:
+        self._table = table or open_table()
+        self._awaited = False
         self._pause, self._longest = _SHORTEST_SECONDS, _LONGEST_SECONDS
         self.reset()
 
@@ -41,23 +43,16 @@ class Polling:
 
     def wake(self) -> None:
         """Ends the sleep, or else the next one; called by any thread."""
-        with self._lock:
-            if self._asleep.locked():
-                self._asleep.release()
+        self._table.wake()
 
     @contextlib.contextmanager
     def hurried(self) -> Iterator[None]:
         """Polls often, because the program waits; called by any thread."""
-        with self._lock:
-            if not self._waiters:
-                self._progressed_at = time.monotonic()
-            self._waiters += 1
-        self.wake()
+        self._table.hurry(1)
         try:
             yield
         finally:
-            with self._lock:
-                self._waiters -= 1
+            self._table.hurry(-1)
 
     def look(self) -> float:
         """Starts to look at all operations, and returns the seconds since it did so before."""
@@ -84,8 +79,11 @@ class Polling:
 
     def pause(self) -> float:
         """Seconds until the next poll."""
+        before, self._awaited = self._awaited, self._table.waiting() > 0
+        if self._awaited and not before:
+            self._progressed_at = time.monotonic()
         quiet = time.monotonic() - self._progressed_at
-        if self._waiters:
+        if self._awaited:
             shortest, longest = _AWAITED_SECONDS
             return max(shortest, min(quiet / _POLLS_PER_AWAITED, longest))
         self._pause = max(quiet / _POLLS_PER_PROGRESS, self._pause, _SHORTEST_SECONDS)
@@ -93,8 +91,5 @@ class Polling:
         return self._pause
 
     def sleep(self, seconds: float) -> bool:
-        """Sleeps; whether ``wake`` has ended it earlier. -1 is forever.
-
-        A lock takes less time than a condition, which is implemented in Python.
-        """
-        return self._asleep.acquire(timeout=seconds)
+        """Sleeps; whether news have ended it earlier. -1 is forever."""
+        return self._table.wait(seconds)

@@ -5,6 +5,7 @@ and a thread in a blocking call occupies a core that training needs. This thread
 operation and sleeps in between, longer on a slow network, as each poll takes time from training.
 """
 
+import contextlib
 import functools
 import math
 import threading
@@ -16,8 +17,8 @@ from jdaso.cluster.abort import at_exit
 from jdaso.cluster.roll_call import Call
 from jdaso.cluster.topology import Topology
 from jdaso.core.types import JdasoError
+from jdaso.exchange.host.slots import PlainTable, Table, open_table
 from jdaso.exchange.transport.deadlines import Deadlines
-from jdaso.exchange.transport.membership import Membership
 from jdaso.exchange.transport.operation import Operation
 from jdaso.exchange.transport.peers import Peers
 from jdaso.exchange.transport.polling import Polling
@@ -25,8 +26,6 @@ from jdaso.exchange.transport.request import Request
 
 # After a longer pause between two looks, the process was stopped or the machine was suspended.
 _SUSPENDED_SECONDS = 5.0
-# Without operations, the thread looks for deaths this often, if a job survives them.
-_IDLE_SECONDS = 0.5
 # If nobody has awaited an error for this long, the program is blocked somewhere else.
 _UNAWAITED_SECONDS = 60.0
 # Failed requests of closed exchanges. They are kept until the process ends, because MPI may still
@@ -42,7 +41,8 @@ class Progress:
         announce_exit: Called with this object when it closes. Waits until this process may exit.
         abort: ``(reason)``, ends the job if an operation cannot complete at exit, or if it fails
             and nobody awaits it.
-        recovery: Repairs communicators after a death. None: operations fail.
+        table: The slots that it serves. It takes those that are filled, runs the operation that
+            ``exchanges.take(slot)`` starts, and marks them done or failed.
     """
 
     def __init__(
@@ -51,16 +51,18 @@ class Progress:
         timeout: float,
         announce_exit: Callable[["Progress"], None],
         abort: Callable[[str], None],
-        recovery: Membership | None = None,
+        table: Table | PlainTable | None = None,
     ):
         self._announce_exit, self._abort = announce_exit, abort
-        self._peers = Peers(topology, recovery)
+        self.table = table or open_table()
+        self.exchanges: Any = None  # what serves the slots; see MpiTransport
+        self._peers = Peers(topology)
         self._deadlines = Deadlines(timeout)
         self._requests: list[Request] = []
         self._failed: list[Request] = []
         self._lock = threading.Lock()
         self._closing = self._closed = False
-        self._polling = Polling()
+        self._polling = Polling(self.table)
         self._thread = threading.Thread(target=self._run, name="jdaso-progress", daemon=True)
         self._thread.start()
         self._forget = at_exit(functools.partial(_close_at_exit, self))
@@ -89,6 +91,15 @@ class Progress:
             self._polling.wake()
         return request
 
+    def start(
+        self, slot: Any, operation: Operation, description: str, measured: bool, call: Call | None
+    ) -> Request:
+        """Starts the operation of a slot; called by ``exchanges.take``."""
+        request = Request(operation, description, measured, self._deadlines, call, slot)
+        with self._lock:
+            self._requests.append(request)
+        return request
+
     def wait(self, request: Request, busy: Callable[[], bool] | None = None) -> Any:
         """The result of an operation; JdasoError with the missing ranks if it failed or is late."""
         request.awaited = True
@@ -97,6 +108,11 @@ class Progress:
 
     def close(self) -> None:
         """Completes all operations, announces the exit, and leaves MPI ready to be finalized."""
+        if self._closing:
+            return
+        self.table.close()
+        with contextlib.suppress(JdasoError):  # after which the thread has taken all slots
+            self.submit(iter(()), "the end of an exchange").done.wait()  # type: ignore[arg-type]
         with self._lock:
             if self._closing:
                 return
@@ -124,10 +140,14 @@ class Progress:
             self._loop()
         except BaseException as error:
             # Nobody may wait for a thread that has ended.
+            self.table.close()
             with self._lock:
                 self._closing = True
                 for request in self._requests:
                     request.fail(error)
+                    self._end(request)
+            while slot := self.table.next():
+                self.table.fail(slot, f"{type(error).__name__}: {error}")
 
     def _loop(self) -> None:
         polling = self._polling
@@ -136,36 +156,50 @@ class Progress:
                 for request in requests:
                     request.postpone(paused)
             self._abort_if_unawaited()
-            # Not while closing: exited processes look dead to MPI. Operations report a real death.
-            died = not self._closing and self._peers.poll()
             for request in requests:
                 request.step()
                 self._peers.check(request, polling.looked_at)
-            if self._peers.recovery and (died or any(r.state.needs_repair for r in requests)):
-                self._peers.repair()
-                polling.look()
-                for request in requests:
-                    if not request.done.is_set():
-                        request.restart()
             polling.note([r.state for r in requests if not r.done.is_set()])
             if requests and not self._remove_completed(requests):
                 polling.poll(requests)
 
     def _next_requests(self) -> list[Request]:
         """The requests. Without any, it waits for the next one, or until it is time to look."""
+        self._serve()
         if not self._requests and not self._closed:
             unawaited = not all(request.awaited for request in self._failed)
-            limit = _UNAWAITED_SECONDS if unawaited else -1
-            self._polling.sleep(_IDLE_SECONDS if self._peers.recovery else limit)
+            self._polling.sleep(_UNAWAITED_SECONDS if unawaited else -1)
             self._polling.reset()
+            self._serve()
         with self._lock:
             return list(self._requests)
+
+    def _serve(self) -> None:
+        """Takes the slots that have been filled, and reports errors of compiled programs."""
+        if self.exchanges is None:
+            return
+        for problem in self.table.problems():
+            self.exchanges.report_error(problem)
+        while slot := self.table.next():
+            self.exchanges.take(slot)
+        self.exchanges.log_completed()
+
+    def _end(self, request: Request) -> None:
+        """Passes the result of an operation on to those who collect it."""
+        if request.slot is None:
+            return
+        if request.error is not None:
+            self.table.fail(request.slot, str(request.error))
+        else:
+            began, (total, sent) = request.started_at, request.result
+            self.table.done(request.slot, total, sent, began, began + request.seconds)
 
     def _remove_completed(self, requests: list[Request]) -> bool:
         """Removes the requests that have completed or failed; returns whether there were any."""
         completed = [request for request in requests if request.done.is_set()]
         for request in completed:
             self._peers.forget(request)
+            self._end(request)
             if request.error is not None:
                 self._failed.append(request)
             elif request.measured:

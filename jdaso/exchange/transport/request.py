@@ -8,7 +8,7 @@ from typing import Any
 from jdaso.cluster.roll_call import Call
 from jdaso.core.types import JdasoError
 from jdaso.exchange.transport.deadlines import Deadlines
-from jdaso.exchange.transport.operation import Operation, Repaired, WaitState
+from jdaso.exchange.transport.operation import Operation, WaitState
 
 _BUSY_SECONDS = 0.5  # between two looks at whether a process is busy
 
@@ -18,7 +18,7 @@ class Request:
 
     The ``description`` is the subject of error messages, such as ``"exchange 3, posted by rank
     0,"``. If ``measured``, the operation's duration sets the deadlines of later ones. ``call`` says
-    which operation of all processes it is, if it is one.
+    which operation of all processes it is, if it is one. ``slot`` is that of an exchange.
     """
 
     def __init__(
@@ -28,6 +28,7 @@ class Request:
         measured: bool,
         deadlines: Deadlines,
         call: Call | None = None,
+        slot: Any = None,
     ):
         self.description = description
         self.measured = measured
@@ -41,14 +42,27 @@ class Request:
         self.warn_at = self.started_at + deadlines.warning()
         self.deadline = self.started_at + deadlines.deadline()
         self.failed_at = 0.0
-        self.awaited = False
-        #: Whether this process posts no other operation until this one has ended.
-        self.blocks = False
+        self.slot = slot
+        self._awaited = self._blocks = False
         #: Since when another process and this one seem to wait for each other.
         self.deadlocked_since: float | None = None
         self._operation = operation
-        self._begun = self._continues = False
+        self._continues = False
         self._raised: Exception | None = None  # by MPI
+
+    @property
+    def awaited(self) -> bool:
+        """Whether the program has waited for it."""
+        return self._awaited or (self.slot is not None and bool(self.slot.awaited))
+
+    @awaited.setter
+    def awaited(self, value: bool) -> None:
+        self._awaited = value
+
+    @property
+    def blocks(self) -> bool:
+        """Whether this process posts no other operation until this one has ended."""
+        return self._blocks or (self.slot is not None and bool(self.slot.awaited))
 
     @property
     def name(self) -> str:
@@ -62,16 +76,16 @@ class Request:
         """
         while busy is not None and not self.done.wait(_BUSY_SECONDS) and busy():
             pass
-        self.blocks = True
+        self._blocks = True
         self.done.wait()
         if self.error is not None:
             raise self.error
         return self.result
 
-    def step(self, advance: Callable[[], WaitState] | None = None) -> None:
+    def step(self) -> None:
         """Advances the operation as far as possible without waiting."""
         try:
-            self.state = (advance or self._advance)()
+            self.state = self._advance()
         except StopIteration as end:
             self.result = end.value
             self.seconds = time.monotonic() - self.started_at
@@ -82,12 +96,6 @@ class Request:
             failure = JdasoError(f"{self.description} failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self.fail(failure)
-
-    def restart(self) -> None:
-        """Restarts the operation over the repaired communicators, with a new deadline."""
-        self.postpone(time.monotonic() - self.started_at)
-        if self._begun:  # otherwise it has not used the old communicators
-            self.step(lambda: self._operation.throw(Repaired()))
 
     def postpone(self, seconds: float) -> None:
         self.started_at += seconds
@@ -112,7 +120,6 @@ class Request:
         return not requests or self._continues
 
     def _advance(self) -> WaitState:
-        self._begun = True
         if not self.can_continue():
             return self.state._replace(progressed=False)
         self._continues, raised, self._raised = False, self._raised, None

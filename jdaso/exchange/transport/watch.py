@@ -10,7 +10,7 @@ from jdaso.core.log import logger
 from jdaso.core.tree import KEEP_OUT
 from jdaso.core.types import JdasoError
 from jdaso.core.wire import describe_narrow_wires
-from jdaso.exchange.host.buffers import StagingBuffers
+from jdaso.exchange.host.slots import Memory
 from jdaso.exchange.host.layout import Layout, sender
 
 # Exchanges in a row that bring nothing, after which it is an error.
@@ -34,7 +34,7 @@ class Watch:
         self._contents: dict[tuple[int, tuple[str, ...]], int] = {}
 
     def content(
-        self, number: int, header: np.ndarray, staging: StagingBuffers, local_rank: int
+        self, number: int, header: np.ndarray, memory: Memory, local_rank: int
     ) -> int:
         """A checksum of what this process sends in one of the first exchanges; 0 for nothing.
 
@@ -44,7 +44,7 @@ class Watch:
         if not (self._compares and UNCOUNTED < number < _COMPARED and header[0] > 0):
             return 0
         checksum = 0
-        for spec, leaf in zip(staging.specs, staging.leaves, strict=True):
+        for spec, leaf in zip(memory.specs, memory.leaves, strict=True):
             if spec.holders and sender(spec.holders, number) != local_rank:
                 continue
             checksum = zlib.crc32(leaf.reshape(-1).view(np.uint8).data, checksum)
@@ -88,13 +88,13 @@ class Watch:
         )
 
     def check_sums(
-        self, number: int, finite: bool, members: float, staging: StagingBuffers
+        self, number: int, finite: bool, members: float, memory: Memory
     ) -> None:
         """Raises JdasoError if ten exchanges in a row have brought nothing to any node."""
         if number == UNCOUNTED:
             return
         if not finite:
-            self._warn_overflow(number, staging)
+            self._warn_overflow(number, memory)
         self._in_vain = 0 if finite and members else self._in_vain + 1
         if self._in_vain >= _IN_VAIN and not self._gradients:
             raise JdasoError(
@@ -104,14 +104,14 @@ class Watch:
                 "the learning rate, or the first scale if the loss is scaled."
             )
 
-    def _warn_overflow(self, number: int, staging: StagingBuffers) -> None:
+    def _warn_overflow(self, number: int, memory: Memory) -> None:
         """Warns at the first, second, fourth, eighth ... time."""
         self._overflows += 1
         if self._overflows & (self._overflows - 1) == 0:
-            bounds = staging.layout.bounds
-            lost = [i for i, sums in enumerate(staging.sums) if not np.isfinite(sums).all()]
+            bounds = memory.layout.bounds
+            lost = [i for i, sums in enumerate(memory.sums) if not np.isfinite(sums).all()]
             logger.warning(
                 "the sum over the nodes is not finite in exchange %d%s, and all nodes ignore this "
                 "exchange.",
-                *(number, f": {staging.layout.name(bounds[lost[0]][0])}" if lost else ""),
+                *(number, f": {memory.layout.name(bounds[lost[0]][0])}" if lost else ""),
             )

@@ -22,7 +22,7 @@ from jdaso.exchange.transport.mpi_transport import MpiTransport
 from jdaso.exchange.transport.progress import Progress
 
 topology = jdaso.discover_topology()
-membership = Membership(topology, AllReduceOptions(), timeout=60.0)
+membership = Membership(topology, AllReduceOptions())
 progress = Progress(topology, 60.0, membership.announce_exit, topology.abort)
 transport = MpiTransport(membership, progress)
 transport.reserve(4, unsharded([LeafSpec((3,), np.dtype("float32"))])).fill([np.arange(3.0)])

@@ -43,7 +43,7 @@ def test_all_communicators_of_several_processes_per_node_are_freed(local_rank, s
         comm=Comm(made),
         joined=joined,
     )
-    membership = Membership(topology, AllReduceOptions(senders), timeout=60.0)
+    membership = Membership(topology, AllReduceOptions(senders))
     assert made
     membership.free()
     assert not made

@@ -1,0 +1,586 @@
+"""The slots of an exchange, as Python sees them: their memory, and the calls of ``slots.cc``.
+
+``slots.cc`` says what a slot is. Compiled programs fill and read slots without Python. Host
+callbacks do the same through :class:`Table`, and the progress thread takes filled slots from it.
+Where there is no compiled library, :class:`PlainTable` stands in.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import functools
+import math
+import mmap
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from jdaso.core.block_format import format_of, num_blocks
+from jdaso.core.exchange import HEADER_SIZE, UNCOUNTED, ExchangeRecord, empty_report
+from jdaso.core.log import logger
+from jdaso.core.types import JdasoError
+from jdaso.core.wire import sum_dtype, sum_padding, sum_shape, wire_shape
+from jdaso.exchange.host import native
+from jdaso.exchange.host.layout import Layout, LeafSpec, unsharded
+from jdaso.exchange.host.native import Record, Slot
+
+# The longest wait for another device of this node, or for copies; as in slots.cc.
+_SECONDS = 30.0
+_PLACE = np.dtype([(name, "<i8") for name in (
+    "sent", "wire_bytes", "sums", "least_bytes", "most_bytes", "copy", "copies", "bfloat16"
+)])  # fmt: skip
+_ALIGNED = 64  # bytes of a cache line
+_CLOSED = "the exchange is closed, or the interpreter is exiting: no exchange can start or end"
+_FREE, _FILLING, _FILLED, _DONE, _FAILED = range(5)
+# Numbers that are checked at a time, few enough that they stay in a cache.
+_CHECKED_AT_ONCE = 1 << 16
+_TOTALS = "exchanges", "bytes_sent", "seconds_blocked", "seconds_in_flight"
+
+
+class _Vectors(NamedTuple):
+    """Offsets in the memory of a slot of the vectors of one dtype and one group of processes."""
+
+    dtype: np.dtype
+    holders: tuple[int, ...]
+    rows: int  # elements, or rows of blocks
+    sent: int
+    sums: int
+    arrived: int  # of sums in the wire dtype
+
+
+class Plan:
+    """Where the memory of a slot holds the shards of a layout.
+
+    For each wire dtype there are a vector that is sent and a vector of sums. Shards that other
+    processes hold as well have vectors of their own.
+    """
+
+    def __init__(self, layout: Layout):
+        self.layout = layout
+        rows: dict[Any, int] = {}
+        starts = []
+        for spec in layout.specs:
+            starts.append(rows.get(spec.group, 0))
+            rows[spec.group] = starts[-1] + math.prod(spec.shape) // math.prod(_row(spec.dtype))
+        self.vectors, self.bytes = [], 0
+        for (dtype, holders), count in rows.items():
+            item, wide = math.prod(_row(dtype)) * dtype.itemsize, sum_dtype(dtype)
+            sent = self._next(count * item)
+            sums = self._next(count * math.prod(sum_shape(_row(dtype), dtype)) * wide.itemsize)
+            arrived = sums if wide == dtype else self._next(count * item)
+            self.vectors.append(_Vectors(dtype, holders, count, sent, sums, arrived))
+        order = {group: i for i, group in enumerate(rows)}
+        #: For each shard its vectors, and its rows in them.
+        self.shards = [
+            (order[spec.group], slice(start, start + math.prod(spec.shape) // math.prod(_row(spec.dtype))))
+            for spec, start in zip(layout.specs, starts, strict=True)
+        ]  # fmt: skip
+
+    def _next(self, size: int) -> int:
+        start, self.bytes = self.bytes, self.bytes + -(-size // _ALIGNED) * _ALIGNED
+        return start
+
+    @property
+    def family(self) -> int:
+        """Equal for the wires of one list of leaves: the number of blocks of each."""
+        specs = self.layout.specs
+        return hash(tuple(num_blocks(sum_shape(spec.shape, spec.dtype)) for spec in specs))
+
+    def places(self) -> np.ndarray:
+        """_PLACE[devices, leaves], what each device sends and reads. Others' devices have none."""
+        placements = self.layout.placements
+        places = np.zeros((len(placements), len(self.layout.dtypes)), _PLACE)
+        places["copy"], places["copies"] = 1, 1
+        each = [self._place(i) for i in range(len(self.shards))]
+        for device, held in enumerate(placements):
+            for leaf, (shard, one, copies) in enumerate(held):
+                places[device, leaf] = (*each[shard], one, copies, each_is_bfloat16(self, shard))
+        return places
+
+    def _place(self, shard: int) -> tuple[int, ...]:
+        index, rows = self.shards[shard]
+        dtype, _, _, sent, sums, _ = self.vectors[index]
+        item, count = math.prod(_row(dtype)) * dtype.itemsize, rows.stop - rows.start
+        wide = math.prod(sum_shape(_row(dtype), dtype)) * sum_dtype(dtype).itemsize
+        most = count * wide
+        least = max(most - sum_padding(dtype), 0)
+        return sent + rows.start * item, count * item, sums + rows.start * wide, least, most
+
+
+def each_is_bfloat16(plan: Plan, shard: int) -> bool:
+    return plan.layout.specs[shard].dtype.name == "bfloat16"
+
+
+class Memory:
+    """The memory of one exchange: what is sent, and the sums.
+
+    Args:
+        plan: Where it holds what.
+        buffer: uint8 array of at least ``plan.bytes``; None for a new one.
+
+    >>> specs = [LeafSpec((2,), np.dtype("float32")), LeafSpec((), np.dtype("float32"))]
+    >>> memory = Memory(Plan(unsharded(specs)))
+    >>> memory.fill([np.array([1.0, 2.0]), np.array(3.0)])
+    >>> [vector.tolist() for vector, _ in memory.pairs]
+    [[1.0, 2.0, 3.0]]
+    """
+
+    def __init__(self, plan: Plan, buffer: np.ndarray | None = None):
+        self.plan, self.layout, self.specs = plan, plan.layout, plan.layout.specs
+        buffer = page_aligned(plan.bytes) if buffer is None else buffer
+
+        def view(start: int, rows: int, row: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+            end = start + rows * math.prod(row) * dtype.itemsize
+            return buffer[start:end].view(dtype).reshape(rows, *row)
+
+        #: For each wire dtype the vector that is sent, and the vector of the sums.
+        self.pairs = []
+        #: Memory for the sums in each wire dtype, which are the sums if that is their dtype.
+        self.arrived = []
+        for dtype, _, rows, sent, sums, arrived in plan.vectors:
+            row, wide = _row(dtype), sum_dtype(dtype)
+            total = view(sums, rows, sum_shape(row, dtype), wide)
+            self.pairs.append((view(sent, rows, row, dtype), total))
+            self.arrived.append(total if arrived == sums else view(arrived, rows, row, dtype))
+
+    @functools.cached_property
+    def leaves(self) -> list[np.ndarray]:
+        """Views of the vectors that are sent, in the wire shapes of the shards."""
+        each = zip(self.specs, self.plan.shards, strict=True)
+        return [self.pairs[i][0][rows].reshape(spec.shape) for spec, (i, rows) in each]
+
+    @functools.cached_property
+    def sums(self) -> list[np.ndarray]:
+        """Views of the sums in the shards' shapes; with int8 and float4, rows that end with zeros."""
+        each = zip(self.specs, self.plan.shards, strict=True)
+        return [
+            self.pairs[i][1][rows].reshape(sum_shape(spec.shape, spec.dtype))
+            for spec, (i, rows) in each
+        ]
+
+    def by_holders(self) -> list[tuple[tuple[int, ...], Self]]:
+        """The vectors of each group of processes that hold the same shards."""
+        groups = []
+        all_holders = [vectors.holders for vectors in self.plan.vectors]
+        for holders in sorted(set(all_holders)):
+            own = [i for i, held_by in enumerate(all_holders) if held_by == holders]
+            group = copy.copy(self)
+            group.pairs = [self.pairs[i] for i in own]
+            group.arrived = [self.arrived[i] for i in own]
+            groups.append((holders, group))
+        return groups
+
+    def fill(self, leaves: Sequence[np.ndarray]) -> None:
+        """Copies all shards."""
+        for place, leaf in zip(self.leaves, leaves, strict=True):
+            np.copyto(place, leaf)
+
+    def fill_from(self, device: int, number: int, leaves: Sequence[np.ndarray]) -> None:
+        """Copies the leaves that a device sends in an exchange."""
+        shards, sends = self.layout.shards_of(device), self.layout.sent_by(device, number)
+        for shard, sent, leaf in zip(shards, sends, leaves, strict=True):
+            if sent:
+                np.copyto(self.leaves[shard], leaf)
+
+    def sums_of(self, device: int) -> list[np.ndarray]:
+        """The sums of a device's shards."""
+        return [self.sums[shard] for shard in self.layout.shards_of(device)]
+
+    def finite(self) -> bool:
+        """Whether all sums are finite. Rows of blocks are finite once they are rounded."""
+        return all(
+            np.isfinite(sums[start : start + _CHECKED_AT_ONCE]).all()
+            for vector, sums in self.pairs
+            if not format_of(vector.dtype)
+            for start in range(0, len(sums), _CHECKED_AT_ONCE)
+        )
+
+
+def memory_of(specs: Sequence[LeafSpec]) -> Memory:
+    """New memory for leaves on one device."""
+    return Memory(Plan(unsharded(specs)))
+
+
+def page_aligned(size: int) -> np.ndarray:
+    """Uninitialized bytes that share no page with other memory.
+
+    >>> memory = page_aligned(12)
+    >>> memory.shape, memory.ctypes.data % mmap.PAGESIZE
+    ((12,), 0)
+    """
+    memory = np.empty((-(-size // mmap.PAGESIZE) + 1) * mmap.PAGESIZE, np.uint8)
+    start = -memory.ctypes.data % mmap.PAGESIZE
+    return memory[start : start + size]
+
+
+def _row(dtype: np.dtype) -> tuple[int, ...]:
+    """The shape of one element on the wire."""
+    return wire_shape((), dtype)[1:]
+
+
+class Table:
+    """The slots of one exchange, in compiled code.
+
+    Args:
+        posted_twice: Error for a number that is not new, with ``{}`` for the exchange's name.
+        not_in_flight: Error for a number that is unknown.
+    """
+
+    def __init__(self, posted_twice: str, not_in_flight: str):
+        loaded = native.load()
+        assert not isinstance(loaded, str)
+        self._library = loaded
+        texts = posted_twice.encode(), not_in_flight.encode()
+        self.id = loaded.jdaso_open(*texts, logger.isEnabledFor(10))
+        self._plans: list[Plan] = []
+        self._layouts: dict[Layout, int] = {}
+        self._lock = threading.Lock()
+        # Handlers that still run keep the memory.
+        weakref.finalize(self, loaded.jdaso_free, self.id).atexit = False
+
+    def register(self, layout: Layout) -> int:
+        """Tells the handlers a layout. Returns its index."""
+        with self._lock:
+            if layout not in self._layouts:
+                plan = Plan(layout)
+                places = plan.places()
+                index = self._library.jdaso_layout(
+                    *(self.id, layout.senders, places.shape[1], plan.bytes, plan.family),
+                    *(places.ctypes.data, places.size),
+                )
+                self._plans.append(plan)
+                self._layouts[layout] = index
+            return self._layouts[layout]
+
+    def memory(self, slot: Slot) -> Memory:
+        """The memory of a slot, which lives as long as there are views of it."""
+        address, size = ctypes.c_void_p(), ctypes.c_int64()
+        held = self._library.jdaso_hold(slot, ctypes.byref(address), ctypes.byref(size))
+        assert address.value is not None
+        array = (ctypes.c_uint8 * size.value).from_address(address.value)
+        weakref.finalize(array, self._library.jdaso_let_go, held).atexit = False
+        return Memory(self._plans[slot.layout], np.frombuffer(array, np.uint8))
+
+    # ---- What host callbacks call, on behalf of a device
+
+    def begin_post(self, number: int, step: int, header: np.ndarray, layout: int) -> Slot:
+        """The slot that a device fills. Other devices that send get the same one."""
+        sent = np.ascontiguousarray(header, np.float32)
+        return self._checked(
+            self._library.jdaso_begin_post, number, step, sent.ctypes.data, layout
+        )
+
+    def end_post(self, slot: Slot) -> None:
+        """Counts a device that has filled its part."""
+        self._library.jdaso_end_post(self.id, slot)
+
+    def discard(self, slot: Slot) -> None:
+        """Frees a slot whose leaves could not be copied."""
+        self._library.jdaso_discard(self.id, slot)
+
+    def begin_collect(self, number: int, readers: int) -> Slot:
+        """Waits for an exchange, which ``readers`` devices collect."""
+        return self._checked(self._library.jdaso_begin_collect, number, readers)
+
+    def end_collect(self, slot: Slot, readers: int, last: bool = True) -> None:
+        """Counts a device that has read the sums. The last one frees the slot."""
+        self._library.jdaso_end_collect(self.id, slot, readers, last)
+
+    def _checked(self, function: Any, *arguments: Any) -> Slot:
+        error = ctypes.create_string_buffer(4096)
+        found = function(self.id, *arguments, error, len(error))
+        if not found:
+            raise JdasoError(error.value.decode(errors="replace"))
+        return found.contents
+
+    # ---- What the progress thread calls
+
+    def next(self) -> Slot | None:
+        """The next slot that is filled."""
+        found = self._library.jdaso_next(self.id)
+        return found.contents if found else None
+
+    def done(self, slot: Slot, total: np.ndarray, sent: int, began: float, ended: float) -> None:
+        """The sums are in the slot's memory."""
+        header = np.ascontiguousarray(total, np.float32)
+        self._library.jdaso_done(self.id, slot, header.ctypes.data, sent, began, ended)
+
+    def fail(self, slot: Slot, error: str) -> None:
+        """Whoever collects the exchange gets this error."""
+        self._library.jdaso_fail(self.id, slot, error.encode(errors="backslashreplace"))
+
+    def wait(self, seconds: float) -> bool:
+        """Waits for news, and returns whether there are some. A negative time has no limit."""
+        return self._library.jdaso_wait(self.id, seconds)
+
+    def problems(self) -> list[str]:
+        """The errors of handlers since the last call."""
+        found, text = [], ctypes.create_string_buffer(4096)
+        while self._library.jdaso_problem(self.id, text, len(text)):
+            found.append(text.value.decode(errors="replace"))
+        return found
+
+    # ---- What other threads of Python call
+
+    def wake(self) -> None:
+        """Ends a wait of the progress thread, or else its next one."""
+        self._library.jdaso_wake(self.id)
+
+    def hurry(self, change: int) -> None:
+        """Adds to the number of those who wait for a result."""
+        self._library.jdaso_hurry(self.id, change)
+
+    def waiting(self) -> int:
+        """The number of those who wait for a result, programs and others."""
+        return self._library.jdaso_waiting(self.id)
+
+    def await_posted(self, but: int = UNCOUNTED - 1) -> None:
+        """Waits until no slot is being filled, except for the exchange ``but``."""
+        _check_posted(self._library.jdaso_await_posted(self.id, but))
+
+    def await_done(self) -> None:
+        """Waits until all posted exchanges are done. Raises the error of one that has failed."""
+        error = ctypes.create_string_buffer(4096)
+        if not self._library.jdaso_await_done(self.id, error, len(error)):
+            raise JdasoError(error.value.decode(errors="replace"))
+
+    def in_flight(self) -> list[Slot]:
+        """The slots that are posted and not collected. Each must be released."""
+        slots = (ctypes.POINTER(Slot) * 4096)()
+        return [each.contents for each in slots[: self._library.jdaso_in_flight(self.id, slots, 4096)]]
+
+    def release(self, slot: Slot) -> None:
+        self._library.jdaso_release(self.id, slot)
+
+    def restart(self) -> None:
+        """Allows the numbers of exchanges to start again, once."""
+        self._library.jdaso_restart(self.id)
+
+    def clear(self) -> None:
+        """Forgets all posted exchanges. Numbers may start again."""
+        self._library.jdaso_clear(self.id)
+
+    def close(self) -> None:
+        """Fails all posts and collects from now on. What is posted still completes."""
+        self._library.jdaso_await_copies()
+        self._library.jdaso_close(self.id)
+
+    def records(self) -> list[ExchangeRecord]:
+        """The last thousand exchanges that were collected."""
+        records = (Record * 1000)()
+        count = self._library.jdaso_records(self.id, records)
+        return [record.as_tuple() for record in records[:count]]
+
+    def report(self) -> dict[str, float]:
+        """Exchanges collected, bytes sent, seconds in flight, and seconds that training waited."""
+        totals = (ctypes.c_double * 4)()
+        self._library.jdaso_totals(self.id, totals)
+        report = dict(zip(_TOTALS, totals, strict=True))
+        return report | {name: int(report[name]) for name in _TOTALS[:2]}
+
+
+def _check_posted(pending: int) -> None:
+    if pending >= UNCOUNTED:
+        raise JdasoError(
+            f"exchange {pending} was reserved but not posted within {_SECONDS:g} s: copying the "
+            "parameters to the host has failed or hangs. Look for an earlier error of this process."
+        )
+
+
+class _PlainSlot:
+    """As :class:`Slot`."""
+
+    def __init__(self, number: int, step: int, header: np.ndarray, layout: int, plan: Plan):
+        self.number, self.step, self.layout, self.state = number, step, layout, _FILLING
+        self.parts_left, self.to_join = plan.layout.senders, plan.layout.senders - 1
+        self.awaited, self.collected, self.error = 0, 0, ""
+        self.header, self.total = np.array(header, np.float32), np.zeros(HEADER_SIZE, np.float32)
+        self.memory, self.times, self.sent = Memory(plan), [[0.0, 0.0] for _ in range(4)], 0
+        self.times[0][0] = time.monotonic()
+
+
+class PlainTable:
+    """As :class:`Table`, in Python. Memory is not reused."""
+
+    def __init__(self, posted_twice: str, not_in_flight: str):
+        self._texts = posted_twice, not_in_flight
+        self._changed, self._news = threading.Condition(), False
+        self._plans: list[Plan] = []
+        self._slots: list[Any] = []
+        self._filled: deque[Any] = deque()
+        self._records: deque[Any] = deque(maxlen=1000)
+        self._report, self._waiting = empty_report(), 0
+        self._highest, self._restarted, self._closed = UNCOUNTED, False, False
+
+    def register(self, layout: Layout) -> int:
+        self._plans.append(Plan(layout))
+        return len(self._plans) - 1
+
+    def memory(self, slot: Any) -> Memory:
+        return slot.memory
+
+    def begin_post(self, number: int, step: int, header: np.ndarray, layout: int) -> Any:
+        with self._changed:
+            self._check_open()
+            slot = self._find(number)
+            if slot is not None and slot.state == _FILLING and slot.to_join > 0:
+                slot.to_join -= 1
+                return slot
+            known = slot is not None or UNCOUNTED < number <= self._highest
+            if known and not self._restarted:
+                raise JdasoError(self._texts[0].format(_name(number)))
+            if number != UNCOUNTED:
+                self._slots = [x for x in self._slots if x.number < number or x.state < _FILLED]
+                self._highest, self._restarted = number, False
+            self._slots.append(_PlainSlot(number, step, header, layout, self._plans[layout]))
+            return self._slots[-1]
+
+    def end_post(self, slot: Any) -> None:
+        with self._changed:
+            slot.times[0][1], slot.parts_left = time.monotonic(), slot.parts_left - 1
+            if not slot.parts_left:
+                slot.state = _FILLED
+                self._filled.append(slot)
+                self._notify()
+
+    def discard(self, slot: Any) -> None:
+        with self._changed:
+            self._slots.remove(slot)
+            self._notify()
+
+    def begin_collect(self, number: int, readers: int) -> Any:
+        with self._changed:
+            def known() -> bool:
+                slot = self._find(number)
+                return self._closed or (readers == 1 if slot is None else slot.state != _FILLING)
+
+            self._changed.wait_for(known, _SECONDS)
+            self._check_open()
+            if (slot := self._find(number)) is None or slot.state == _FILLING:
+                raise JdasoError(self._texts[1].format(_name(number)))
+            slot.awaited, since = 1, time.monotonic()
+            self.hurry(1)
+            self._changed.wait_for(lambda: self._closed or slot.state != _FILLED)
+            self.hurry(-1)
+            if slot.state == _FAILED:
+                raise JdasoError(slot.error)
+            self._check_open(slot.state == _DONE)
+            if not slot.times[2][0] and number != UNCOUNTED:
+                slot.times[2][:] = since, time.monotonic()
+                seconds = (end - start for start, end in (slot.times[2], slot.times[1]))
+                for name, value in zip(_TOTALS, (1, slot.sent, *seconds), strict=True):
+                    self._report[name] += value
+                self._records.append((slot.number, slot.step, slot.sent, slot.times))
+            return slot
+
+    def end_collect(self, slot: Any, readers: int, last: bool = True) -> None:
+        with self._changed:
+            slot.collected += last
+            if slot.collected >= readers and slot in self._slots:
+                self._slots.remove(slot)
+                slot.times[3][:] = slot.times[2][1], time.monotonic()
+
+    def next(self) -> Any:
+        with self._changed:
+            return self._filled.popleft() if self._filled else None
+
+    def done(self, slot: Any, total: np.ndarray, sent: int, began: float, ended: float) -> None:
+        with self._changed:
+            slot.total, slot.sent, slot.times[1][:] = np.array(total), sent, (began, ended)
+            slot.state = _DONE
+            self._notify()
+
+    def fail(self, slot: Any, error: str) -> None:
+        with self._changed:
+            slot.error, slot.state = error, _FAILED
+            self._notify()
+
+    def wait(self, seconds: float) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._news, None if seconds < 0 else seconds)
+            news, self._news = self._news, False
+            return news
+
+    def problems(self) -> list[str]:
+        return []  # callbacks report their errors themselves
+
+    def wake(self) -> None:
+        with self._changed:
+            self._notify()
+
+    def hurry(self, change: int) -> None:
+        with self._changed:
+            self._waiting += change
+            self._notify()
+
+    def waiting(self) -> int:
+        return self._waiting
+
+    def await_posted(self, but: int = UNCOUNTED - 1) -> None:
+        with self._changed:
+            def others() -> list[int]:
+                return [x.number for x in self._slots if x.state == _FILLING and x.number != but]
+
+            self._changed.wait_for(lambda: not others(), _SECONDS)
+            _check_posted(min(others(), default=UNCOUNTED - 1))
+
+    def await_done(self) -> None:
+        with self._changed:
+            for slot in self._slots:
+                slot.awaited = 1
+            self._changed.wait_for(lambda: all(x.state != _FILLED for x in self._slots))
+            for slot in self._slots:
+                if slot.state == _FAILED:
+                    raise JdasoError(slot.error)
+
+    def in_flight(self) -> list[Any]:
+        with self._changed:
+            found = [x for x in self._slots if x.state >= _FILLED and x.number != UNCOUNTED]
+            return sorted(found, key=lambda x: x.number)
+
+    def release(self, slot: Any) -> None:
+        pass  # the slot keeps its memory
+
+    def restart(self) -> None:
+        self._restarted = True
+
+    def clear(self) -> None:
+        with self._changed:
+            self._slots, self._highest = [x for x in self._slots if x.state == _FILLING], UNCOUNTED
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._notify()
+
+    def records(self) -> list[ExchangeRecord]:
+        return [ExchangeRecord(*first, *map(tuple, times)) for *first, times in self._records]
+
+    def report(self) -> dict[str, float]:
+        return dict(self._report)
+
+    def _find(self, number: int) -> Any:
+        return next((slot for slot in self._slots if slot.number == number), None)
+
+    def _check_open(self, usable: bool = False) -> None:
+        if self._closed and not usable:
+            raise JdasoError(_CLOSED)
+
+    def _notify(self) -> None:
+        self._news = True
+        self._changed.notify_all()
+
+
+def _name(number: int) -> str:
+    return "a consensus" if number == UNCOUNTED else f"exchange {number}"
+
+
+def open_table(posted_twice: str = "", not_in_flight: str = "") -> Table | PlainTable:
+    """The slots of a new exchange, in compiled code where there is a library."""
+    return (PlainTable if isinstance(native.load(), str) else Table)(posted_twice, not_in_flight)
