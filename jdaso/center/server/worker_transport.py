@@ -1,4 +1,4 @@
-"""A worker's side of a centre over MPI: sends what programs post to the server, and its replies back."""
+"""A worker's side of a centre over MPI: each slot is a message, and its reply are the sums."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ class WorkerTransport:
     def take(self, slot: Any) -> None:
         """Starts to send a message that a program has posted; called by the progress thread."""
         number, step = slot.number, slot.step
-        description = f"exchange {number} with the centre, posted by {self._name} after step {step},"
+        description = (
+            f"exchange {number} with the centre, posted by {self._name} after step {step},"
+        )
         operation = self._exchange(slot, self._table.memory(slot))
         self._connection.progress.start(slot, operation, description, measured=True, call=None)
 

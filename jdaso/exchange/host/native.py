@@ -32,6 +32,7 @@ class Slot(ctypes.Structure):
         ("state", ctypes.c_int32),
         ("parts_left", ctypes.c_int32),
         ("awaited", ctypes.c_int32),
+        ("unpinned", ctypes.c_int32),
         ("header", ctypes.c_float * HEADER_SIZE),
         ("total", ctypes.c_float * HEADER_SIZE),
     )
@@ -51,8 +52,9 @@ class Record(ctypes.Structure):
     )
 
     def as_tuple(self) -> ExchangeRecord:
-        values = (getattr(self, field[0]) for field in self._fields_)
-        return ExchangeRecord(*(x if isinstance(x, int) else tuple(x) for x in values))
+        numbers = self.number, self.step, self.bytes_sent
+        pairs = self.copy_to_host, self.transfer, self.wait, self.copy_to_device
+        return ExchangeRecord(*numbers, *((start, end) for start, end in pairs))
 
 
 _i32, _i64, _f64, _bool = ctypes.c_int32, ctypes.c_int64, ctypes.c_double, ctypes.c_bool
@@ -61,7 +63,7 @@ _pointer, _text, _size, _slot = (
 )  # fmt: skip
 # The functions that Python calls: result and arguments. The calls release the interpreter lock.
 _FUNCTIONS: dict[str, tuple] = {
-    "open": (_i32, _text, _text, _bool),
+    "open": (_i32, _text, _text, _f64, _bool),
     "free": (None, _i32),
     "layout": (_i32, _i32, _i32, _i32, _i64, _i64, _pointer, _i64),
     "begin_post": (_slot, _i32, _i32, _i32, _pointer, _i32, _text, _size),

@@ -1,9 +1,9 @@
 """What of an exchange runs inside a compiled program.
 
 Each device of the node copies its own shards to the host. It does so inside ``shard_map`` over the
-mesh of the node, which :class:`NodeMesh` adds where the program is not in one already. Compiled code
-copies where it is available (``slots.cc``), and host callbacks do elsewhere. Both fill and read the
-same slots.
+mesh of the node, which :class:`NodeMesh` adds where the program is not in one already. The handlers
+of ``slots.cc`` copy where there is compiled code, and host callbacks do elsewhere. Both fill and
+read the same slots.
 """
 
 from __future__ import annotations

@@ -41,8 +41,6 @@ namespace {
 constexpr char kClosed[] =
     "the exchange is closed, or the interpreter is exiting: no exchange can start or end";
 constexpr size_t kPage = 4096, kRecords = 1000;
-// The longest wait for another device of this node, or for copies.
-constexpr std::chrono::seconds kPatience(30);
 
 std::string Name(int32_t number) {
   return number == kUncounted ? "a consensus" : "exchange " + std::to_string(number);
@@ -124,6 +122,7 @@ Slot* Table::BeginPost(int32_t number, int32_t step, const float* header, int32_
     if (counts) highest_ = number, restarted_ = false;
     slot->number = number, slot->step = step, slot->layout = layout, slot->state = kFilling;
     slot->parts_left = layouts_[layout].senders, slot->to_join = slot->parts_left - 1;
+    slot->unpinned = pin && counts && !slot->block->pinned;
     std::memcpy(slot->header, header, sizeof(slot->header));
     slot->record->number = number, slot->record->step = step;
     slot->record->copy_to_host[0] = Now();
@@ -158,7 +157,7 @@ Slot* Table::BeginCollect(int32_t number, int32_t readers) {
     slot = Find(number);
     return closed_ || (slot == nullptr ? readers == 1 : slot->state != kFilling);
   };
-  changed_.wait_for(lock, kPatience, known);
+  changed_.wait_for(lock, patience_, known);
   if (closed_) throw Failure(kClosed);
   if (slot == nullptr || slot->state == kFilling) throw Failure(Filled(not_in_flight_, number));
   slot->awaited = 1;
@@ -172,10 +171,11 @@ Slot* Table::BeginCollect(int32_t number, int32_t readers) {
   if (slot->state == kFailed) throw Failure(slot->error);
   if (slot->state != kDone) throw Failure(kClosed);
   ++slot->users;
-  if (slot->read_since == 0) slot->read_since = Now();
+  const double now = Now();
+  if (slot->read_since == 0) slot->read_since = now;
   Record& record = *slot->record;
   if (record.wait[0] == 0 && number != kUncounted) {
-    record.wait[0] = since, record.wait[1] = Now();
+    record.wait[0] = since, record.wait[1] = now;
     totals_[0] += 1, totals_[1] += record.bytes_sent;
     totals_[2] += record.wait[1] - record.wait[0];
     totals_[3] += record.transfer[1] - record.transfer[0];
@@ -284,7 +284,7 @@ int32_t Table::AwaitPosted(int32_t but) {
     }
     return pending = kUncounted - 1, true;
   };
-  changed_.wait_for(lock, kPatience, posted);
+  changed_.wait_for(lock, patience_, posted);
   return pending;
 }
 
@@ -553,10 +553,11 @@ extern "C" {
 
 int32_t jdaso_header() { return kHeader; }
 
-int32_t jdaso_open(const char* posted_twice, const char* not_in_flight, bool talks) {
+int32_t jdaso_open(const char* posted_twice, const char* not_in_flight, double patience,
+                   bool talks) {
   std::lock_guard<std::mutex> lock(tables_mutex);
   static int32_t id = 0;
-  tables[id] = std::make_shared<Table>(posted_twice, not_in_flight, talks);
+  tables[id] = std::make_shared<Table>(posted_twice, not_in_flight, patience, talks);
   return id++;
 }
 

@@ -64,6 +64,7 @@ struct Slot {  // `Slot` of slots.py has the fields up to `memory`
   int32_t number, step, layout, state;
   int32_t parts_left;  // devices that have not posted yet
   int32_t awaited;     // whether a program has waited for it
+  int32_t unpinned;    // whether its memory should be pinned and is not
   float header[kHeader];  // what this node has sent
   float total[kHeader];   // the header of the result
   char* memory;
@@ -86,8 +87,12 @@ struct Failure : std::runtime_error {
 // The slots of one exchange.
 class Table {
  public:
-  Table(std::string posted_twice, std::string not_in_flight, bool talks)
-      : posted_twice_(std::move(posted_twice)), not_in_flight_(std::move(not_in_flight)), talks_(talks) {}
+  // `patience` are the seconds for which it waits for another device of this node, or for copies.
+  Table(std::string posted_twice, std::string not_in_flight, double patience, bool talks)
+      : posted_twice_(std::move(posted_twice)),
+        not_in_flight_(std::move(not_in_flight)),
+        patience_(patience),
+        talks_(talks) {}
 
   int32_t Register(Layout layout);
   const Layout& LayoutOf(const Slot* slot);
@@ -140,6 +145,7 @@ class Table {
   std::deque<std::shared_ptr<Record>> records_;
   double totals_[4] = {};
   const std::string posted_twice_, not_in_flight_;
+  const std::chrono::duration<double> patience_;
   int32_t highest_ = kUncounted, waiting_ = 0;
   bool restarted_ = false, closed_ = false, woken_ = false;
   const bool talks_;

@@ -10,10 +10,12 @@ from __future__ import annotations
 import copy
 import ctypes
 import functools
+import logging
 import math
 import mmap
 import threading
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -77,10 +79,10 @@ class Plan:
             self.vectors.append(_Vectors(dtype, holders, count, sent, sums, arrived))
         order = {group: i for i, group in enumerate(rows)}
         #: For each shard its vectors, and its rows in them.
-        self.shards = [
-            (order[spec.group], slice(start, start + math.prod(spec.shape) // math.prod(_row(spec.dtype))))
-            for spec, start in zip(layout.specs, starts, strict=True)
-        ]  # fmt: skip
+        self.shards = []
+        for spec, start in zip(layout.specs, starts, strict=True):
+            end = start + math.prod(spec.shape) // math.prod(_row(spec.dtype))
+            self.shards.append((order[spec.group], slice(start, end)))
 
     def _next(self, size: int) -> int:
         start, self.bytes = self.bytes, self.bytes + -(-size // _ALIGNED) * _ALIGNED
@@ -100,7 +102,8 @@ class Plan:
         each = [self._place(i) for i in range(len(self.shards))]
         for device, held in enumerate(placements):
             for leaf, (shard, one, copies) in enumerate(held):
-                places[device, leaf] = (*each[shard], one, copies, each_is_bfloat16(self, shard))
+                bfloat16 = self.layout.specs[shard].dtype.name == "bfloat16"
+                places[device, leaf] = (*each[shard], one, copies, bfloat16)
         return places
 
     def _place(self, shard: int) -> tuple[int, ...]:
@@ -111,10 +114,6 @@ class Plan:
         most = count * wide
         least = max(most - sum_padding(dtype), 0)
         return sent + rows.start * item, count * item, sums + rows.start * wide, least, most
-
-
-def each_is_bfloat16(plan: Plan, shard: int) -> bool:
-    return plan.layout.specs[shard].dtype.name == "bfloat16"
 
 
 class Memory:
@@ -157,7 +156,7 @@ class Memory:
 
     @functools.cached_property
     def sums(self) -> list[np.ndarray]:
-        """Views of the sums in the shards' shapes; with int8 and float4, rows that end with zeros."""
+        """Views of the sums in the shards' shapes. Rows of int8 and float4 end with zeros."""
         each = zip(self.specs, self.plan.shards, strict=True)
         return [
             self.pairs[i][1][rows].reshape(sum_shape(spec.shape, spec.dtype))
@@ -230,14 +229,16 @@ class Table:
     Args:
         posted_twice: Error for a number that is not new, with ``{}`` for the exchange's name.
         not_in_flight: Error for a number that is unknown.
+        patience: Seconds for which it waits for another device of this node, or for copies.
     """
 
-    def __init__(self, posted_twice: str, not_in_flight: str):
+    def __init__(self, posted_twice: str, not_in_flight: str, patience: float = _SECONDS):
         loaded = native.load()
         assert not isinstance(loaded, str)
         self._library = loaded
         texts = posted_twice.encode(), not_in_flight.encode()
-        self.id = loaded.jdaso_open(*texts, logger.isEnabledFor(10))
+        self.id = loaded.jdaso_open(*texts, patience, logger.isEnabledFor(logging.DEBUG))
+        self._patience = patience
         self._plans: list[Plan] = []
         self._layouts: dict[Layout, int] = {}
         self._lock = threading.Lock()
@@ -265,16 +266,14 @@ class Table:
         assert address.value is not None
         array = (ctypes.c_uint8 * size.value).from_address(address.value)
         weakref.finalize(array, self._library.jdaso_let_go, held).atexit = False
-        return Memory(self._plans[slot.layout], np.frombuffer(array, np.uint8))
+        return Memory(self._plans[slot.layout], np.ctypeslib.as_array(array))
 
     # ---- What host callbacks call, on behalf of a device
 
     def begin_post(self, number: int, step: int, header: np.ndarray, layout: int) -> Slot:
         """The slot that a device fills. Other devices that send get the same one."""
         sent = np.ascontiguousarray(header, np.float32)
-        return self._checked(
-            self._library.jdaso_begin_post, number, step, sent.ctypes.data, layout
-        )
+        return self._checked(self._library.jdaso_begin_post, number, step, sent.ctypes.data, layout)
 
     def end_post(self, slot: Slot) -> None:
         """Counts a device that has filled its part."""
@@ -304,7 +303,11 @@ class Table:
     def next(self) -> Slot | None:
         """The next slot that is filled."""
         found = self._library.jdaso_next(self.id)
-        return found.contents if found else None
+        if not found:
+            return None
+        if found.contents.unpinned:
+            _warn_unpinned()
+        return found.contents
 
     def done(self, slot: Slot, total: np.ndarray, sent: int, began: float, ended: float) -> None:
         """The sums are in the slot's memory."""
@@ -342,7 +345,7 @@ class Table:
 
     def await_posted(self, but: int = UNCOUNTED - 1) -> None:
         """Waits until no slot is being filled, except for the exchange ``but``."""
-        _check_posted(self._library.jdaso_await_posted(self.id, but))
+        _check_posted(self._library.jdaso_await_posted(self.id, but), self._patience)
 
     def await_done(self) -> None:
         """Waits until all posted exchanges are done. Raises the error of one that has failed."""
@@ -353,7 +356,9 @@ class Table:
     def in_flight(self) -> list[Slot]:
         """The slots that are posted and not collected. Each must be released."""
         slots = (ctypes.POINTER(Slot) * 4096)()
-        return [each.contents for each in slots[: self._library.jdaso_in_flight(self.id, slots, 4096)]]
+        return [
+            each.contents for each in slots[: self._library.jdaso_in_flight(self.id, slots, 4096)]
+        ]
 
     def release(self, slot: Slot) -> None:
         self._library.jdaso_release(self.id, slot)
@@ -385,12 +390,21 @@ class Table:
         return report | {name: int(report[name]) for name in _TOTALS[:2]}
 
 
-def _check_posted(pending: int) -> None:
+def _check_posted(pending: int, seconds: float) -> None:
     if pending >= UNCOUNTED:
         raise JdasoError(
-            f"exchange {pending} was reserved but not posted within {_SECONDS:g} s: copying the "
+            f"exchange {pending} was reserved but not posted within {seconds:g} s: copying the "
             "parameters to the host has failed or hangs. Look for an earlier error of this process."
         )
+
+
+@functools.cache
+def _warn_unpinned() -> None:
+    warnings.warn(
+        "CUDA cannot pin host memory for exchanges: copies are slower and block training. Raise "
+        "the limit of locked memory (ulimit -l).",
+        stacklevel=2,
+    )
 
 
 class _PlainSlot:
@@ -406,10 +420,10 @@ class _PlainSlot:
 
 
 class PlainTable:
-    """As :class:`Table`, in Python. Memory is not reused."""
+    """As :class:`Table`, in Python, for host callbacks alone. Memory is not reused."""
 
-    def __init__(self, posted_twice: str, not_in_flight: str):
-        self._texts = posted_twice, not_in_flight
+    def __init__(self, posted_twice: str, not_in_flight: str, patience: float = _SECONDS):
+        self._texts, self._patience = (posted_twice, not_in_flight), patience
         self._changed, self._news = threading.Condition(), False
         self._plans: list[Plan] = []
         self._slots: list[Any] = []
@@ -456,11 +470,12 @@ class PlainTable:
 
     def begin_collect(self, number: int, readers: int) -> Any:
         with self._changed:
+
             def known() -> bool:
                 slot = self._find(number)
                 return self._closed or (readers == 1 if slot is None else slot.state != _FILLING)
 
-            self._changed.wait_for(known, _SECONDS)
+            self._changed.wait_for(known, self._patience)
             self._check_open()
             if (slot := self._find(number)) is None or slot.state == _FILLING:
                 raise JdasoError(self._texts[1].format(_name(number)))
@@ -524,11 +539,12 @@ class PlainTable:
 
     def await_posted(self, but: int = UNCOUNTED - 1) -> None:
         with self._changed:
+
             def others() -> list[int]:
                 return [x.number for x in self._slots if x.state == _FILLING and x.number != but]
 
-            self._changed.wait_for(lambda: not others(), _SECONDS)
-            _check_posted(min(others(), default=UNCOUNTED - 1))
+            self._changed.wait_for(lambda: not others(), self._patience)
+            _check_posted(min(others(), default=UNCOUNTED - 1), self._patience)
 
     def await_done(self) -> None:
         with self._changed:

@@ -138,7 +138,9 @@ class MpiTransport:
             if record.wait[1] > self._logged:
                 self._logged = record.wait[1]
                 seconds = (end - start for start, end in (record.transfer, record.wait))
-                text = "%s completed %s posted after step %d; transfer %.6f s, training blocked %.6f s"
+                text = (
+                    "%s completed %s posted after step %d; transfer %.6f s, training blocked %.6f s"
+                )
                 name = exchange_name(record.number)
                 logger.debug(text, self._name, name, record.step, *seconds)
 

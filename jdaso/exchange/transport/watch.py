@@ -10,8 +10,8 @@ from jdaso.core.log import logger
 from jdaso.core.tree import KEEP_OUT
 from jdaso.core.types import JdasoError
 from jdaso.core.wire import describe_narrow_wires
-from jdaso.exchange.host.slots import Memory
 from jdaso.exchange.host.layout import Layout, sender
+from jdaso.exchange.host.slots import Memory
 
 # Exchanges in a row that bring nothing, after which it is an error.
 _IN_VAIN = 10
@@ -33,9 +33,7 @@ class Watch:
         self._compares = not gradients
         self._contents: dict[tuple[int, tuple[str, ...]], int] = {}
 
-    def content(
-        self, number: int, header: np.ndarray, memory: Memory, local_rank: int
-    ) -> int:
+    def content(self, number: int, header: np.ndarray, memory: Memory, local_rank: int) -> int:
         """A checksum of what this process sends in one of the first exchanges; 0 for nothing.
 
         One second for two gigabytes or so, in which the progress thread does nothing else. It must
@@ -87,9 +85,7 @@ class Watch:
             f"Restore a checkpoint, and lower the learning rate. {KEEP_OUT}"
         )
 
-    def check_sums(
-        self, number: int, finite: bool, members: float, memory: Memory
-    ) -> None:
+    def check_sums(self, number: int, finite: bool, members: float, memory: Memory) -> None:
         """Raises JdasoError if ten exchanges in a row have brought nothing to any node."""
         if number == UNCOUNTED:
             return

@@ -5,8 +5,8 @@ import pytest
 
 from jdaso.core.block_format import FORMATS
 from jdaso.core.wire import wire_shape
-from jdaso.exchange.host.buffers import StagingBuffers
 from jdaso.exchange.host.layout import LeafSpec
+from jdaso.exchange.host.slots import memory_of
 from jdaso.exchange.transport import collectives
 from jdaso.exchange.transport.operation import run
 
@@ -30,10 +30,10 @@ def test_the_own_sums_are_broadcast_in_pieces_that_mpi_can_count(monkeypatch, na
 
     monkeypatch.setattr(collectives, "_BROADCAST_BYTES", 1000)
     dtype = FORMATS[name].dtype
-    staging = StagingBuffers([LeafSpec(wire_shape((1000,), dtype), dtype)])
-    (_, sums), *_ = staging.pairs
+    memory = memory_of([LeafSpec(wire_shape((1000,), dtype), dtype)])
+    (_, sums), *_ = memory.pairs
     sums[:] = np.arange(sums.size, dtype=np.float32).reshape(sums.shape)
-    run(collectives.share_sums(Comm(), staging, 0, node=1, nodes=2, index=0, parts=1))
+    run(collectives.share_sums(Comm(), memory, 0, node=1, nodes=2, index=0, parts=1))
     pieces = [piece for piece in sent if piece is not None]
     assert max(piece.nbytes for piece in pieces) == 1000
     own = np.concatenate(pieces).view(np.float32)
