@@ -144,7 +144,7 @@ def stand_in(size: int, kilobytes: float, rounds: int) -> str:
         slot = table.begin_post(number, number, header, index)
         table.memory(slot).fill([np.ones(layout.specs[0].shape)])
         table.end_post(slot)
-        table.end_collect(table.begin_collect(number, readers=1), readers=1)
+        table.end_collect(table.begin_collect(number, 1), 1, True)
     seconds = (time.process_time() - start) / rounds
     progress.close()
     grown = (resident_bytes() - before) / 2**20

@@ -263,7 +263,7 @@ class Program:
                     sums = [np.array(unpadded(s, x.shape), x.dtype) for s, x in each]
                     header, read = np.array(slot.total, np.float32), True
                 finally:
-                    table.end_collect(slot, readers, last=read)
+                    table.end_collect(slot, readers, read)
             return sums, header, token
 
         return io_callback(call, (list(shapes), _HEADER, token), token, device, number)

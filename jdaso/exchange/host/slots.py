@@ -18,13 +18,13 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from jdaso.core.block_format import format_of, num_blocks
-from jdaso.core.exchange import HEADER_SIZE, UNCOUNTED, ExchangeRecord, empty_report
+from jdaso.core.exchange import UNCOUNTED, ExchangeRecord
 from jdaso.core.log import logger
 from jdaso.core.types import JdasoError
 from jdaso.core.wire import sum_dtype, sum_padding, sum_shape, wire_shape
@@ -230,18 +230,47 @@ class Table:
         posted_twice: Error for a number that is not new, with ``{}`` for the exchange's name.
         not_in_flight: Error for a number that is unknown.
         patience: Seconds for which it waits for another device of this node, or for copies.
+
+    Attributes:
+        end_post: ``(slot)``, counts a device that has filled its part.
+        discard: ``(slot)``, frees a slot whose leaves could not be copied.
+        end_collect: ``(slot, readers, last)``, counts a device that has read the sums, if it has
+            read its ``last`` part. When all have, the slot is free.
+        wait: ``(seconds)``, waits for news, and returns whether there are some. A negative time has
+            no limit. Only the progress thread waits.
+        wake: ``()``, ends a wait of the progress thread, or else its next one.
+        hurry: ``(change)``, adds to the number of those who wait for a result.
+        waiting: ``()``, returns this number, which counts programs as well.
+        release: ``(slot)``, gives back what :meth:`in_flight` has returned.
+        restart: ``()``, allows the numbers of exchanges to start again, once.
+        clear: ``()``, forgets all posted exchanges. Numbers may start again.
     """
+
+    end_post: Callable[[Any], None]
+    discard: Callable[[Any], None]
+    end_collect: Callable[[Any, int, bool], None]
+    wait: Callable[[float], bool]
+    wake: Callable[[], None]
+    hurry: Callable[[int], None]
+    waiting: Callable[[], int]
+    release: Callable[[Any], None]
+    restart: Callable[[], None]
+    clear: Callable[[], None]
 
     def __init__(self, posted_twice: str, not_in_flight: str, patience: float = _SECONDS):
         loaded = native.load()
         assert not isinstance(loaded, str)
-        self._library = loaded
         texts = posted_twice.encode(), not_in_flight.encode()
         self.id = loaded.jdaso_open(*texts, patience, logger.isEnabledFor(logging.DEBUG))
-        self._patience = patience
+        self._library, self._patience = loaded, patience
         self._plans: list[Plan] = []
         self._layouts: dict[Layout, int] = {}
         self._lock = threading.Lock()
+        for name in (
+            *("end_post", "discard", "end_collect", "wait", "wake", "hurry", "waiting"),
+            *("release", "restart", "clear"),
+        ):
+            setattr(self, name, functools.partial(getattr(loaded, f"jdaso_{name}"), self.id))
         # Handlers that still run keep the memory.
         weakref.finalize(self, loaded.jdaso_free, self.id).atexit = False
 
@@ -251,12 +280,11 @@ class Table:
             if layout not in self._layouts:
                 plan = Plan(layout)
                 places = plan.places()
-                index = self._library.jdaso_layout(
+                self._layouts[layout] = self._library.jdaso_layout(
                     *(self.id, layout.senders, places.shape[1], plan.bytes, plan.family),
                     *(places.ctypes.data, places.size),
                 )
                 self._plans.append(plan)
-                self._layouts[layout] = index
             return self._layouts[layout]
 
     def memory(self, slot: Slot) -> Memory:
@@ -268,59 +296,30 @@ class Table:
         weakref.finalize(array, self._library.jdaso_let_go, held).atexit = False
         return Memory(self._plans[slot.layout], np.ctypeslib.as_array(array))
 
-    # ---- What host callbacks call, on behalf of a device
-
     def begin_post(self, number: int, step: int, header: np.ndarray, layout: int) -> Slot:
         """The slot that a device fills. Other devices that send get the same one."""
         sent = np.ascontiguousarray(header, np.float32)
-        return self._checked(self._library.jdaso_begin_post, number, step, sent.ctypes.data, layout)
-
-    def end_post(self, slot: Slot) -> None:
-        """Counts a device that has filled its part."""
-        self._library.jdaso_end_post(self.id, slot)
-
-    def discard(self, slot: Slot) -> None:
-        """Frees a slot whose leaves could not be copied."""
-        self._library.jdaso_discard(self.id, slot)
+        return self._checked("begin_post", number, step, sent.ctypes.data, layout).contents
 
     def begin_collect(self, number: int, readers: int) -> Slot:
         """Waits for an exchange, which ``readers`` devices collect."""
-        return self._checked(self._library.jdaso_begin_collect, number, readers)
-
-    def end_collect(self, slot: Slot, readers: int, last: bool = True) -> None:
-        """Counts a device that has read the sums. The last one frees the slot."""
-        self._library.jdaso_end_collect(self.id, slot, readers, last)
-
-    def _checked(self, function: Any, *arguments: Any) -> Slot:
-        error = ctypes.create_string_buffer(4096)
-        found = function(self.id, *arguments, error, len(error))
-        if not found:
-            raise JdasoError(error.value.decode(errors="replace"))
-        return found.contents
-
-    # ---- What the progress thread calls
+        return self._checked("begin_collect", number, readers).contents
 
     def next(self) -> Slot | None:
-        """The next slot that is filled."""
+        """The slot that was filled first of those that the progress thread has not got yet."""
         found = self._library.jdaso_next(self.id)
-        if not found:
-            return None
-        if found.contents.unpinned:
+        if found and found.contents.unpinned:
             _warn_unpinned()
-        return found.contents
+        return found.contents if found else None
 
     def done(self, slot: Slot, total: np.ndarray, sent: int, began: float, ended: float) -> None:
-        """The sums are in the slot's memory."""
+        """The sums are in the slot's memory. ``total`` is their header."""
         header = np.ascontiguousarray(total, np.float32)
         self._library.jdaso_done(self.id, slot, header.ctypes.data, sent, began, ended)
 
     def fail(self, slot: Slot, error: str) -> None:
         """Whoever collects the exchange gets this error."""
         self._library.jdaso_fail(self.id, slot, error.encode(errors="backslashreplace"))
-
-    def wait(self, seconds: float) -> bool:
-        """Waits for news, and returns whether there are some. A negative time has no limit."""
-        return self._library.jdaso_wait(self.id, seconds)
 
     def problems(self) -> list[str]:
         """The errors of handlers since the last call."""
@@ -329,47 +328,19 @@ class Table:
             found.append(text.value.decode(errors="replace"))
         return found
 
-    # ---- What other threads of Python call
-
-    def wake(self) -> None:
-        """Ends a wait of the progress thread, or else its next one."""
-        self._library.jdaso_wake(self.id)
-
-    def hurry(self, change: int) -> None:
-        """Adds to the number of those who wait for a result."""
-        self._library.jdaso_hurry(self.id, change)
-
-    def waiting(self) -> int:
-        """The number of those who wait for a result, programs and others."""
-        return self._library.jdaso_waiting(self.id)
-
     def await_posted(self, but: int = UNCOUNTED - 1) -> None:
         """Waits until no slot is being filled, except for the exchange ``but``."""
         _check_posted(self._library.jdaso_await_posted(self.id, but), self._patience)
 
     def await_done(self) -> None:
         """Waits until all posted exchanges are done. Raises the error of one that has failed."""
-        error = ctypes.create_string_buffer(4096)
-        if not self._library.jdaso_await_done(self.id, error, len(error)):
-            raise JdasoError(error.value.decode(errors="replace"))
+        self._checked("await_done")
 
     def in_flight(self) -> list[Slot]:
         """The slots that are posted and not collected. Each must be released."""
         slots = (ctypes.POINTER(Slot) * 4096)()
-        return [
-            each.contents for each in slots[: self._library.jdaso_in_flight(self.id, slots, 4096)]
-        ]
-
-    def release(self, slot: Slot) -> None:
-        self._library.jdaso_release(self.id, slot)
-
-    def restart(self) -> None:
-        """Allows the numbers of exchanges to start again, once."""
-        self._library.jdaso_restart(self.id)
-
-    def clear(self) -> None:
-        """Forgets all posted exchanges. Numbers may start again."""
-        self._library.jdaso_clear(self.id)
+        count = self._library.jdaso_in_flight(self.id, slots, len(slots))
+        return [each.contents for each in slots[:count]]
 
     def close(self) -> None:
         """Fails all posts and collects from now on. What is posted still completes."""
@@ -379,15 +350,21 @@ class Table:
     def records(self) -> list[ExchangeRecord]:
         """The last thousand exchanges that were collected."""
         records = (Record * 1000)()
-        count = self._library.jdaso_records(self.id, records)
-        return [record.as_tuple() for record in records[:count]]
+        return [x.as_tuple() for x in records[: self._library.jdaso_records(self.id, records)]]
 
     def report(self) -> dict[str, float]:
-        """Exchanges collected, bytes sent, seconds in flight, and seconds that training waited."""
+        """Exchanges collected, bytes sent, seconds that training waited, and seconds in flight."""
         totals = (ctypes.c_double * 4)()
         self._library.jdaso_totals(self.id, totals)
-        report = dict(zip(_TOTALS, totals, strict=True))
-        return report | {name: int(report[name]) for name in _TOTALS[:2]}
+        return dict(zip(_TOTALS, (*map(int, totals[:2]), *totals[2:]), strict=True))
+
+    def _checked(self, name: str, *arguments: Any) -> Any:
+        """The result of a function that can fail."""
+        error = ctypes.create_string_buffer(4096)
+        found = getattr(self._library, f"jdaso_{name}")(self.id, *arguments, error, len(error))
+        if not found:
+            raise JdasoError(error.value.decode(errors="replace"))
+        return found
 
 
 def _check_posted(pending: int, seconds: float) -> None:
@@ -408,14 +385,14 @@ def _warn_unpinned() -> None:
 
 
 class _PlainSlot:
-    """As :class:`Slot`."""
+    """As :class:`Slot`. ``times`` are the pairs of an :class:`ExchangeRecord`."""
 
     def __init__(self, number: int, step: int, header: np.ndarray, layout: int, plan: Plan):
         self.number, self.step, self.layout, self.state = number, step, layout, _FILLING
         self.parts_left, self.to_join = plan.layout.senders, plan.layout.senders - 1
-        self.awaited, self.collected, self.error = 0, 0, ""
-        self.header, self.total = np.array(header, np.float32), np.zeros(HEADER_SIZE, np.float32)
-        self.memory, self.times, self.sent = Memory(plan), [[0.0, 0.0] for _ in range(4)], 0
+        self.header, self.memory, self.error = np.array(header, np.float32), Memory(plan), ""
+        self.total, self.awaited, self.collected, self.sent = self.header, 0, 0, 0
+        self.times = [[0.0, 0.0] for _ in range(4)]
         self.times[0][0] = time.monotonic()
 
 
@@ -424,13 +401,27 @@ class PlainTable:
 
     def __init__(self, posted_twice: str, not_in_flight: str, patience: float = _SECONDS):
         self._texts, self._patience = (posted_twice, not_in_flight), patience
-        self._changed, self._news = threading.Condition(), False
+        self._changed = threading.Condition()
         self._plans: list[Plan] = []
         self._slots: list[Any] = []
         self._filled: deque[Any] = deque()
         self._records: deque[Any] = deque(maxlen=1000)
-        self._report, self._waiting = empty_report(), 0
-        self._highest, self._restarted, self._closed = UNCOUNTED, False, False
+        self._totals, self._waiting, self._highest = [0.0] * 4, 0, UNCOUNTED
+        self._restarted = self._closed = self._news = False
+
+    def _change(self, function: Callable[[], Any]) -> Any:
+        """Calls a function with the lock, and wakes whoever waits."""
+        with self._changed:
+            result, self._news = function(), True
+            self._changed.notify_all()
+            return result
+
+    def _wait(self, condition: Callable[[], Any], seconds: float | None = None) -> Any:
+        with self._changed:
+            return self._changed.wait_for(condition, seconds)
+
+    def _find(self, number: int) -> Any:
+        return next((slot for slot in self._slots if slot.number == number), None)
 
     def register(self, layout: Layout) -> int:
         self._plans.append(Plan(layout))
@@ -441,7 +432,8 @@ class PlainTable:
 
     def begin_post(self, number: int, step: int, header: np.ndarray, layout: int) -> Any:
         with self._changed:
-            self._check_open()
+            if self._closed:
+                raise JdasoError(_CLOSED)
             slot = self._find(number)
             if slot is not None and slot.state == _FILLING and slot.to_join > 0:
                 slot.to_join -= 1
@@ -456,45 +448,44 @@ class PlainTable:
             return self._slots[-1]
 
     def end_post(self, slot: Any) -> None:
-        with self._changed:
+        def count() -> None:
             slot.times[0][1], slot.parts_left = time.monotonic(), slot.parts_left - 1
             if not slot.parts_left:
                 slot.state = _FILLED
                 self._filled.append(slot)
-                self._notify()
+
+        self._change(count)
 
     def discard(self, slot: Any) -> None:
-        with self._changed:
-            self._slots.remove(slot)
-            self._notify()
+        self._change(lambda: self._slots.remove(slot))
 
     def begin_collect(self, number: int, readers: int) -> Any:
+        def known() -> bool:
+            slot = self._find(number)
+            return self._closed or (readers == 1 if slot is None else slot.state != _FILLING)
+
         with self._changed:
-
-            def known() -> bool:
-                slot = self._find(number)
-                return self._closed or (readers == 1 if slot is None else slot.state != _FILLING)
-
-            self._changed.wait_for(known, self._patience)
-            self._check_open()
-            if (slot := self._find(number)) is None or slot.state == _FILLING:
+            self._wait(known, self._patience)
+            slot, since = self._find(number), time.monotonic()
+            if self._closed:
+                raise JdasoError(_CLOSED)
+            if slot is None or slot.state == _FILLING:
                 raise JdasoError(self._texts[1].format(_name(number)))
-            slot.awaited, since = 1, time.monotonic()
+            slot.awaited = 1
             self.hurry(1)
-            self._changed.wait_for(lambda: self._closed or slot.state != _FILLED)
+            self._wait(lambda: self._closed or slot.state != _FILLED)
             self.hurry(-1)
-            if slot.state == _FAILED:
-                raise JdasoError(slot.error)
-            self._check_open(slot.state == _DONE)
+            if slot.state != _DONE:
+                raise JdasoError(slot.error if slot.state == _FAILED else _CLOSED)
             if not slot.times[2][0] and number != UNCOUNTED:
                 slot.times[2][:] = since, time.monotonic()
                 seconds = (end - start for start, end in (slot.times[2], slot.times[1]))
-                for name, value in zip(_TOTALS, (1, slot.sent, *seconds), strict=True):
-                    self._report[name] += value
+                for i, value in enumerate((1, slot.sent, *seconds)):
+                    self._totals[i] += value
                 self._records.append((slot.number, slot.step, slot.sent, slot.times))
             return slot
 
-    def end_collect(self, slot: Any, readers: int, last: bool = True) -> None:
+    def end_collect(self, slot: Any, readers: int, last: bool) -> None:
         with self._changed:
             slot.collected += last
             if slot.collected >= readers and slot in self._slots:
@@ -502,58 +493,48 @@ class PlainTable:
                 slot.times[3][:] = slot.times[2][1], time.monotonic()
 
     def next(self) -> Any:
-        with self._changed:
-            return self._filled.popleft() if self._filled else None
+        return self._filled.popleft() if self._filled else None
 
     def done(self, slot: Any, total: np.ndarray, sent: int, began: float, ended: float) -> None:
-        with self._changed:
-            slot.total, slot.sent, slot.times[1][:] = np.array(total), sent, (began, ended)
-            slot.state = _DONE
-            self._notify()
+        slot.total, slot.sent, slot.times[1][:] = np.array(total), sent, (began, ended)
+        self._change(lambda: setattr(slot, "state", _DONE))
 
     def fail(self, slot: Any, error: str) -> None:
-        with self._changed:
-            slot.error, slot.state = error, _FAILED
-            self._notify()
+        slot.error = error
+        self._change(lambda: setattr(slot, "state", _FAILED))
 
     def wait(self, seconds: float) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._news, None if seconds < 0 else seconds)
+            self._wait(lambda: self._news, None if seconds < 0 else seconds)
             news, self._news = self._news, False
             return news
 
-    def problems(self) -> list[str]:
-        return []  # callbacks report their errors themselves
-
     def wake(self) -> None:
-        with self._changed:
-            self._notify()
+        self._change(lambda: None)
 
     def hurry(self, change: int) -> None:
-        with self._changed:
-            self._waiting += change
-            self._notify()
+        self._change(lambda: setattr(self, "_waiting", self._waiting + change))
 
     def waiting(self) -> int:
         return self._waiting
 
+    def problems(self) -> list[str]:
+        return []  # callbacks report their errors themselves
+
     def await_posted(self, but: int = UNCOUNTED - 1) -> None:
-        with self._changed:
+        def pending() -> list[int]:
+            return [x.number for x in self._slots if x.state == _FILLING and x.number != but]
 
-            def others() -> list[int]:
-                return [x.number for x in self._slots if x.state == _FILLING and x.number != but]
-
-            self._changed.wait_for(lambda: not others(), self._patience)
-            _check_posted(min(others(), default=UNCOUNTED - 1), self._patience)
+        self._wait(lambda: not pending(), self._patience)
+        _check_posted(min(pending(), default=UNCOUNTED - 1), self._patience)
 
     def await_done(self) -> None:
-        with self._changed:
-            for slot in self._slots:
-                slot.awaited = 1
-            self._changed.wait_for(lambda: all(x.state != _FILLED for x in self._slots))
-            for slot in self._slots:
-                if slot.state == _FAILED:
-                    raise JdasoError(slot.error)
+        for slot in self._slots:
+            slot.awaited = 1
+        self._wait(lambda: all(x.state != _FILLED for x in self._slots))
+        for slot in self._slots:
+            if slot.state == _FAILED:
+                raise JdasoError(slot.error)
 
     def in_flight(self) -> list[Any]:
         with self._changed:
@@ -561,36 +542,25 @@ class PlainTable:
             return sorted(found, key=lambda x: x.number)
 
     def release(self, slot: Any) -> None:
-        pass  # the slot keeps its memory
+        """Does nothing: whoever refers to a slot keeps its memory."""
 
     def restart(self) -> None:
         self._restarted = True
 
     def clear(self) -> None:
         with self._changed:
-            self._slots, self._highest = [x for x in self._slots if x.state == _FILLING], UNCOUNTED
+            self._slots = [x for x in self._slots if x.state == _FILLING]
+            self._highest = UNCOUNTED
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._notify()
+        self._change(lambda: setattr(self, "_closed", True))
 
     def records(self) -> list[ExchangeRecord]:
         return [ExchangeRecord(*first, *map(tuple, times)) for *first, times in self._records]
 
     def report(self) -> dict[str, float]:
-        return dict(self._report)
-
-    def _find(self, number: int) -> Any:
-        return next((slot for slot in self._slots if slot.number == number), None)
-
-    def _check_open(self, usable: bool = False) -> None:
-        if self._closed and not usable:
-            raise JdasoError(_CLOSED)
-
-    def _notify(self) -> None:
-        self._news = True
-        self._changed.notify_all()
+        totals = self._totals
+        return dict(zip(_TOTALS, (*map(int, totals[:2]), *totals[2:]), strict=True))
 
 
 def _name(number: int) -> str:

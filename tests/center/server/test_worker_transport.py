@@ -48,7 +48,7 @@ def post(table, number, values):
 def collect(table, number):
     slot = table.begin_collect(number, readers=1)
     sums, header = table.memory(slot).sums[0].tolist(), list(slot.total)
-    table.end_collect(slot, readers=1)
+    table.end_collect(slot, 1, True)
     return sums, header
 
 

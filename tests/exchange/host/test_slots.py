@@ -103,7 +103,7 @@ def serve(table):
 def collect(table, number, readers=1):
     slot = table.begin_collect(number, readers)
     sums = table.memory(slot).sums[0].tolist()
-    table.end_collect(slot, readers)
+    table.end_collect(slot, readers, True)
     return sums
 
 

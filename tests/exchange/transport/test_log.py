@@ -32,7 +32,7 @@ table.memory(slot).fill([np.arange(3.0)])
 table.end_post(slot)
 slot = table.begin_collect(4, readers=1)
 assert table.memory(slot).sums[0].tolist() == [0, 1, 2]
-table.end_collect(slot, readers=1)
+table.end_collect(slot, 1, True)
 """
 LINES = r"""jdaso: rank 0 \(.+\) posted exchange 4 after step 9, 12 bytes
 jdaso: rank 0 .+ completed exchange 4 posted after step 9; transfer \S+ s, training blocked \S+ s
