@@ -25,7 +25,7 @@ class Arrived(NamedTuple):
     Attributes:
         members: float32, the number of nodes that have contributed.
         age: int32, steps since the exchange was posted.
-        usable: bool, whether the sums are finite, not empty and not obsolete.
+        usable: bool, whether the sums are finite and not empty.
         lost: bool, whether the sums are not finite.
         losses: float32[2], sum and number of the losses of all nodes.
     """
@@ -51,12 +51,8 @@ def merge_fragment(
     num_params: int,
     leaves: Leaves,
     fragment: FragmentState,
-    obsolete: jax.Array | None = None,
 ) -> tuple[Leaves, FragmentState, Arrived]:
     """Waits for the sums of a posted fragment and merges them.
-
-    Args:
-        obsolete: bool scalar, whether nothing is merged; None if never.
 
     Returns:
         The leaves, the fragment with the new states of the exchange, of the merge rule and of the
@@ -68,7 +64,7 @@ def merge_fragment(
     if exchange.parts is not None:
         reads = dependence(merge, leaves[:num_params], state)
     anchor = anchors(merge, fragment.merge, feedback) if feedback else []
-    posted = _Posted(config, num_params, leaves, fragment, state, anchor, obsolete)
+    posted = _Posted(config, num_params, leaves, fragment, state, anchor)
     rests: list[PyTree] = []
 
     def merge_part(*arrived):
@@ -93,8 +89,6 @@ def merge_fragment(
         exchange=exchange_state, merge=state.rebuild(lists, rests[-1]), feedback=feedback
     )
     usable = ~lost & (header[0] > 0)
-    if obsolete is not None:
-        usable &= ~obsolete
     return leaves, fragment, Arrived(header[0], fragment.age, usable, lost, header[1:3])
 
 
@@ -107,7 +101,7 @@ def arrive(
     """
     exchange, feedback = config.exchange, fragment.feedback
     state = split_state(config.merge.init, fragment.merge)
-    posted = _Posted(config, 0, leaves, fragment, state, feedback.anchor, None)
+    posted = _Posted(config, 0, leaves, fragment, state, feedback.anchor)
     moments: Leaves = []
 
     def move(part: slice, arrived: Leaves, header: jax.Array) -> Lists:
@@ -169,7 +163,6 @@ class _Posted(NamedTuple):
     fragment: FragmentState
     state: SplitState  # of the merge rule
     anchor: Leaves
-    obsolete: jax.Array | None
 
 
 def _merge_part(
@@ -197,8 +190,6 @@ def _merge_part(
     arrival = Arrival(total, mean, members, fragment.age, fragment.sound)
     merged, new_state = _apply(merge, count, wide, arrival, old_state)
     usable = finite & (members > 0)
-    if posted.obsolete is not None:
-        usable &= ~posted.obsolete
     merged = [
         jnp.where(usable, round_to(m, x.dtype), config.sync_target.fallback(x))
         for x, m in zip(own, merged, strict=True)

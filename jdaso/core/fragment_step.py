@@ -66,10 +66,10 @@ def step_fragment(
             *(leaves, fragment),
         )
 
-    def collect(condition, leaves, fragment, **options):
+    def collect(condition, leaves, fragment):
         return lax.cond(
             condition,
-            lambda x, f: merge_fragment(config, context.step, num_params, x, f, **options),
+            lambda x, f: merge_fragment(config, context.step, num_params, x, f),
             lambda x, f: (x, f, no_arrival()),
             *(leaves, fragment),
         )
@@ -81,8 +81,10 @@ def step_fragment(
         leaves, fragment, following = send(leaves, fragment)
         # What is due, another schedule has posted.
         arrived, repaired = no_arrival()._replace(lost=due), jnp.zeros((), bool)
-    elif merge.message is not send_leaves:
-        # What such a rule sends depends on its state, which the merge moves.
+    elif merge.message is not send_leaves or merge.relative:
+        # What such a rule sends depends on its state, which the merge moves. A relative rule adds
+        # what was missing from parameters that it has sent: sent again before the merge, it would
+        # be added twice, and the nodes would drift apart.
         leaves, fragment, arrived = collect(due, leaves, fragment)
         fragment = fragment._replace(sound=sound | due)
         leaves, fragment, following = send(leaves, fragment)
@@ -100,10 +102,7 @@ def step_fragment(
         earlier = before._replace(
             exchange=before.exchange if kept else fragment.exchange, merge=fragment.merge
         )
-        # A change relative to what was sent earlier is obsolete where a blocking mean is posted:
-        # the sum of both would leave the nodes apart.
-        obsolete = at_once if merge.relative else None
-        leaves, earlier, arrived = collect(due, leaves, earlier, obsolete=obsolete)
+        leaves, earlier, arrived = collect(due, leaves, earlier)
         fragment = fragment._replace(
             exchange=fragment.exchange if kept else earlier.exchange, merge=earlier.merge
         )

@@ -23,7 +23,7 @@ def init_state(config: EngineConfig, params: PyTree) -> AveragingState:
                 f"{config.name}: params must have at least one floating-point leaf to average."
             )
         if not config.sync_target.of_gradients:  # a gradient of such a parameter may be finite
-            _check_finite(config.name, params)
+            _check_finite(config, params)
     parts = cut(params, config.fragments)
     check_fragments(len(parts), config.schedule)
     zero = jnp.zeros((), jnp.int32)
@@ -52,10 +52,11 @@ def _params(tree: PyTree) -> PyTree:
     return tree.params if isinstance(tree, ParamsWithMoments) else tree
 
 
-def _check_finite(name: str, tree: PyTree) -> None:
-    check_finite(f"{name}: init", "parameter", _params(tree))
+def _check_finite(config: EngineConfig, tree: PyTree) -> None:
+    name, num_nodes = f"{config.name}: init", config.exchange.num_nodes
+    check_finite(name, "parameter", _params(tree), num_nodes)
     if isinstance(tree, ParamsWithMoments):
-        check_finite(f"{name}: init", "moment", tree.moments)
+        check_finite(name, "moment", tree.moments, num_nodes)
 
 
 def _init_fragment(config: EngineConfig, tree: PyTree) -> FragmentState:
