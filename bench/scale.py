@@ -31,6 +31,7 @@ import jdaso
 from jdaso.cluster.placement import Placement, Process
 from jdaso.core.exchange import HEADER_SIZE
 from jdaso.exchange.host.layout import LeafSpec, unsharded
+from jdaso.exchange.host.native import use_native
 from jdaso.exchange.transport.collectives import AllReduceOptions
 from jdaso.exchange.transport.membership import Membership
 from jdaso.exchange.transport.mpi_transport import MpiTransport, mpi_table
@@ -132,7 +133,7 @@ def stand_in(size: int, kilobytes: float, rounds: int) -> str:
         comm=StandIn(size),
     )
     membership = Membership(topology, AllReduceOptions())
-    table = mpi_table(topology)
+    table = mpi_table(topology, use_native(None, "cpu"))
     progress = Progress(topology, 60.0, lambda progress: None, topology.abort, table)
     MpiTransport(membership, progress)
     layout = unsharded([LeafSpec((int(kilobytes * 250),), np.dtype("float32"))])

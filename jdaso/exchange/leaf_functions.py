@@ -59,7 +59,7 @@ class LeafFunctions(NamedTuple):
     def fields(self) -> dict[str, Any]:
         """The functions, as fields of an exchange."""
         parts = None
-        if self.bound is not None and self.program.copies_parts(self.bound):
+        if self.bound is not None and self.program.compiled:
             parts = PartOperations(self.finish, self.after)
         return {
             "start": self.start,

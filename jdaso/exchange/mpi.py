@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,13 +14,12 @@ from jdaso.cluster.barrier import barrier
 from jdaso.cluster.topology import Topology
 from jdaso.core.exchange import Exchange, HostState, PostedExchange, SentLeaf
 from jdaso.core.log import logger
-from jdaso.core.tree import is_placeholder, outline
+from jdaso.core.tree import is_placeholder, named_floats, outline
 from jdaso.core.types import Leaves, PyTree
 from jdaso.core.validation import check_number
 from jdaso.core.wire import check_wire
 from jdaso.exchange.axis import one_node
 from jdaso.exchange.closing import once
-from jdaso.exchange.host.keys import Keys
 from jdaso.exchange.host.native import use_native
 from jdaso.exchange.host.program import Program
 from jdaso.exchange.host.shardings import Shardings
@@ -30,6 +30,9 @@ from jdaso.exchange.transport.host_collectives import HostCollectives
 from jdaso.exchange.transport.membership import Membership
 from jdaso.exchange.transport.mpi_transport import MpiTransport, mpi_table
 from jdaso.exchange.transport.progress import Progress
+
+# Unique in this process. A checkpoint stores the position of the exchange instead.
+_numbers = itertools.count()
 
 
 def mpi_exchange(
@@ -87,7 +90,7 @@ def mpi_exchange(
             The call of ``mpi_exchange`` also waits so long for the other processes.
         native: Whether compiled code copies the parameters. None uses it if it was built and the
             devices are CPUs, and warns once otherwise. True also uses it on CUDA devices, where it
-            has not been measured. For float64 leaves, host callbacks copy.
+            has not been measured.
         senders: ``one`` or ``all``; see above.
         same_bits: Whether it is an error if a centre, an anchor, or the parameters of synchronous
             training differ between nodes in any bit. Pass False if the nodes' hardware rounds
@@ -132,15 +135,15 @@ def mpi_exchange(
     check_same_settings(topology, settings)
     native = use_native(native, topology.devices[0].platform)
     membership = Membership(topology, AllReduceOptions(senders, chunk_bytes))
-    table = mpi_table(topology)
+    table = mpi_table(topology, native)
     progress = Progress(topology, timeout, membership.announce_exit, topology.abort, table)
     transport = MpiTransport(membership, progress)
-    program = Program(table, native, sharded, transport.abort_on_error)
+    program = Program(table, sharded, transport.abort_on_error)
     collectives = HostCollectives(membership, progress)
     functions = LeafFunctions(
         topology, program, transport, collectives, same_bits, OncePerProgram()
     )
-    keys = Keys()
+    keys = _Keys()
 
     def compare(tree: PyTree, more: Sequence[str] = ()) -> HostState:
         _wait_until_computed(tree)
@@ -229,3 +232,34 @@ def _say_alone() -> None:
         "1 node: nothing to exchange with. For several, start several processes with mpiexec or "
         "srun."
     )
+
+
+class _Keys:
+    """The keys of one exchange, one for each different list of leaves.
+
+    A key says which exchange, and which leaves, an optimizer state belongs to.
+
+    >>> keys = _Keys()
+    >>> keys.key({"w": jnp.ones(2)}) == keys.key({"w": jnp.zeros(2)})
+    True
+    """
+
+    def __init__(self) -> None:
+        self._of_leaves: dict[tuple[SentLeaf, ...], int] = {}
+
+    def key(self, params: PyTree) -> int:
+        """The key of the floating-point leaves of a tree."""
+        sent = tuple(
+            SentLeaf(name, jnp.shape(leaf), jnp.result_type(leaf))
+            for name, leaf in named_floats(params)
+        )
+        if sent not in self._of_leaves:
+            self._of_leaves[sent] = next(_numbers)
+        return self._of_leaves[sent]
+
+    def sent_leaves(self, state: HostState) -> list[SentLeaf] | None:
+        """The leaves of a state; None if it belongs to another exchange, or is traced."""
+        if isinstance(state.key, jax.core.Tracer):
+            return None
+        wanted = int(state.key)
+        return next((list(sent) for sent, key in self._of_leaves.items() if key == wanted), None)

@@ -53,7 +53,7 @@ ONE_DEVICE = {
     "diloco": ("--algorithm", "diloco", "--fragments", 2),
 }
 TWO_DEVICES = {"dtypes in fragments, two devices": ("--devices", 2, *MIXED, "--fragments", 3)}
-# Not with the code for CUDA devices, to save time. Host callbacks copy float64 in any case.
+# Not with the code for CUDA devices, to save time.
 ON_CPU = {
     "easgd, int8": ("--algorithm", "easgd", "--wire", "int8"),
     "diloco clipped, float4": ("--algorithm", "diloco clipped", "--wire", "float4"),

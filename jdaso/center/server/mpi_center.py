@@ -119,11 +119,11 @@ def mpi_center(
         topology.heartbeat.tolerate_deaths(on_death, needed)
     policy = (worker_exit.server_policy if serves else worker_exit.worker_policy)(topology)
     worker_exit.ignore_death_signal()
-    table = worker_table(topology)
+    table = worker_table(topology, native)
     connection = Connection(topology, comm, timeout, gone_after / _HEARTBEATS, policy, table)
     transport = WorkerTransport(topology, connection, policy.abort)
     sharded = Shardings(None, topology.mesh)
-    program = Program(table, native, sharded, transport.abort_on_error)
+    program = Program(table, sharded, transport.abort_on_error)
     center = _MpiCenter(topology.num_nodes, transport, program, hosted)
     return Center(
         topology.num_nodes,

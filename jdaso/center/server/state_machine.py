@@ -12,8 +12,7 @@ import numpy as np
 from jdaso.center.server import frames
 from jdaso.center.server.frames import Frame
 from jdaso.center.types import CenterState, ServerRule
-from jdaso.exchange.host.layout import LeafSpec
-from jdaso.exchange.host.slots import memory_of
+from jdaso.exchange.host.layout import LeafSpec, memory_of
 from jdaso.exchange.transport.collectives import check_alike
 
 # Frames to send, each with its receiver.

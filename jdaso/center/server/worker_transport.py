@@ -13,8 +13,9 @@ from jdaso.center.server.connection import Connection
 from jdaso.center.types import reply_header
 from jdaso.cluster.topology import Topology
 from jdaso.core.log import logger
+from jdaso.exchange.host.layout import Memory
 from jdaso.exchange.host.program import abort_on_error, report_error
-from jdaso.exchange.host.slots import Memory, PlainTable, Table, open_table
+from jdaso.exchange.host.slots import PlainTable, Table
 from jdaso.exchange.transport.operation import Operation
 
 _POSTED_TWICE = (
@@ -28,10 +29,10 @@ _NOT_IN_FLIGHT = (
 )
 
 
-def worker_table(topology: Topology) -> Table | PlainTable:
+def worker_table(topology: Topology, native: bool) -> Table | PlainTable:
     """The slots of a worker's exchanges with the centre, with the errors that they report."""
     name = topology.describe(topology.rank)
-    return open_table(_POSTED_TWICE % name, _NOT_IN_FLIGHT % name)
+    return (Table if native else PlainTable)(_POSTED_TWICE % name, _NOT_IN_FLIGHT % name)
 
 
 class WorkerTransport:

@@ -1,6 +1,8 @@
-#include "block_kernels.h"
+// What compiled code computes of leaves and sums on CPUs. The results have the same bits as those of
+// XLA and of core/block_format.py.
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 
 // One version for each vector unit. The loader takes the best one that the processor has.

@@ -81,7 +81,7 @@ _FUNCTIONS: dict[str, tuple] = {
     "wake": (None, _i32),
     "hurry": (None, _i32, _i32),
     "waiting": (_i32, _i32),
-    "await_posted": (_i32, _i32, _i32),
+    "await_posted": (_i32, _i32),
     "await_done": (_bool, _i32, _text, _size),
     "in_flight": (_i32, _i32, _pointer, _i32),
     "release": (None, _i32, _slot),

@@ -28,11 +28,11 @@ from jdaso.cluster.topology import Topology
 from jdaso.core.exchange import AGREEMENT_NAMES, HEADER_SIZE, UNCOUNTED, PostedExchange, SentLeaf
 from jdaso.core.log import logger
 from jdaso.core.types import JdasoError, Leaves, Number, PyTree
-from jdaso.core.wire import WIRE_OF_BITS, pack, sum_dtype, unpadded, wire_dtypes
-from jdaso.exchange.host import native as compiled
-from jdaso.exchange.host.layout import Layout, make_layout
+from jdaso.core.wire import WIRE_OF_BITS, pack, sum_dtype, sum_padding, unpadded, wire_dtypes
+from jdaso.exchange.host import native
+from jdaso.exchange.host.layout import Layout, Memory, make_layout
 from jdaso.exchange.host.shardings import Shardings
-from jdaso.exchange.host.slots import Memory, PlainTable, Table
+from jdaso.exchange.host.slots import PlainTable, Table
 
 REPLICATED = PartitionSpec()
 Specs = tuple[PartitionSpec, ...]
@@ -55,8 +55,8 @@ class Program:
     The token orders the calls of a program.
 
     Args:
-        table: The slots of the exchange.
-        native: Whether compiled code copies the leaves.
+        table: The slots of the exchange. Handlers fill and read a :class:`Table`, and host
+            callbacks a :class:`PlainTable`.
         shardings: Of the leaves, on the mesh of the node.
         guard: A context in which an error of a host callback is reported.
     """
@@ -64,12 +64,13 @@ class Program:
     def __init__(
         self,
         table: Table | PlainTable,
-        native: bool,
         shardings: Shardings,
         guard: Callable[[], AbstractContextManager[None]],
     ):
-        self._table, self._native, self._shardings, self._guard = table, native, shardings, guard
-        self._rounds = native and compiled.rounds(shardings.mesh.devices.flat[0].platform)
+        self._table, self._shardings, self._guard = table, shardings, guard
+        #: Whether compiled code copies the leaves. It can do so in parts.
+        self.compiled = isinstance(table, Table)
+        self._rounds = native.rounds(shardings.mesh.devices.flat[0].platform)
         self.mesh = NodeMesh(shardings)
         #: Waits for all programs that were dispatched.
         self.complete = functools.partial(await_programs, shardings.mesh.local_devices)
@@ -93,10 +94,6 @@ class Program:
             whole = self.mesh.whole_shape
             shapes = tuple(whole(*each) for each in zip(shapes, specs, strict=True))
         return Bound(specs, shapes, tuple(x.dtype for x in leaves), tuple(names))
-
-    def copies_parts(self, bound: Bound) -> bool:
-        """Whether compiled code copies the leaves. It can do so in parts."""
-        return self._native and jnp.float64 not in bound.dtypes
 
     def posted_layout(self, sent: Sequence[SentLeaf], posted: PostedExchange) -> Layout:
         """The layout of leaves that a checkpoint has saved."""
@@ -125,10 +122,9 @@ class Program:
         mesh, specs = self._shardings.mesh, bound.specs
         dtypes = wire_dtypes(bound.dtypes, wire)
         layout = make_layout(bound.shapes, dtypes, specs, mesh, relative, bound.names)
-        native = self.copies_parts(bound)
         token = self.mesh.run(
-            ("post", layout, specs, native),
-            functools.partial(self._post, layout, native),
+            ("post", layout, specs),
+            functools.partial(self._post, layout),
             (REPLICATED, REPLICATED, REPLICATED, REPLICATED, list(specs)),
             REPLICATED,
             *(token, jnp.asarray(number, jnp.int32), jnp.asarray(step, jnp.int32), header, leaves),
@@ -137,14 +133,12 @@ class Program:
         # nodes post in the same order.
         return token, jnp.where(token >= 0, number + 1, number)
 
-    def _post(
-        self, layout: Layout, native: bool, token, number, step, header, leaves: Leaves
-    ) -> jax.Array:
+    def _post(self, layout: Layout, token, number, step, header, leaves: Leaves) -> jax.Array:
         """Posts the leaves of one device. Returns the token."""
         device, size = self.mesh.device_index(), self.mesh.size
         assert device is not None
         index = self._table.register(layout)
-        send = self._post_native if native else self._post_by_callback
+        send = self._post_native if self.compiled else self._post_by_callback
 
         def post(token, header):
             return send(layout, index, token, device, number, step, header, leaves)
@@ -170,7 +164,7 @@ class Program:
 
         leaves = [prepared(*each) for each in zip(leaves, layout.dtypes, strict=True)]
         # XLA is told of no side effects. The token orders the calls.
-        call = jax.ffi.ffi_call(compiled.POST, _TOKEN)
+        call = jax.ffi.ffi_call(native.POST, _TOKEN)
         scalars = (jnp.asarray(x, jnp.int32) for x in (token, device, number, step))
         attributes = {"table": np.int32(self._table_id), "layout": np.int32(index)}
         return call(*scalars, header, *leaves, **attributes)
@@ -186,8 +180,6 @@ class Program:
                 # NumPy, because JAX's operations would wait for the program that waits here.
                 header = np.asarray(header)
                 zeros = [np.zeros((), leaf.dtype) for leaf in leaves]
-                # Exchanges that compiled code is filling are posted first.
-                table.await_posted(but=number)
                 slot = table.begin_post(number, int(step), header, index)
                 try:
                     memory = table.memory(slot)
@@ -220,23 +212,23 @@ class Program:
             for shape, x in zip(shapes, like, strict=True)
         )
         uncounted = isinstance(number, int) and number == UNCOUNTED
-        last, native = part.stop == len(bound.specs), self.copies_parts(bound)
+        last = part.stop == len(bound.specs)
         return self.mesh.run(
-            ("collect", sums, specs, part.start, last, uncounted, native),
-            functools.partial(self._collect, sums, part.start, last, uncounted, native),
+            ("collect", sums, specs, part.start, last, uncounted),
+            functools.partial(self._collect, sums, part.start, last, uncounted),
             (REPLICATED, REPLICATED),
             (list(specs), REPLICATED, REPLICATED),
             *(token, jnp.asarray(number, jnp.int32)),
         )
 
     def _collect(
-        self, sums: Sequence, first: int, last: bool, uncounted: bool, native: bool, token, number
+        self, sums: Sequence, first: int, last: bool, uncounted: bool, token, number
     ) -> tuple[Leaves, jax.Array, jax.Array]:
         """Collects a part of the sums on one device."""
         device = self.mesh.device_index()
         assert device is not None
-        if native:
-            call = jax.ffi.ffi_call(compiled.COLLECT, [_TOKEN, _HEADER, *sums])
+        if self.compiled:
+            call = jax.ffi.ffi_call(native.COLLECT, [_TOKEN, _HEADER, *sums])
             attributes = {"table": self._table_id, "first": first, "last": last}
             attributes["readers"] = self.mesh.local_size
             integers = {name: np.int32(value) for name, value in attributes.items()}
@@ -294,24 +286,22 @@ def _order(
     copied = [] if into is None else jax.tree.leaves(lists)
     aliases = {i: i for i in range(len(places))}
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in places]
-    call = jax.ffi.ffi_call(compiled.ORDER, shapes, input_output_aliases=aliases)
+    call = jax.ffi.ffi_call(native.ORDER, shapes, input_output_aliases=aliases)
     return jax.tree.unflatten(treedef, call(*places, *copied))
 
 
 def _check_sizes(number: int, memory: Memory, device: int, shapes: Sequence) -> None:
     """Raises JdasoError unless the sums fit these shapes. Compiled code checks the same."""
-    places = memory.plan.places()[device]
-    if len(places) != len(shapes):
+    sums, dtypes = memory.sums_of(device), memory.layout.dtypes
+    if len(sums) != len(shapes):
         raise JdasoError(
-            f"exchange {number} has {len(places)} leaves, the program copies {len(shapes)}"
+            f"exchange {number} has {len(sums)} leaves, the program copies {len(shapes)}"
         )
-    each = zip(places, memory.sums_of(device), shapes, strict=True)
-    for i, (place, total, x) in enumerate(each):
-        size = math.prod(x.shape) * total.itemsize
-        if not place["least_bytes"] <= size <= place["most_bytes"]:
+    for i, (total, dtype, x) in enumerate(zip(sums, dtypes, shapes, strict=True)):
+        size, most = math.prod(x.shape) * total.itemsize, total.nbytes
+        if not most - sum_padding(dtype) <= size <= most:
             raise JdasoError(
-                f"leaf {i} of exchange {number} has {place['most_bytes']} bytes, the program "
-                f"copies {size}"
+                f"leaf {i} of exchange {number} has {most} bytes, the program copies {size}"
             )
 
 

@@ -32,8 +32,6 @@
 #include <cstring>
 #include <map>
 
-#include "block_kernels.h"
-
 namespace jdaso {
 
 namespace {
@@ -195,7 +193,8 @@ void Table::Count(Slot* slot, int32_t readers) {
 // One device has read a part of the sums.
 void Table::EndCollect(Slot* slot) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (--slot->users > 0 || !slot->forgotten) return;
+  --slot->users;
+  if (!slot->forgotten) return;
   slot->record->copy_to_device[0] = slot->read_since, slot->record->copy_to_device[1] = Now();
   Retire(slot);
 }
@@ -274,13 +273,13 @@ int32_t Table::Waiting() {
   return waiting_;
 }
 
-// Waits until all slots but one number are filled. Returns kUncounted - 1, or a number that is not.
-int32_t Table::AwaitPosted(int32_t but) {
+// Waits until no slot is being filled. Returns kUncounted - 1, or the number of one that still is.
+int32_t Table::AwaitPosted() {
   std::unique_lock<std::mutex> lock(mutex_);
   int32_t pending = kUncounted - 1;
   const auto posted = [&] {
     for (const Slot& slot : slots_) {
-      if (slot.state == kFilling && slot.number != but) return pending = slot.number, false;
+      if (slot.state == kFilling) return pending = slot.number, false;
     }
     return pending = kUncounted - 1, true;
   };
@@ -422,17 +421,26 @@ void Table::WakeLocked() {
 
 // ---- Handlers
 
+std::vector<Result> ResultsOf(ffi::RemainingRets rets) {
+  std::vector<Result> results;
+  for (size_t i = 0; i < rets.size(); ++i) {
+    auto ret = *rets.get<ffi::AnyBuffer>(i);
+    results.push_back({ret->untyped_data(), ret->size_bytes(), ret->element_type() == ffi::F64});
+  }
+  return results;
+}
+
 const Place* CheckedSums(const Layout& layout, const Slot* slot, int32_t device,
-                         const std::vector<size_t>& sizes, int32_t first, bool last) {
-  const int32_t end = first + static_cast<int32_t>(sizes.size());
+                         const std::vector<Result>& results, int32_t first, bool last) {
+  const int32_t end = first + static_cast<int32_t>(results.size());
   const std::string exchange = Name(slot->number);
   if (last ? end != layout.leaves : end > layout.leaves) {
     throw Failure(exchange + " has " + std::to_string(layout.leaves) +
                   " leaves, the program copies " + std::to_string(end));
   }
   const Place* places = layout.of(device) + first;
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    const auto size = static_cast<int64_t>(sizes[i]);
+  for (size_t i = 0; i < results.size(); ++i) {
+    const auto size = static_cast<int64_t>(results[i].BytesOf(places[i]));
     if (size < places[i].least_bytes || size > places[i].most_bytes) {
       throw Failure("leaf " + std::to_string(first + i) + " of " + exchange + " has " +
                     std::to_string(places[i].most_bytes) + " bytes, the program copies " +
@@ -486,23 +494,26 @@ ffi::Error Post(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> device,
 // Waits until an exchange is done, and copies a part of its sums, and its header, to the program.
 ffi::Error Collect(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> device,
                    ffi::Buffer<ffi::S32> number, ffi::Result<ffi::Buffer<ffi::S32>> done,
-                   ffi::Result<ffi::Buffer<ffi::F32>> header, ffi::RemainingRets results,
+                   ffi::Result<ffi::Buffer<ffi::F32>> header, ffi::RemainingRets rets,
                    int32_t id, int32_t first, int32_t last, int32_t readers) {
   const auto table = At(id);
   if (!table) return ffi::Error::Internal(kForeign);
   Slot* slot = nullptr;
   try {
     slot = table->BeginCollect(*number.typed_data(), readers);
-    std::vector<size_t> sizes;
-    for (size_t i = 0; i < results.size(); ++i) {
-      sizes.push_back((*results.get<ffi::AnyBuffer>(i))->size_bytes());
-    }
+    const std::vector<Result> results = ResultsOf(rets);
     const Place* place =
-        CheckedSums(table->LayoutOf(slot), slot, *device.typed_data(), sizes, first, last);
+        CheckedSums(table->LayoutOf(slot), slot, *device.typed_data(), results, first, last);
     if (last) table->Count(slot, readers);
-    for (size_t i = 0; i < results.size(); ++i, ++place) {
-      auto result = *results.get<ffi::AnyBuffer>(i);
-      std::memcpy(result->untyped_data(), slot->memory + place->sums, sizes[i]);
+    for (const Result& result : results) {
+      const char* from = slot->memory + place->sums;
+      if (result.Widens(*place)) {
+        const auto* floats = reinterpret_cast<const float*>(from);
+        std::copy_n(floats, result.bytes / sizeof(double), static_cast<double*>(result.data));
+      } else {
+        std::memcpy(result.data, from, result.bytes);
+      }
+      ++place;
     }
     std::memcpy(header->typed_data(), slot->total, sizeof(slot->total));
     *done->typed_data() = *token.typed_data();
@@ -609,7 +620,7 @@ bool jdaso_problem(int32_t id, char* text, size_t size) {
 void jdaso_wake(int32_t id) { At(id)->Wake(); }
 void jdaso_hurry(int32_t id, int32_t change) { At(id)->Hurry(change); }
 int32_t jdaso_waiting(int32_t id) { return At(id)->Waiting(); }
-int32_t jdaso_await_posted(int32_t id, int32_t but) { return At(id)->AwaitPosted(but); }
+int32_t jdaso_await_posted(int32_t id) { return At(id)->AwaitPosted(); }
 bool jdaso_await_done(int32_t id, char* error, size_t size) {
   std::string text;
   const bool done = At(id)->AwaitDone(&text);

@@ -24,14 +24,15 @@ constexpr int kHeader = 8;          // HEADER_SIZE of core/exchange.py
 constexpr int32_t kUncounted = -1;  // UNCOUNTED
 enum State : int32_t { kFree, kFilling, kFilled, kDone, kFailed };
 
-// What a device sends and reads of a leaf, `_PLACE` of slots.py. Offsets are from the start of the
+// What a device sends and reads of a leaf, `_PLACE` of layout.py. Offsets are from the start of the
 // slot's memory. The sums of a leaf with int8 or float4 may end with padding. A leaf with rows has
-// sums of float32.
+// sums of float32. Those of a narrower wire are widened for a program whose leaf has float64.
 struct Place {
   int64_t sent, wire_bytes;               // offset and bytes of what is sent
   int64_t sums, least_bytes, most_bytes;  // offset of the sums, and the bytes that may be read
-  int64_t copy, copies;                   // copy `number mod copies` sends
   int64_t bfloat16;                       // whether float32 is rounded to bfloat16 on the wire
+  int64_t item;                           // bytes of a number of the sums
+  int64_t copy, copies;                   // copy `number mod copies` sends
 };
 
 struct Layout {
@@ -117,7 +118,7 @@ class Table {
   void Report(const std::string& problem);
   void Hurry(int32_t change);
   int32_t Waiting();
-  int32_t AwaitPosted(int32_t but);
+  int32_t AwaitPosted();
   bool AwaitDone(std::string* error);
   std::vector<Slot*> InFlight();
   void Release(Slot* slot);
@@ -154,9 +155,22 @@ class Table {
 // The table with this id, which the caller keeps alive; nullptr if there is none.
 std::shared_ptr<Table> At(int32_t id);
 
-// Fails if the leaves of a program do not fit the sums of an exchange.
+// The array of a program that receives the sums of a leaf.
+struct Result {
+  void* data;
+  size_t bytes;
+  bool doubles;  // float64, otherwise float32
+  bool Widens(const Place& place) const { return doubles && place.item == sizeof(float); }
+  size_t BytesOf(const Place& place) const { return Widens(place) ? bytes / 2 : bytes; }
+};
+std::vector<Result> ResultsOf(ffi::RemainingRets rets);
+
+// Where the sums of some leaves of a program are. Fails if they do not fit the exchange.
 const Place* CheckedSums(const Layout& layout, const Slot* slot, int32_t device,
-                         const std::vector<size_t>& sizes, int32_t first, bool last);
+                         const std::vector<Result>& results, int32_t first, bool last);
+
+// Rounds to nearest, ties to even, as XLA does. A NaN stays a NaN. In block_kernels.cc.
+void ToBFloat16(const float* from, uint16_t* to, size_t size);
 
 // Tells the progress thread, which prints it and ends the job if other devices may be waiting.
 ffi::Error Failed(Table* table, const std::string& message);

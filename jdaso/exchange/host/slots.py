@@ -7,220 +7,31 @@ Where there is no compiled library, :class:`PlainTable` stands in.
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import functools
 import logging
-import math
-import mmap
 import threading
 import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from jdaso.core.block_format import format_of, num_blocks
 from jdaso.core.exchange import UNCOUNTED, ExchangeRecord
 from jdaso.core.log import logger
 from jdaso.core.types import JdasoError
-from jdaso.core.wire import sum_dtype, sum_padding, sum_shape, wire_shape
 from jdaso.exchange.host import native
-from jdaso.exchange.host.layout import Layout, LeafSpec, unsharded
+from jdaso.exchange.host.layout import Layout, Memory, Plan
 from jdaso.exchange.host.native import Record, Slot
 
 # The longest wait for another device of this node, or for copies; as in slots.cc.
 _SECONDS = 30.0
-_PLACE = np.dtype([(name, "<i8") for name in (
-    "sent", "wire_bytes", "sums", "least_bytes", "most_bytes", "copy", "copies", "bfloat16"
-)])  # fmt: skip
-_ALIGNED = 64  # bytes of a cache line
 _CLOSED = "the exchange is closed, or the interpreter is exiting: no exchange can start or end"
 _FREE, _FILLING, _FILLED, _DONE, _FAILED = range(5)
-# Numbers that are checked at a time, few enough that they stay in a cache.
-_CHECKED_AT_ONCE = 1 << 16
 _TOTALS = "exchanges", "bytes_sent", "seconds_blocked", "seconds_in_flight"
-
-
-class _Vectors(NamedTuple):
-    """Offsets in the memory of a slot of the vectors of one dtype and one group of processes."""
-
-    dtype: np.dtype
-    holders: tuple[int, ...]
-    rows: int  # elements, or rows of blocks
-    sent: int
-    sums: int
-    arrived: int  # of sums in the wire dtype
-
-
-class Plan:
-    """Where the memory of a slot holds the shards of a layout.
-
-    For each wire dtype there are a vector that is sent and a vector of sums. Shards that other
-    processes hold as well have vectors of their own.
-    """
-
-    def __init__(self, layout: Layout):
-        self.layout = layout
-        rows: dict[Any, int] = {}
-        starts = []
-        for spec in layout.specs:
-            starts.append(rows.get(spec.group, 0))
-            rows[spec.group] = starts[-1] + math.prod(spec.shape) // math.prod(_row(spec.dtype))
-        self.vectors, self.bytes = [], 0
-        for (dtype, holders), count in rows.items():
-            item, wide = math.prod(_row(dtype)) * dtype.itemsize, sum_dtype(dtype)
-            sent = self._next(count * item)
-            sums = self._next(count * math.prod(sum_shape(_row(dtype), dtype)) * wide.itemsize)
-            arrived = sums if wide == dtype else self._next(count * item)
-            self.vectors.append(_Vectors(dtype, holders, count, sent, sums, arrived))
-        order = {group: i for i, group in enumerate(rows)}
-        #: For each shard its vectors, and its rows in them.
-        self.shards = []
-        for spec, start in zip(layout.specs, starts, strict=True):
-            end = start + math.prod(spec.shape) // math.prod(_row(spec.dtype))
-            self.shards.append((order[spec.group], slice(start, end)))
-
-    def _next(self, size: int) -> int:
-        start, self.bytes = self.bytes, self.bytes + -(-size // _ALIGNED) * _ALIGNED
-        return start
-
-    @property
-    def family(self) -> int:
-        """Equal for the wires of one list of leaves: the number of blocks of each."""
-        specs = self.layout.specs
-        return hash(tuple(num_blocks(sum_shape(spec.shape, spec.dtype)) for spec in specs))
-
-    def places(self) -> np.ndarray:
-        """_PLACE[devices, leaves], what each device sends and reads. Others' devices have none."""
-        placements = self.layout.placements
-        places = np.zeros((len(placements), len(self.layout.dtypes)), _PLACE)
-        places["copy"], places["copies"] = 1, 1
-        each = [self._place(i) for i in range(len(self.shards))]
-        for device, held in enumerate(placements):
-            for leaf, (shard, one, copies) in enumerate(held):
-                bfloat16 = self.layout.specs[shard].dtype.name == "bfloat16"
-                places[device, leaf] = (*each[shard], one, copies, bfloat16)
-        return places
-
-    def _place(self, shard: int) -> tuple[int, ...]:
-        index, rows = self.shards[shard]
-        dtype, _, _, sent, sums, _ = self.vectors[index]
-        item, count = math.prod(_row(dtype)) * dtype.itemsize, rows.stop - rows.start
-        wide = math.prod(sum_shape(_row(dtype), dtype)) * sum_dtype(dtype).itemsize
-        most = count * wide
-        least = max(most - sum_padding(dtype), 0)
-        return sent + rows.start * item, count * item, sums + rows.start * wide, least, most
-
-
-class Memory:
-    """The memory of one exchange: what is sent, and the sums.
-
-    Args:
-        plan: Where it holds what.
-        buffer: uint8 array of at least ``plan.bytes``; None for a new one.
-
-    >>> specs = [LeafSpec((2,), np.dtype("float32")), LeafSpec((), np.dtype("float32"))]
-    >>> memory = Memory(Plan(unsharded(specs)))
-    >>> memory.fill([np.array([1.0, 2.0]), np.array(3.0)])
-    >>> [vector.tolist() for vector, _ in memory.pairs]
-    [[1.0, 2.0, 3.0]]
-    """
-
-    def __init__(self, plan: Plan, buffer: np.ndarray | None = None):
-        self.plan, self.layout, self.specs = plan, plan.layout, plan.layout.specs
-        buffer = page_aligned(plan.bytes) if buffer is None else buffer
-
-        def view(start: int, rows: int, row: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-            end = start + rows * math.prod(row) * dtype.itemsize
-            return buffer[start:end].view(dtype).reshape(rows, *row)
-
-        #: For each wire dtype the vector that is sent, and the vector of the sums.
-        self.pairs = []
-        #: Memory for the sums in each wire dtype, which are the sums if that is their dtype.
-        self.arrived = []
-        for dtype, _, rows, sent, sums, arrived in plan.vectors:
-            row, wide = _row(dtype), sum_dtype(dtype)
-            total = view(sums, rows, sum_shape(row, dtype), wide)
-            self.pairs.append((view(sent, rows, row, dtype), total))
-            self.arrived.append(total if arrived == sums else view(arrived, rows, row, dtype))
-
-    @functools.cached_property
-    def leaves(self) -> list[np.ndarray]:
-        """Views of the vectors that are sent, in the wire shapes of the shards."""
-        each = zip(self.specs, self.plan.shards, strict=True)
-        return [self.pairs[i][0][rows].reshape(spec.shape) for spec, (i, rows) in each]
-
-    @functools.cached_property
-    def sums(self) -> list[np.ndarray]:
-        """Views of the sums in the shards' shapes. Rows of int8 and float4 end with zeros."""
-        each = zip(self.specs, self.plan.shards, strict=True)
-        return [
-            self.pairs[i][1][rows].reshape(sum_shape(spec.shape, spec.dtype))
-            for spec, (i, rows) in each
-        ]
-
-    def by_holders(self) -> list[tuple[tuple[int, ...], Self]]:
-        """The vectors of each group of processes that hold the same shards."""
-        groups = []
-        all_holders = [vectors.holders for vectors in self.plan.vectors]
-        for holders in sorted(set(all_holders)):
-            own = [i for i, held_by in enumerate(all_holders) if held_by == holders]
-            group = copy.copy(self)
-            group.pairs = [self.pairs[i] for i in own]
-            group.arrived = [self.arrived[i] for i in own]
-            groups.append((holders, group))
-        return groups
-
-    def fill(self, leaves: Sequence[np.ndarray]) -> None:
-        """Copies all shards."""
-        for place, leaf in zip(self.leaves, leaves, strict=True):
-            np.copyto(place, leaf)
-
-    def fill_from(self, device: int, number: int, leaves: Sequence[np.ndarray]) -> None:
-        """Copies the leaves that a device sends in an exchange."""
-        shards, sends = self.layout.shards_of(device), self.layout.sent_by(device, number)
-        for shard, sent, leaf in zip(shards, sends, leaves, strict=True):
-            if sent:
-                np.copyto(self.leaves[shard], leaf)
-
-    def sums_of(self, device: int) -> list[np.ndarray]:
-        """The sums of a device's shards."""
-        return [self.sums[shard] for shard in self.layout.shards_of(device)]
-
-    def finite(self) -> bool:
-        """Whether all sums are finite. Rows of blocks are finite once they are rounded."""
-        return all(
-            np.isfinite(sums[start : start + _CHECKED_AT_ONCE]).all()
-            for vector, sums in self.pairs
-            if not format_of(vector.dtype)
-            for start in range(0, len(sums), _CHECKED_AT_ONCE)
-        )
-
-
-def memory_of(specs: Sequence[LeafSpec]) -> Memory:
-    """New memory for leaves on one device."""
-    return Memory(Plan(unsharded(specs)))
-
-
-def page_aligned(size: int) -> np.ndarray:
-    """Uninitialized bytes that share no page with other memory.
-
-    >>> memory = page_aligned(12)
-    >>> memory.shape, memory.ctypes.data % mmap.PAGESIZE
-    ((12,), 0)
-    """
-    memory = np.empty((-(-size // mmap.PAGESIZE) + 1) * mmap.PAGESIZE, np.uint8)
-    start = -memory.ctypes.data % mmap.PAGESIZE
-    return memory[start : start + size]
-
-
-def _row(dtype: np.dtype) -> tuple[int, ...]:
-    """The shape of one element on the wire."""
-    return wire_shape((), dtype)[1:]
 
 
 class Table:
@@ -328,9 +139,9 @@ class Table:
             found.append(text.value.decode(errors="replace"))
         return found
 
-    def await_posted(self, but: int = UNCOUNTED - 1) -> None:
-        """Waits until no slot is being filled, except for the exchange ``but``."""
-        _check_posted(self._library.jdaso_await_posted(self.id, but), self._patience)
+    def await_posted(self) -> None:
+        """Waits until no slot is being filled."""
+        _check_posted(self._library.jdaso_await_posted(self.id), self._patience)
 
     def await_done(self) -> None:
         """Waits until all posted exchanges are done. Raises the error of one that has failed."""
@@ -397,9 +208,9 @@ class _PlainSlot:
 
 
 class PlainTable:
-    """As :class:`Table`, in Python, for host callbacks alone. Memory is not reused."""
+    """As :class:`Table`, in Python, for host callbacks. Memory is not reused."""
 
-    def __init__(self, posted_twice: str, not_in_flight: str, patience: float = _SECONDS):
+    def __init__(self, posted_twice: str = "", not_in_flight: str = "", patience: float = _SECONDS):
         self._texts, self._patience = (posted_twice, not_in_flight), patience
         self._changed = threading.Condition()
         self._plans: list[Plan] = []
@@ -521,9 +332,9 @@ class PlainTable:
     def problems(self) -> list[str]:
         return []  # callbacks report their errors themselves
 
-    def await_posted(self, but: int = UNCOUNTED - 1) -> None:
+    def await_posted(self) -> None:
         def pending() -> list[int]:
-            return [x.number for x in self._slots if x.state == _FILLING and x.number != but]
+            return [x.number for x in self._slots if x.state == _FILLING]
 
         self._wait(lambda: not pending(), self._patience)
         _check_posted(min(pending(), default=UNCOUNTED - 1), self._patience)
@@ -565,8 +376,3 @@ class PlainTable:
 
 def _name(number: int) -> str:
     return "a consensus" if number == UNCOUNTED else f"exchange {number}"
-
-
-def open_table(posted_twice: str = "", not_in_flight: str = "") -> Table | PlainTable:
-    """The slots of a new exchange, in compiled code where there is a library."""
-    return (PlainTable if isinstance(native.load(), str) else Table)(posted_twice, not_in_flight)

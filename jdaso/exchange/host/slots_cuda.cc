@@ -214,6 +214,7 @@ struct CollectArguments {
   std::shared_ptr<Table> table;
   Slot* slot;
   float header[kHeader];
+  std::deque<std::vector<double>> wide;  // sums of float32 for leaves of float64
 };
 
 void FinishCollect(void* argument) {
@@ -225,7 +226,7 @@ void FinishCollect(void* argument) {
 // and its header, to the program. The program's stream waits only for these copies.
 ffi::Error Collect(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> index,
                    ffi::Buffer<ffi::S32> number, ffi::Result<ffi::Buffer<ffi::S32>> done,
-                   ffi::Result<ffi::Buffer<ffi::F32>> header, ffi::RemainingRets sums, int32_t id,
+                   ffi::Result<ffi::Buffer<ffi::F32>> header, ffi::RemainingRets rets, int32_t id,
                    int32_t first, int32_t last, int32_t readers) {
   const auto table = At(id);
   if (!table) return ffi::Error::Internal(kForeign);
@@ -238,19 +239,20 @@ ffi::Error Collect(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi
     ReadAsync(&scalars.number, number, stream);
     CUDA(cuStreamSynchronize, stream);  // afterwards nothing uses the outputs either
     slot = table->BeginCollect(scalars.number, readers);
-    std::vector<size_t> sizes;
-    for (size_t i = 0; i < sums.size(); ++i) {
-      sizes.push_back((*sums.get<ffi::AnyBuffer>(i))->size_bytes());
-    }
-    const Place* places =
-        CheckedSums(table->LayoutOf(slot), slot, scalars.device, sizes, first, last);
-    auto collect = std::make_unique<CollectArguments>(CollectArguments{table, slot, {}});
+    const std::vector<Result> results = ResultsOf(rets);
+    const Place* place =
+        CheckedSums(table->LayoutOf(slot), slot, scalars.device, results, first, last);
+    auto collect = std::make_unique<CollectArguments>(CollectArguments{table, slot, {}, {}});
     std::copy_n(slot->total, kHeader, collect->header);
     if (last) table->Count(slot, readers);
-    for (size_t i = 0; i < sums.size(); ++i) {
-      auto sum = *sums.get<ffi::AnyBuffer>(i);
-      CUDA(cuMemcpyHtoDAsync_v2, Pointer(sum->untyped_data()), slot->memory + places[i].sums,
-           sizes[i], device.from_host);
+    for (const Result& result : results) {
+      const void* from = slot->memory + place->sums;
+      if (result.Widens(*place++)) {
+        const auto* floats = static_cast<const float*>(from);
+        collect->wide.emplace_back(floats, floats + result.bytes / sizeof(double));
+        from = collect->wide.back().data();
+      }
+      CUDA(cuMemcpyHtoDAsync_v2, Pointer(result.data), from, result.bytes, device.from_host);
     }
     CUDA(cuMemcpyHtoDAsync_v2, Pointer(header->untyped_data()), collect->header,
          sizeof(collect->header), device.from_host);

@@ -10,7 +10,7 @@ import numpy as np
 from jdaso.core.block_format import format_of
 from jdaso.core.mpi_types import Comm, MpiRequest
 from jdaso.core.types import JdasoError
-from jdaso.exchange.host.slots import Memory
+from jdaso.exchange.host.layout import Memory
 from jdaso.exchange.transport.all_reduce import (
     Pieces,
     all_reduce,

@@ -7,8 +7,7 @@ import numpy as np
 from jdaso.cluster.topology import Topology
 from jdaso.core.exchange import FINITE, OWN, UNCOUNTED
 from jdaso.core.mpi_types import Comm
-from jdaso.exchange.host.layout import sender
-from jdaso.exchange.host.slots import Memory
+from jdaso.exchange.host.layout import Memory, sender
 from jdaso.exchange.transport import collectives
 from jdaso.exchange.transport.handshake import handshake
 from jdaso.exchange.transport.operation import Operation, interleave

@@ -13,9 +13,9 @@ from jdaso.core.exchange import UNCOUNTED, PostedExchange
 from jdaso.core.log import logger
 from jdaso.core.tree import KEEP_OUT
 from jdaso.core.wire import describe_narrow_wires
-from jdaso.exchange.host.layout import Layout
+from jdaso.exchange.host.layout import Layout, Memory
 from jdaso.exchange.host.program import abort_on_error, report_error
-from jdaso.exchange.host.slots import Memory, PlainTable, Table, open_table
+from jdaso.exchange.host.slots import PlainTable, Table
 from jdaso.exchange.transport.handshake import exchange_name
 from jdaso.exchange.transport.membership import Membership
 from jdaso.exchange.transport.operation import Operation
@@ -50,10 +50,10 @@ _NOT_IN_FLIGHT = (
 )
 
 
-def mpi_table(topology: Topology) -> Table | PlainTable:
+def mpi_table(topology: Topology, native: bool) -> Table | PlainTable:
     """The slots of an exchange over MPI, with the errors that they report."""
     name = topology.describe(topology.rank)
-    return open_table(_POSTED_TWICE % name, _NOT_IN_FLIGHT % name)
+    return (Table if native else PlainTable)(_POSTED_TWICE % name, _NOT_IN_FLIGHT % name)
 
 
 class MpiTransport:

@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 
-from jdaso.exchange.host.slots import PlainTable, Table, open_table
+from jdaso.exchange.host.slots import PlainTable, Table
 from jdaso.exchange.transport.operation import WaitState
 from jdaso.exchange.transport.request import Request
 
@@ -32,7 +32,7 @@ class Polling:
     """
 
     def __init__(self, table: Table | PlainTable | None = None) -> None:
-        self._table = table or open_table()
+        self._table = table or PlainTable()
         self._awaited = False
         self._pause, self._longest = _SHORTEST_SECONDS, _LONGEST_SECONDS
         self.reset()

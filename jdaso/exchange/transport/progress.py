@@ -17,7 +17,7 @@ from jdaso.cluster.abort import at_exit
 from jdaso.cluster.roll_call import Call
 from jdaso.cluster.topology import Topology
 from jdaso.core.types import JdasoError
-from jdaso.exchange.host.slots import PlainTable, Table, open_table
+from jdaso.exchange.host.slots import PlainTable, Table
 from jdaso.exchange.transport.deadlines import Deadlines
 from jdaso.exchange.transport.operation import Operation
 from jdaso.exchange.transport.peers import Peers
@@ -54,7 +54,7 @@ class Progress:
         table: Table | PlainTable | None = None,
     ):
         self._announce_exit, self._abort = announce_exit, abort
-        self.table = table or open_table()
+        self.table = table or PlainTable()
         self.exchanges: Any = None  # what serves the slots; see MpiTransport
         self._peers = Peers(topology)
         self._deadlines = Deadlines(timeout)

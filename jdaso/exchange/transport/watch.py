@@ -10,8 +10,7 @@ from jdaso.core.log import logger
 from jdaso.core.tree import KEEP_OUT
 from jdaso.core.types import JdasoError
 from jdaso.core.wire import describe_narrow_wires
-from jdaso.exchange.host.layout import Layout, sender
-from jdaso.exchange.host.slots import Memory
+from jdaso.exchange.host.layout import Layout, Memory, sender
 
 # Exchanges in a row that bring nothing, after which it is an error.
 _IN_VAIN = 10

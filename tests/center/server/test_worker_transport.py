@@ -10,6 +10,7 @@ import jdaso
 from jdaso.center.server.mpi_center import _MpiCenter
 from jdaso.center.server.worker_transport import WorkerTransport, worker_table
 from jdaso.core.exchange import HEADER_SIZE, UNCOUNTED
+from jdaso.exchange.host import native
 from jdaso.exchange.host.layout import LeafSpec, unsharded
 from jdaso.exchange.transport.progress import Progress
 
@@ -20,8 +21,8 @@ TOPOLOGY = jdaso.discover_topology()
 class Connection:
     """A server that replies with what it gets."""
 
-    def __init__(self):
-        table = worker_table(TOPOLOGY)
+    def __init__(self, native):
+        table = worker_table(TOPOLOGY, native)
         self.progress = Progress(TOPOLOGY, 60.0, lambda progress: None, str, table)
 
     def request(self, kind, parts, contributes, fingerprint):
@@ -30,9 +31,9 @@ class Connection:
         return np.concatenate([part.view(np.uint8) for part in parts])
 
 
-@pytest.fixture
-def table():
-    connection = Connection()
+@pytest.fixture(params=[False, native.unavailable_reason() is None])
+def table(request):
+    connection = Connection(request.param)
     WorkerTransport(TOPOLOGY, connection, abort=str)
     yield connection.progress.table
     connection.progress.close()

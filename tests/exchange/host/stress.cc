@@ -37,7 +37,7 @@ int main() {
   Layout layout{kParts, 1, 2 * kParts * kBytes, 0, {}};
   for (int64_t part = 0; part < kParts; ++part) {
     const int64_t sent = part * kBytes, sums = (kParts + part) * kBytes;
-    layout.places.push_back({sent, kBytes, sums, kBytes, kBytes, 0, 1, 0});
+    layout.places.push_back({sent, kBytes, sums, kBytes, kBytes, 0, 4, 0, 1});
   }
   const int32_t index = table.Register(layout);
   std::atomic<bool> ended{false};
@@ -55,7 +55,7 @@ int main() {
   });
   std::thread saves([&] {
     while (!ended) {
-      table.AwaitPosted(kUncounted - 1);
+      table.AwaitPosted();
       for (Slot* slot : table.InFlight()) {
         for (int k = 0; k < kParts * kBytes; ++k) {
           Require(slot->memory[k] == Byte(slot->number), "what was sent has changed");
@@ -74,7 +74,7 @@ int main() {
         const float header[kHeader] = {1};
         const auto collect = [&](int number) {
           Slot* slot = table.BeginCollect(number, kParts);
-          const Place* place = CheckedSums(table.LayoutOf(slot), slot, device, {kBytes}, 0, true);
+          const Place* place = CheckedSums(table.LayoutOf(slot), slot, device, {{nullptr, kBytes, false}}, 0, true);
           table.Count(slot, kParts);
           for (int k = 0; k < kBytes; ++k) {
             Require(slot->memory[place->sums + k] == Byte(number) + 1, "a sum is wrong");

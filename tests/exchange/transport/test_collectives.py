@@ -5,8 +5,7 @@ import pytest
 
 from jdaso.core.block_format import FORMATS
 from jdaso.core.wire import wire_shape
-from jdaso.exchange.host.layout import LeafSpec
-from jdaso.exchange.host.slots import memory_of
+from jdaso.exchange.host.layout import LeafSpec, memory_of
 from jdaso.exchange.transport import collectives
 from jdaso.exchange.transport.operation import run
 

@@ -23,7 +23,7 @@ from jdaso.exchange.transport.progress import Progress
 
 topology = jdaso.discover_topology()
 membership = Membership(topology, AllReduceOptions())
-table = mpi_table(topology)
+table = mpi_table(topology, native=False)
 progress = Progress(topology, 60.0, membership.announce_exit, topology.abort, table)
 transport = MpiTransport(membership, progress)
 layout = unsharded([LeafSpec((3,), np.dtype("float32"))])

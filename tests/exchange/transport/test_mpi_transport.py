@@ -4,8 +4,7 @@ import types
 
 import numpy as np
 
-from jdaso.exchange.host.layout import LeafSpec
-from jdaso.exchange.host.slots import memory_of
+from jdaso.exchange.host.layout import LeafSpec, memory_of
 from jdaso.exchange.transport.mpi_transport import MpiTransport
 
 

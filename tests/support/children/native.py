@@ -102,8 +102,7 @@ def run(compiled):
     state = tx.init(params)
     first = (params, state, gradients(params, topology.node, 0), loss(topology.node, 0))
     # JAX dispatches programs with effects, such as callbacks, on a slower path.
-    called = not compiled or "float64" in arguments.dtypes
-    assert bool(jax.make_jaxpr(step)(*first).effects) == called
+    assert bool(jax.make_jaxpr(step)(*first).effects) == (not compiled)
     # Outside jit, JAX compiles callbacks anew at each call.
     consensus = jax.jit(functools.partial(jdaso.consensus, exchange))
     integers = integers_of(params)
@@ -154,7 +153,5 @@ def alike(ours, theirs):
 
 
 with_compiled_code = run(True)
-# With float64, callbacks have copied already.
-called = with_compiled_code if "float64" in arguments.dtypes else run_with_callbacks()
-for t, (ours, theirs) in enumerate(zip(with_compiled_code, called, strict=True)):
+for t, (ours, theirs) in enumerate(zip(with_compiled_code, run_with_callbacks(), strict=True)):
     assert all(alike(*pair) for pair in zip(ours, theirs, strict=True)), f"step {t}"
