@@ -262,15 +262,11 @@ void Table::Report(const std::string& problem) {
   WakeLocked();
 }
 
-void Table::Hurry(int32_t change) {
+// Adds to the number of those who wait for a result, and returns it.
+int32_t Table::Hurry(int32_t change) {
   std::lock_guard<std::mutex> lock(mutex_);
-  waiting_ += change;
   if (change > 0) WakeLocked();
-}
-
-int32_t Table::Waiting() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return waiting_;
+  return waiting_ += change;
 }
 
 // Waits until no slot is being filled. Returns kUncounted - 1, or the number of one that still is.
@@ -349,16 +345,13 @@ void Table::Close() {
   WakeLocked();
 }
 
-std::vector<Record> Table::Records() {
+// The last exchanges that were collected, and the sums over all.
+std::vector<Record> Table::Records(double* totals) {
   std::lock_guard<std::mutex> lock(mutex_);
   std::vector<Record> records;
   for (const auto& record : records_) records.push_back(*record);
-  return records;
-}
-
-void Table::Totals(double* totals) {
-  std::lock_guard<std::mutex> lock(mutex_);
   std::copy_n(totals_, 4, totals);
+  return records;
 }
 
 // ---- With the mutex
@@ -618,8 +611,7 @@ bool jdaso_problem(int32_t id, char* text, size_t size) {
 }
 
 void jdaso_wake(int32_t id) { At(id)->Wake(); }
-void jdaso_hurry(int32_t id, int32_t change) { At(id)->Hurry(change); }
-int32_t jdaso_waiting(int32_t id) { return At(id)->Waiting(); }
+int32_t jdaso_hurry(int32_t id, int32_t change) { return At(id)->Hurry(change); }
 int32_t jdaso_await_posted(int32_t id) { return At(id)->AwaitPosted(); }
 bool jdaso_await_done(int32_t id, char* error, size_t size) {
   std::string text;
@@ -637,12 +629,11 @@ void jdaso_release(int32_t id, Slot* slot) { At(id)->Release(slot); }
 void jdaso_restart(int32_t id) { At(id)->Restart(); }
 void jdaso_clear(int32_t id) { At(id)->Clear(); }
 void jdaso_close(int32_t id) { At(id)->Close(); }
-int32_t jdaso_records(int32_t id, Record* records) {
-  const std::vector<Record> found = At(id)->Records();
+int32_t jdaso_records(int32_t id, Record* records, double* totals) {
+  const std::vector<Record> found = At(id)->Records(totals);
   std::copy(found.begin(), found.end(), records);
   return static_cast<int32_t>(found.size());
 }
-void jdaso_totals(int32_t id, double* totals) { At(id)->Totals(totals); }
 
 }  // extern "C"
 

@@ -116,8 +116,7 @@ class Table {
   // ---- What other threads of Python call.
   void Wake();
   void Report(const std::string& problem);
-  void Hurry(int32_t change);
-  int32_t Waiting();
+  int32_t Hurry(int32_t change);
   int32_t AwaitPosted();
   bool AwaitDone(std::string* error);
   std::vector<Slot*> InFlight();
@@ -125,8 +124,7 @@ class Table {
   void Restart();
   void Clear();
   void Close();
-  std::vector<Record> Records();
-  void Totals(double* totals);
+  std::vector<Record> Records(double* totals);
 
  private:
   Slot* Find(int32_t number);

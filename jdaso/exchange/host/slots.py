@@ -15,7 +15,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,6 @@ from jdaso.exchange.host.native import Record, Slot
 _SECONDS = 30.0
 _CLOSED = "the exchange is closed, or the interpreter is exiting: no exchange can start or end"
 _FREE, _FILLING, _FILLED, _DONE, _FAILED = range(5)
-_TOTALS = "exchanges", "bytes_sent", "seconds_blocked", "seconds_in_flight"
 
 
 class Table:
@@ -42,31 +41,20 @@ class Table:
         not_in_flight: Error for a number that is unknown.
         patience: Seconds for which it waits for another device of this node, or for copies.
 
-    Attributes:
-        end_post: ``(slot)``, counts a device that has filled its part.
-        discard: ``(slot)``, frees a slot whose leaves could not be copied.
-        end_collect: ``(slot, readers, last)``, counts a device that has read the sums, if it has
-            read its ``last`` part. When all have, the slot is free.
-        wait: ``(seconds)``, waits for news, and returns whether there are some. A negative time has
-            no limit. Only the progress thread waits.
-        wake: ``()``, ends a wait of the progress thread, or else its next one.
-        hurry: ``(change)``, adds to the number of those who wait for a result.
-        waiting: ``()``, returns this number, which counts programs as well.
-        release: ``(slot)``, gives back what :meth:`in_flight` has returned.
-        restart: ``()``, allows the numbers of exchanges to start again, once.
-        clear: ``()``, forgets all posted exchanges. Numbers may start again.
-    """
+    Methods that are not defined here are the functions of the library of the same names:
 
-    end_post: Callable[[Any], None]
-    discard: Callable[[Any], None]
-    end_collect: Callable[[Any, int, bool], None]
-    wait: Callable[[float], bool]
-    wake: Callable[[], None]
-    hurry: Callable[[int], None]
-    waiting: Callable[[], int]
-    release: Callable[[Any], None]
-    restart: Callable[[], None]
-    clear: Callable[[], None]
+    - ``end_post(slot)`` counts a device that has filled its part.
+    - ``discard(slot)`` frees a slot whose leaves could not be copied.
+    - ``end_collect(slot, readers, last)`` counts a device that has read the sums, if it has read
+      its ``last`` part. When all have, the slot is free.
+    - ``wait(seconds)`` waits for news, and returns whether there are some. A negative time has no
+      limit. Only the progress thread waits. ``wake()`` ends such a wait, or else the next one.
+    - ``hurry(change)`` adds to the number of those who wait for a result, and returns it. Programs
+      count as well.
+    - ``release(slot)`` gives back what :meth:`in_flight` has returned.
+    - ``restart()`` allows the numbers of exchanges to start again, once.
+    - ``clear()`` forgets all posted exchanges. Numbers may start again.
+    """
 
     def __init__(self, posted_twice: str, not_in_flight: str, patience: float = _SECONDS):
         loaded = native.load()
@@ -77,13 +65,11 @@ class Table:
         self._plans: list[Plan] = []
         self._layouts: dict[Layout, int] = {}
         self._lock = threading.Lock()
-        for name in (
-            *("end_post", "discard", "end_collect", "wait", "wake", "hurry", "waiting"),
-            *("release", "restart", "clear"),
-        ):
-            setattr(self, name, functools.partial(getattr(loaded, f"jdaso_{name}"), self.id))
         # Handlers that still run keep the memory.
         weakref.finalize(self, loaded.jdaso_free, self.id).atexit = False
+
+    def __getattr__(self, name: str) -> Any:
+        return functools.partial(getattr(self._library, f"jdaso_{name}"), self.id)
 
     def register(self, layout: Layout) -> int:
         """Tells the handlers a layout. Returns its index."""
@@ -160,14 +146,16 @@ class Table:
 
     def records(self) -> list[ExchangeRecord]:
         """The last thousand exchanges that were collected."""
-        records = (Record * 1000)()
-        return [x.as_tuple() for x in records[: self._library.jdaso_records(self.id, records)]]
+        return self._records()[0]
 
     def report(self) -> dict[str, float]:
         """Exchanges collected, bytes sent, seconds that training waited, and seconds in flight."""
-        totals = (ctypes.c_double * 4)()
-        self._library.jdaso_totals(self.id, totals)
-        return dict(zip(_TOTALS, (*map(int, totals[:2]), *totals[2:]), strict=True))
+        return _report(self._records()[1])
+
+    def _records(self) -> tuple[list[ExchangeRecord], Sequence[float]]:
+        records, totals = (Record * 1000)(), (ctypes.c_double * 4)()
+        count = self._library.jdaso_records(self.id, records, totals)
+        return [record.as_tuple() for record in records[:count]], list(totals)
 
     def _checked(self, name: str, *arguments: Any) -> Any:
         """The result of a function that can fail."""
@@ -323,11 +311,12 @@ class PlainTable:
     def wake(self) -> None:
         self._change(lambda: None)
 
-    def hurry(self, change: int) -> None:
-        self._change(lambda: setattr(self, "_waiting", self._waiting + change))
-
-    def waiting(self) -> int:
-        return self._waiting
+    def hurry(self, change: int) -> int:
+        with self._changed:
+            self._waiting += change
+            if change > 0:
+                self.wake()
+            return self._waiting
 
     def problems(self) -> list[str]:
         return []  # callbacks report their errors themselves
@@ -370,8 +359,12 @@ class PlainTable:
         return [ExchangeRecord(*first, *map(tuple, times)) for *first, times in self._records]
 
     def report(self) -> dict[str, float]:
-        totals = self._totals
-        return dict(zip(_TOTALS, (*map(int, totals[:2]), *totals[2:]), strict=True))
+        return _report(self._totals)
+
+
+def _report(totals: Sequence[float]) -> dict[str, float]:
+    names = "exchanges", "bytes_sent", "seconds_blocked", "seconds_in_flight"
+    return dict(zip(names, (*map(int, totals[:2]), *totals[2:]), strict=True))
 
 
 def _name(number: int) -> str:

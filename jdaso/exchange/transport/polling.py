@@ -79,7 +79,7 @@ class Polling:
 
     def pause(self) -> float:
         """Seconds until the next poll."""
-        before, self._awaited = self._awaited, self._table.waiting() > 0
+        before, self._awaited = self._awaited, self._table.hurry(0) > 0
         if self._awaited and not before:
             self._progressed_at = time.monotonic()
         quiet = time.monotonic() - self._progressed_at

@@ -62,7 +62,8 @@ int main() {
         }
         table.Release(slot);
       }
-      table.Records();
+      double totals[4];
+      table.Records(totals);
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
   });

@@ -166,13 +166,13 @@ def test_collects_wait_for_the_device_that_posts_and_for_the_sums(table):
     thread = threading.Thread(target=lambda: found.append(collect(table, 8, readers=2)))
     thread.start()
     post(table, 8)
-    while not table.waiting():
+    while not table.hurry(0):
         time.sleep(0.001)
     serve(table)
     thread.join(SECONDS)
     assert found == [[2, 4, 6]]
     assert collect(table, 8, readers=2) == [2, 4, 6]
-    assert not table.waiting()
+    assert not table.hurry(0)
 
 
 def test_two_devices_fill_one_slot(table):
@@ -232,7 +232,7 @@ def test_closing_fails_posts_and_collects_and_what_is_posted_completes(table):
 
     thread = threading.Thread(target=wait)
     thread.start()
-    while not table.waiting():
+    while not table.hurry(0):
         time.sleep(0.001)
     table.close()
     thread.join(SECONDS)
