@@ -65,11 +65,14 @@ class Table:
         self._plans: list[Plan] = []
         self._layouts: dict[Layout, int] = {}
         self._lock = threading.Lock()
+        self._text = ctypes.create_string_buffer(4096)  # of a problem, for the progress thread
         # Handlers that still run keep the memory.
         weakref.finalize(self, loaded.jdaso_free, self.id).atexit = False
 
     def __getattr__(self, name: str) -> Any:
-        return functools.partial(getattr(self._library, f"jdaso_{name}"), self.id)
+        function = functools.partial(getattr(self._library, f"jdaso_{name}"), self.id)
+        setattr(self, name, function)  # the next use finds it without this method
+        return function
 
     def register(self, layout: Layout) -> int:
         """Tells the handlers a layout. Returns its index."""
@@ -120,7 +123,7 @@ class Table:
 
     def problems(self) -> list[str]:
         """The errors of handlers since the last call."""
-        found, text = [], ctypes.create_string_buffer(4096)
+        found, text = [], self._text
         while self._library.jdaso_problem(self.id, text, len(text)):
             found.append(text.value.decode(errors="replace"))
         return found

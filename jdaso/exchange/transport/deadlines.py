@@ -32,21 +32,26 @@ class Deadlines:
     def __init__(self, timeout: float):
         self._timeout = timeout
         self._seconds: deque[float] = deque(maxlen=_KEPT)
-        self._median = self._deviation = 0.0
 
     def note(self, seconds: float) -> None:
         self._seconds.append(seconds)
-        if len(self._seconds) >= _ENOUGH:
-            self._median = statistics.median(self._seconds)
-            self._deviation = statistics.median(abs(s - self._median) for s in self._seconds)
 
     def warning(self) -> float:
         """Seconds after which an operation is late."""
         if math.isinf(self._timeout):
             return math.inf
-        least = min(_WARNING_SECONDS, self._timeout / 2)
-        return max(least, self._median + _WARNING_DEVIATIONS * self._deviation)
+        return self._limit(min(_WARNING_SECONDS, self._timeout / 2), _WARNING_DEVIATIONS)
 
     def deadline(self) -> float:
         """Seconds after which an operation fails."""
-        return max(self._timeout, self._median + _DEADLINE_DEVIATIONS * self._deviation)
+        return self._limit(self._timeout, _DEADLINE_DEVIATIONS)
+
+    def _limit(self, least: float, deviations: float) -> float:
+        # Neither median nor deviation is above the longest duration. So those of short exchanges,
+        # whose CPU time counts most, need not be computed.
+        seconds = self._seconds
+        if len(seconds) < _ENOUGH or (1 + deviations) * max(seconds) <= least:
+            return least
+        median = statistics.median(seconds)
+        deviation = statistics.median(abs(s - median) for s in seconds)
+        return max(least, median + deviations * deviation)
