@@ -156,6 +156,7 @@ Slot* Table::BeginCollect(int32_t number, int32_t readers) {
     return closed_ || (slot == nullptr ? readers == 1 : slot->state != kFilling);
   };
   changed_.wait_for(lock, patience_, known);
+  if (slot != nullptr && slot->state == kFailed) throw Failure(slot->error);
   if (closed_) throw Failure(kClosed);
   if (slot == nullptr || slot->state == kFilling) throw Failure(Filled(not_in_flight_, number));
   slot->awaited = 1;

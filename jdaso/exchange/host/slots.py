@@ -269,6 +269,8 @@ class PlainTable:
         with self._changed:
             self._wait(known, self._patience)
             slot, since = self._find(number), time.monotonic()
+            if slot is not None and slot.state == _FAILED:
+                raise JdasoError(slot.error)
             if self._closed:
                 raise JdasoError(_CLOSED)
             if slot is None or slot.state == _FILLING:

@@ -181,7 +181,11 @@ class Progress:
         for problem in self.table.problems():
             self.exchanges.report_error(problem)
         while slot := self.table.next():
-            self.exchanges.take(slot)
+            try:
+                self.exchanges.take(slot)
+            except BaseException as error:  # with which this thread ends
+                self.table.fail(slot, f"{type(error).__name__}: {error}")
+                raise
         self.exchanges.log_completed()
 
     def _end(self, request: Request) -> None:

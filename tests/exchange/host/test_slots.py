@@ -19,7 +19,7 @@ from jdaso.core import wire
 from jdaso.core.block_format import FORMATS
 from jdaso.core.exchange import HEADER_SIZE, UNCOUNTED
 from jdaso.core.types import JdasoError
-from jdaso.exchange.host import native
+from jdaso.exchange.host import native, slots
 from jdaso.exchange.host.layout import (
     HeldShard,
     Layout,
@@ -192,14 +192,19 @@ def test_two_devices_fill_one_slot(table):
     assert [table.memory(slot).sums_of(device)[0].tolist() for device in (0, 1)] == [[10], [12, 12]]
 
 
-def test_an_error_is_that_of_every_collect(table):
+@pytest.mark.parametrize("closed", [False, True])
+def test_an_error_is_that_of_every_collect(table, closed):
     post(table, 0)
     table.fail(table.next(), "rank 1 (host) is missing")
+    if closed:
+        table.close()
     for _ in range(2):
         with pytest.raises(JdasoError, match=r"^rank 1 \(host\) is missing$"):
             collect(table, 0)
     with pytest.raises(JdasoError, match="rank 1"):
         table.await_done()
+    if closed:
+        return
     table.clear()
     table.await_done()
     post(table, 0)
@@ -261,6 +266,18 @@ def test_a_list_of_leaves_has_two_slots_and_views_keep_their_memory():
     kept = memory.leaves[0]
     del table, memory
     assert kept.tolist() == [1, 2, 3]
+
+
+@needs_library
+def test_memory_that_cannot_be_pinned_is_warned_of_once(recwarn):
+    slots._warn_unpinned.cache_clear()
+    table = Table(*TEXTS)
+    for number in (0, 1):
+        slot = table.begin_post(number, 0, HEADER, table.register(LAYOUT))
+        slot.unpinned = 1
+        table.end_post(slot)
+        assert table.next().number == number
+    assert ["ulimit -l" in str(warning.message) for warning in recwarn] == [True]
 
 
 # ---- Programs
