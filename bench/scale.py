@@ -32,7 +32,6 @@ from jdaso.cluster.placement import Placement, Process
 from jdaso.core.exchange import HEADER_SIZE
 from jdaso.exchange.host.layout import LeafSpec, unsharded
 from jdaso.exchange.host.native import use_native
-from jdaso.exchange.transport.collectives import AllReduceOptions
 from jdaso.exchange.transport.membership import Membership
 from jdaso.exchange.transport.mpi_transport import MpiTransport, mpi_table
 from jdaso.exchange.transport.progress import Progress
@@ -132,7 +131,7 @@ def stand_in(size: int, kilobytes: float, rounds: int) -> str:
         devices=tuple(jax.local_devices()),
         comm=StandIn(size),
     )
-    membership = Membership(topology, AllReduceOptions())
+    membership = Membership(topology, chunk_bytes=1 << 22)
     table = mpi_table(topology, use_native(None, "cpu"))
     progress = Progress(topology, 60.0, lambda progress: None, topology.abort, table)
     MpiTransport(membership, progress)

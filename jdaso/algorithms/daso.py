@@ -27,7 +27,7 @@ def daso(
     In the blocking phases S = 0, and this is the mean. ``x(t+S)`` is taken after the local update
     of that step. The papers write ``x_{t+S-1}`` for it, and call P "the number of GPUs in the
     global network". In Heat, the authors' code, and here P counts the members of one group, which
-    has one GPU of each node: as many values as the sum has. With the default ``senders='one'`` of
+    has one GPU of each node: as many values as the sum has. With
     :func:`jdaso.mpi_exchange`, the devices with local index ``k mod L`` make the k-th exchange.
     Afterwards all devices of the node hold the result.
 
@@ -41,7 +41,7 @@ def daso(
             Sums are accumulated in float32, or in float64 for float64 wires. ``int8`` and
             ``float4`` send blocks of 64 numbers of 8 or 4 bits with one scale, 65 or 33 bytes. They
             send the difference from the last mean, so the first mean travels in float32. EASGD and
-            DiLoCo send the difference from their centre. The rounding error stays in the state and
+            DiLoCo send the difference from their center. The rounding error stays in the state and
             is added to the next exchange. None selects the wire of the exchange, or float32.
         blocking_wire: Dtype on the network in warm-up and cool-down, where training waits. None
             selects the wire of the exchange, or bfloat16. bfloat16 loses updates below 1/256 of a

@@ -6,7 +6,6 @@ it, which returns updates. Updates must exist in memory, so a link costs a copy 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -196,7 +195,10 @@ def link(
     init: Callable[[PyTree], AveragingState],
     finish: Callable[[PyTree, AveragingState], tuple[PyTree, AveragingState]],
 ) -> Averaging:
-    """An averaging as the last link of an optax chain, or the first if it averages gradients."""
+    """An averaging as the last link of an optax chain, or the first if it averages gradients.
+
+    It does not see the chain that contains it, so nothing checks its place.
+    """
     nothing = optax.with_extra_args_support(optax.identity())
 
     def update(updates, state, params=None, **extra_args):
@@ -206,36 +208,4 @@ def link(
         )
         return step.updates, step.averaging
 
-    def checked_init(params):
-        if not engine.sync_target.of_gradients:
-            _check_is_last(engine.name)
-        return init(params)
-
-    return Averaging(checked_init, update, finish, AveragingState, exchange, engine=engine)
-
-
-def _check_is_last(name: str) -> None:
-    """Raises ValueError if a chain of optax that calls ``init`` has transformations behind it.
-
-    They would change the updates after the averaging, and nodes would drift apart in silence. A
-    transformation does not see the chains that contain it, but the functions that call it do. Their
-    variables are those of ``optax.chain`` and ``optax.named_chain``.
-    """
-    frame, called = inspect.currentframe(), None
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] == "optax":
-            variables: dict[str, Any] = frame.f_locals
-            called = variables.get("fn", called)  # of the generator, which optax.chain runs
-            members = list(variables.get("init_fns", ()))
-            if "tx" in variables and isinstance(variables.get("transforms"), list):
-                called = variables["tx"].init
-                members = [member.init for _, member in variables["transforms"]]
-            if called in members and members[-1] is not called:
-                raise ValueError(
-                    f"{name} must be the last member of an optax.chain, got {len(members)} members "
-                    f"with {name} at position {members.index(called) + 1}: what comes after it "
-                    "changes the updates, and nodes would drift apart. Put it last, as in "
-                    f"optax.chain(..., jdaso.{name}(...)), or use jdaso.chain, which takes one "
-                    "optimizer and one averaging."
-                )
-        frame = frame.f_back
+    return Averaging(init, update, finish, AveragingState, exchange, engine=engine)

@@ -37,6 +37,12 @@ class Engine(NamedTuple):
 class Averaging(optax.GradientTransformationExtraArgs):
     """An optax transformation that averages between nodes.
 
+    In an ``optax.chain`` an averaging of parameters must be the last member, and one of gradients
+    the first; :func:`jdaso.chain` leaves no choice. What stands behind an averaging of parameters
+    changes the merged updates, and nodes drift apart. No error says so, because optax does not tell
+    a transformation where it stands, but :func:`jdaso.drift` shows it: after a blocking merge it is
+    0 or nearly so only if the averaging is last.
+
     Attributes:
         finish: ``(params, state) -> (params, state)``, merges the exchanges in flight.
         state_type: type of the state that ``finish`` takes.

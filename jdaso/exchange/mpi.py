@@ -25,7 +25,6 @@ from jdaso.exchange.host.program import Program
 from jdaso.exchange.host.shardings import Shardings
 from jdaso.exchange.leaf_functions import LeafFunctions, OncePerProgram
 from jdaso.exchange.settings import Settings, check_same_settings, check_settings
-from jdaso.exchange.transport.collectives import AllReduceOptions
 from jdaso.exchange.transport.host_collectives import HostCollectives
 from jdaso.exchange.transport.membership import Membership
 from jdaso.exchange.transport.mpi_transport import MpiTransport, mpi_table
@@ -41,7 +40,6 @@ def mpi_exchange(
     chunk_bytes: int = 1 << 22,
     timeout: float = 600.0,
     native: bool | None = None,
-    senders: str = "one",
     same_bits: bool = True,
     shardings: Any = None,
 ) -> Exchange:
@@ -59,14 +57,9 @@ def mpi_exchange(
     whatever P is, so all exchanges of jdaso compute the same bits. MPI chooses how its collectives
     use the network.
 
-    On nodes with L local devices, ``senders`` chooses which of them send. The bits do not depend
-    on it:
-
-    - ``"one"``: the communicator of local index ``k mod L`` carries exchange k, with the shards of
-      all devices of the process.
-    - ``"all"``: each local index sends 1/L of every exchange over its own communicator, all at
-      the same time. With several processes per node, each process sends its part. If they are
-      joined into one program, it is an error.
+    With L local devices, the communicator of local index ``k mod L`` carries exchange k, with the
+    shards of all devices of the process. If a node is several processes that are joined into one
+    program, each sends its own shards over the communicator of its local rank.
 
     Each device of a node copies its own shards to the host and back. A shard that several devices
     hold is sent by one of them, in turn: exchange k is sent by copy k mod n of n. No device gathers
@@ -91,8 +84,7 @@ def mpi_exchange(
         native: Whether compiled code copies the parameters. None uses it if it was built and the
             devices are CPUs, and warns once otherwise. True also uses it on CUDA devices, where it
             has not been measured.
-        senders: ``one`` or ``all``; see above.
-        same_bits: Whether it is an error if a centre, an anchor, or the parameters of synchronous
+        same_bits: Whether it is an error if a center, an anchor, or the parameters of synchronous
             training differ between nodes in any bit. Pass False if the nodes' hardware rounds
             differently. Schedules and steps are compared in any case. The wires ``int8`` and
             ``float4`` require True: their means are sums of differences and would drift apart.
@@ -115,7 +107,7 @@ def mpi_exchange(
             devices. In ``init``, for shardings that do not fit the parameters.
         JdasoError: If a process does not call ``mpi_exchange`` within ``timeout``. In ``init``, if
             the nodes' parameters differ in structure, shape, dtype or sharding. In ``update``, if
-            nodes are at different steps, if a period, delay, schedule state, centre or anchor
+            nodes are at different steps, if a period, delay, schedule state, center or anchor
             differs, or if a node is missing at the deadline.
 
     >>> import jdaso
@@ -124,9 +116,9 @@ def mpi_exchange(
     1
     """
     wire = check_wire("wire", wire)
-    settings = Settings(wire, chunk_bytes, senders, same_bits)
+    settings = Settings(wire, chunk_bytes, same_bits)
     check_number("timeout", timeout, above=True)
-    check_settings(settings, topology.joined)
+    check_settings(settings)
     sharded = Shardings(shardings, topology.mesh)
     # The collectives that follow have no deadline.
     barrier(topology, "the creation of an exchange", timeout)
@@ -134,7 +126,7 @@ def mpi_exchange(
         return _single_node(topology, wire, sharded if shardings is not None else None)
     check_same_settings(topology, settings)
     native = use_native(native, topology.devices[0].platform)
-    membership = Membership(topology, AllReduceOptions(senders, chunk_bytes))
+    membership = Membership(topology, chunk_bytes)
     table = mpi_table(topology, native)
     progress = Progress(topology, timeout, membership.announce_exit, topology.abort, table)
     transport = MpiTransport(membership, progress)

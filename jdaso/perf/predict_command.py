@@ -10,9 +10,15 @@ from jdaso.core.block_format import FORMATS
 from jdaso.core.chain import MOMENTS_WIRES
 from jdaso.core.local_path import path_option
 from jdaso.core.text_table import text_table, wrapped
-from jdaso.perf.advice import COMPARED_WIRES, advice
-from jdaso.perf.model import Network, Prediction, exchange_seconds
-from jdaso.perf.network import FLOAT32_WIRES, MODELLED_PATTERNS, WITHOUT_FORMATS
+from jdaso.perf.choice import COMPARED_WIRES, advice
+from jdaso.perf.model import (
+    FLOAT32_WIRES,
+    MODELLED_PATTERNS,
+    WITHOUT_FORMATS,
+    Network,
+    Prediction,
+    exchange_seconds,
+)
 
 ALGORITHMS = ("allreduce_gradients", "local_sgd", "dasgd", "easgd", "daso", "diloco")
 DILOCO_PERIOD = 500  # H of its paper, arXiv:2311.08105
@@ -157,7 +163,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def node_counts(most: int) -> list[int]:
-    """1, 2, 4, ... and the largest number of nodes.
+    """Returns 1, 2, 4, ... and the largest number of nodes.
 
     >>> node_counts(12)
     [1, 2, 4, 8, 12]
@@ -198,7 +204,7 @@ def predict_all(args: argparse.Namespace) -> dict[str, list[Prediction]]:
 
 
 def wire_costs(args: argparse.Namespace) -> dict[str, perf.WireCosts]:
-    """The costs of an exchange between all nodes, on each wire."""
+    """Returns the costs of an exchange between all nodes on each wire."""
     network = Network(args.latency, args.bandwidth * 1e9 / 8)
     wires = (args.wire,) if args.wire else COMPARED_WIRES
     return {

@@ -1,4 +1,4 @@
-"""A worker's side of a centre over MPI: each slot is a message, and its reply are the sums."""
+"""A worker's side of a center over MPI: each slot is a message, and its reply are the sums."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from jdaso.exchange.host.slots import PlainTable, Table
 from jdaso.exchange.transport.operation import Operation
 
 _POSTED_TWICE = (
-    "{} with the centre was posted twice in %s: one optimizer state was stepped twice (as "
-    "optax.MultiSteps does), or two states share this centre. To return to an earlier state, call "
+    "{} with the center was posted twice in %s: one optimizer state was stepped twice (as "
+    "optax.MultiSteps does), or two states share this center. To return to an earlier state, call "
     "tx.init first."
 )
 _NOT_IN_FLIGHT = (
-    "{} with the centre is not in flight in %s: the optimizer state is from before a restart, or "
+    "{} with the center is not in flight in %s: the optimizer state is from before a restart, or "
     "was stepped twice. Call jdaso.drain before saving."
 )
 
 
 def worker_table(topology: Topology, native: bool) -> Table | PlainTable:
-    """The slots of a worker's exchanges with the centre, with the errors that they report."""
+    """The slots of a worker's exchanges with the center, with the errors that they report."""
     name = topology.describe(topology.rank)
     return (Table if native else PlainTable)(_POSTED_TWICE % name, _NOT_IN_FLIGHT % name)
 
@@ -53,7 +53,7 @@ class WorkerTransport:
 
     def ask(self, kind: int, content: Any) -> np.ndarray:
         """Sends a request other than an exchange, and waits for the content of its reply."""
-        description = f"a request to the centre, sent by {self._name},"
+        description = f"a request to the center, sent by {self._name},"
         operation = self._connection.request(kind, frames.encode(content))
         progress = self._connection.progress
         return progress.wait(progress.submit(operation, description))
@@ -62,7 +62,7 @@ class WorkerTransport:
         """Starts to send a message that a program has posted; called by the progress thread."""
         number, step = slot.number, slot.step
         description = (
-            f"exchange {number} with the centre, posted by {self._name} after step {step},"
+            f"exchange {number} with the center, posted by {self._name} after step {step},"
         )
         operation = self._exchange(slot, self._table.memory(slot))
         self._connection.progress.start(slot, operation, description, measured=True, call=None)
@@ -70,7 +70,7 @@ class WorkerTransport:
     def _exchange(self, slot: Any, memory: Memory) -> Operation:
         """Sends a message; its reply are the sums. Returns the header and the bytes sent."""
         size = sum(vector.nbytes for vector, _ in memory.pairs)
-        text = "%s posted exchange %d with the centre after step %d, %d bytes"
+        text = "%s posted exchange %d with the center after step %d, %d bytes"
         logger.debug(text, self._name, slot.number, slot.step, size)
         content = yield from self._connection.request(
             frames.EXCHANGE,

@@ -65,16 +65,12 @@ class HostCollectives:
     def broadcast(self, leaves: Sequence[np.ndarray], root: int) -> list[np.ndarray]:
         """The leaves of node ``root``.
 
-        If the processes of a node are joined, each receives the shards of its local rank.
+        Each process receives the shards of its local rank.
         """
 
         def from_root() -> Operation:
             copies = [np.array(leaf, order="C") for leaf in leaves]
-            comm, topology = self._membership.broadcasts, self._membership.topology
-            rank = root  # ``broadcasts`` of joined processes connects those of one local rank
-            if not topology.joined:
-                rank = next(r for r, place in enumerate(topology.placements) if place.node == root)
-            yield from collectives.broadcast(comm, copies, rank)
+            yield from collectives.broadcast(self._membership.broadcasts, copies, root)
             return copies
 
         # No ``busy``: outside jit, the comparison before it has waited for the devices. Inside jit,

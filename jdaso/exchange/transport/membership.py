@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from jdaso.cluster.roll_call import Call
 from jdaso.cluster.topology import Topology
-from jdaso.exchange.transport.collectives import AllReduceOptions
 from jdaso.exchange.transport.communicators import ExchangeCommunicators
 from jdaso.exchange.transport.handshake import exit_barrier
 
@@ -21,17 +20,16 @@ SERIES = ("exchanges", "comparisons", "broadcasts", "flags", "exits")
 class Membership:
     """The communicators of one exchange, and the counts of the operations that they carry."""
 
-    def __init__(self, topology: Topology, options: AllReduceOptions):
+    def __init__(self, topology: Topology, chunk_bytes: int):
         self.topology = topology
         self._roll_call = topology.heartbeat and topology.heartbeat.roll_call
         self._series = {name: self._roll_call.new_series() for name in SERIES if self._roll_call}
-        self.exchanges = ExchangeCommunicators(topology, options)
+        self.exchanges = ExchangeCommunicators(topology, chunk_bytes)
         # All processes must post the operations of one communicator in the same order. The order
         # between kinds depends on timing, so each kind has its own communicator.
         self.comparisons = topology.duplicate_comm()
-        # Joined processes broadcast the shards of their local rank.
-        joined = next(filter(None, topology.group_communicators())) if topology.joined else None
-        self.broadcasts = joined or topology.duplicate_comm()
+        # Each process broadcasts the shards of its local rank.
+        self.broadcasts = topology.across_nodes()
         self.flags = topology.duplicate_comm()  # of ``any_true``
 
     def free(self) -> None:

@@ -40,24 +40,3 @@ def run(operation: Operation) -> Any:
         except StopIteration as end:
             return end.value
         time.sleep(_POLL_SECONDS)
-
-
-def interleave(operations: Iterable[Operation]) -> Operation:
-    """Runs operations interleaved, and returns the sum of their results."""
-    active, result = list(operations), 0
-    while active:
-        states, waiting = [], []
-        for operation in active:
-            try:
-                states.append(next(operation))
-                waiting.append(operation)
-            except StopIteration as end:
-                result += end.value
-        progressed = len(waiting) < len(active) or any(state.progressed for state in states)
-        active = waiting
-        if active:
-            requests = [state.requests for state in states]
-            yield WaitState(
-                progressed=progressed, requests=sum(requests, ()) if all(requests) else ()
-            )
-    return result

@@ -16,13 +16,12 @@ import numpy as np
 import jdaso
 from jdaso.core.exchange import HEADER_SIZE
 from jdaso.exchange.host.layout import LeafSpec, unsharded
-from jdaso.exchange.transport.collectives import AllReduceOptions
 from jdaso.exchange.transport.membership import Membership
 from jdaso.exchange.transport.mpi_transport import MpiTransport, mpi_table
 from jdaso.exchange.transport.progress import Progress
 
 topology = jdaso.discover_topology()
-membership = Membership(topology, AllReduceOptions())
+membership = Membership(topology, chunk_bytes=1 << 22)
 table = mpi_table(topology, native=False)
 progress = Progress(topology, 60.0, membership.announce_exit, topology.abort, table)
 transport = MpiTransport(membership, progress)
