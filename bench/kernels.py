@@ -16,7 +16,7 @@ import numpy as np
 from machine import machine, memcpy_seconds, own_core
 
 from jdaso.core.block_format import BLOCK_SIZE, FORMATS, pack
-from jdaso.exchange.host.native import load, sum_blocks, unpack_blocks
+from jdaso.exchange.host.slots import load, sum_blocks, unpack_blocks
 
 REPEATS = 15
 

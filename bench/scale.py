@@ -31,9 +31,8 @@ import jdaso
 from jdaso.cluster.placement import Placement, Process
 from jdaso.core.exchange import HEADER_SIZE
 from jdaso.exchange.host.layout import LeafSpec, unsharded
-from jdaso.exchange.host.native import use_native
-from jdaso.exchange.transport.membership import Membership
-from jdaso.exchange.transport.mpi_transport import MpiTransport, mpi_table
+from jdaso.exchange.host.slots import use_native
+from jdaso.exchange.transport.mpi_transport import Membership, MpiTransport, mpi_table
 from jdaso.exchange.transport.progress import Progress
 
 PAUSE = 0.02  # seconds between steps, in which an exchange completes

@@ -10,10 +10,10 @@ import jax
 import pytest
 from launch import Batch
 
-from jdaso.exchange.host import native
+from jdaso.exchange.host import slots
 
 HERE = Path(__file__).parents[1] / "support" / "cuda_stand_in"
-SOURCES = Path(native.__file__).parent
+SOURCES = Path(slots.__file__).parent
 FLAGS = ["-std=c++17", f"-I{SOURCES}", f"-I{HERE}", "-isystem", jax.ffi.include_dir()]
 # Compares cuda_driver.h with cuda.h, whose results are of an enumeration type.
 DECLARED = """
@@ -35,8 +35,8 @@ static_assert(jdaso::kHostRegisterPortable == CU_MEMHOSTREGISTER_PORTABLE);
 """
 
 needs_library = pytest.mark.skipif(
-    native.unavailable_reason() is not None,
-    reason=f"no compiled code: {native.unavailable_reason()}",
+    slots.unavailable_reason() is not None,
+    reason=f"no compiled code: {slots.unavailable_reason()}",
 )
 
 DTYPES = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32")
@@ -140,34 +140,34 @@ def test_functions_of_the_driver_are_declared_as_in_cuda(tmp_path):
 
 
 def test_without_a_compiled_library_callbacks_serve_and_it_is_said_once(monkeypatch):
-    monkeypatch.setattr(native, "unavailable_reason", lambda *_: "it was not built")
-    native._warn_once.cache_clear()
+    monkeypatch.setattr(slots, "unavailable_reason", lambda *_: "it was not built")
+    slots._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="host callbacks instead of compiled code: it was not"):
-        assert not native.use_native(None, "cpu")
+        assert not slots.use_native(None, "cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not native.use_native(None, "cpu")
+        assert not slots.use_native(None, "cpu")
     with pytest.raises(ValueError, match=r"native=True: the compiled code cannot be used"):
-        native.use_native(True, "cpu")
+        slots.use_native(True, "cpu")
 
 
 @needs_library
 def test_compiled_code_serves_cuda_devices_where_it_is_asked_for(monkeypatch, tmp_path):
-    native._warn_once.cache_clear()
+    slots._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="host callbacks .* needs native=True"):
-        assert not native.use_native(None, "gpu")
-    monkeypatch.setattr(native, "_DRIVER", bytes(tmp_path / "libcuda.so.1"))
+        assert not slots.use_native(None, "gpu")
+    monkeypatch.setattr(slots, "_DRIVER", bytes(tmp_path / "libcuda.so.1"))
     with pytest.raises(
         ValueError, match=r"CUDA driver cannot be used: .*libcuda.so.1: cannot open"
     ):
-        native.use_native(True, "gpu")
+        slots.use_native(True, "gpu")
 
 
 def test_compiled_code_is_not_for_other_devices():
     with pytest.raises(ValueError, match="it supports CPU and CUDA devices, not tpu"):
-        native.use_native(True, "tpu")
+        slots.use_native(True, "tpu")
 
 
 def test_compiled_code_of_another_version_is_refused(monkeypatch):
-    monkeypatch.setattr(native, "HEADER_SIZE", native.HEADER_SIZE + 1)
-    assert "belongs to another version of jdaso" in native.load.__wrapped__()
+    monkeypatch.setattr(slots, "HEADER_SIZE", slots.HEADER_SIZE + 1)
+    assert "belongs to another version of jdaso" in slots.load.__wrapped__()

@@ -13,8 +13,7 @@ from jdaso.cluster.topology import Topology
 from jdaso.core.mpi_types import Comm
 from jdaso.core.types import JdasoError
 from jdaso.exchange.host.slots import PlainTable, Table
-from jdaso.exchange.transport.operation import Operation, WaitState
-from jdaso.exchange.transport.progress import Progress
+from jdaso.exchange.transport.progress import Operation, Progress, WaitState
 
 _RETRY_SECONDS = 0.1
 

@@ -30,11 +30,10 @@ from jdaso.core.mpi_types import Comm
 from jdaso.core.tree import check_finite, is_placeholder, outline, split, widened
 from jdaso.core.types import Number, PyTree
 from jdaso.core.validation import check_number
-from jdaso.exchange.host.native import use_native
+from jdaso.exchange.host.layout import Shardings
 from jdaso.exchange.host.program import Program
-from jdaso.exchange.host.shardings import Shardings
-from jdaso.exchange.transport.operation import Operation
-from jdaso.exchange.transport.progress import Progress
+from jdaso.exchange.host.slots import use_native
+from jdaso.exchange.transport.progress import Operation, Progress
 
 # Heartbeats within the time after which a silent worker is gone.
 _HEARTBEATS = 6

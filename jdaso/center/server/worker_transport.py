@@ -16,7 +16,7 @@ from jdaso.core.log import logger
 from jdaso.exchange.host.layout import Memory
 from jdaso.exchange.host.program import abort_on_error, report_error
 from jdaso.exchange.host.slots import PlainTable, Table
-from jdaso.exchange.transport.operation import Operation
+from jdaso.exchange.transport.progress import Operation
 
 _POSTED_TWICE = (
     "{} with the center was posted twice in %s: one optimizer state was stepped twice (as "

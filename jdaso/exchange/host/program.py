@@ -29,9 +29,8 @@ from jdaso.core.exchange import AGREEMENT_NAMES, HEADER_SIZE, UNCOUNTED, PostedE
 from jdaso.core.log import logger
 from jdaso.core.types import JdasoError, Leaves, Number, PyTree
 from jdaso.core.wire import WIRE_OF_BITS, pack, sum_dtype, sum_padding, unpadded, wire_dtypes
-from jdaso.exchange.host import native
-from jdaso.exchange.host.layout import Layout, Memory, make_layout
-from jdaso.exchange.host.shardings import Shardings
+from jdaso.exchange.host import slots
+from jdaso.exchange.host.layout import Layout, Memory, Shardings, make_layout
 from jdaso.exchange.host.slots import PlainTable, Table
 
 REPLICATED = PartitionSpec()
@@ -70,7 +69,7 @@ class Program:
         self._table, self._shardings, self._guard = table, shardings, guard
         #: Whether compiled code copies the leaves. It can do so in parts.
         self.compiled = isinstance(table, Table)
-        self._rounds = native.rounds(shardings.mesh.devices.flat[0].platform)
+        self._rounds = slots.rounds(shardings.mesh.devices.flat[0].platform)
         self.mesh = NodeMesh(shardings)
         #: Waits for all programs that were dispatched.
         self.complete = functools.partial(await_programs, shardings.mesh.local_devices)
@@ -164,7 +163,7 @@ class Program:
 
         leaves = [prepared(*each) for each in zip(leaves, layout.dtypes, strict=True)]
         # XLA is told of no side effects. The token orders the calls.
-        call = jax.ffi.ffi_call(native.POST, _TOKEN)
+        call = jax.ffi.ffi_call(slots.POST, _TOKEN)
         scalars = (jnp.asarray(x, jnp.int32) for x in (token, device, number, step))
         attributes = {"table": np.int32(self._table_id), "layout": np.int32(index)}
         return call(*scalars, header, *leaves, **attributes)
@@ -228,7 +227,7 @@ class Program:
         device = self.mesh.device_index()
         assert device is not None
         if self.compiled:
-            call = jax.ffi.ffi_call(native.COLLECT, [_TOKEN, _HEADER, *sums])
+            call = jax.ffi.ffi_call(slots.COLLECT, [_TOKEN, _HEADER, *sums])
             attributes = {"table": self._table_id, "first": first, "last": last}
             attributes["readers"] = self.mesh.local_size
             integers = {name: np.int32(value) for name, value in attributes.items()}
@@ -286,7 +285,7 @@ def _order(
     copied = [] if into is None else jax.tree.leaves(lists)
     aliases = {i: i for i in range(len(places))}
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in places]
-    call = jax.ffi.ffi_call(native.ORDER, shapes, input_output_aliases=aliases)
+    call = jax.ffi.ffi_call(slots.ORDER, shapes, input_output_aliases=aliases)
     return jax.tree.unflatten(treedef, call(*places, *copied))
 
 

@@ -1,27 +1,198 @@
-"""Posts and collects the exchanges of one process."""
+"""The exchanges of one process over MPI: communicators, operations, and calls of the host.
+
+:class:`ExchangeCommunicators` runs one exchange, :class:`MpiTransport` serves the slots with it,
+and :class:`HostCollectives` are the calls that the program makes outside of exchanges.
+"""
+
+from __future__ import annotations
 
 import logging
 import math
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jdaso.cluster.abort import at_exit
+from jdaso.cluster.local_devices import devices_are_busy
+from jdaso.cluster.roll_call import Call
 from jdaso.cluster.topology import Topology
-from jdaso.core.exchange import UNCOUNTED, PostedExchange
+from jdaso.core.caller import caller
+from jdaso.core.exchange import FINITE, OWN, UNCOUNTED, PostedExchange
 from jdaso.core.log import logger
-from jdaso.core.tree import KEEP_OUT
+from jdaso.core.mpi_types import Comm
+from jdaso.core.tree import KEEP_OUT, host_arrays, named_floats
+from jdaso.core.types import PyTree
 from jdaso.core.wire import describe_narrow_wires
-from jdaso.exchange.host.layout import Layout, Memory
+from jdaso.exchange.host.layout import Layout, Memory, sender
 from jdaso.exchange.host.program import abort_on_error, report_error
 from jdaso.exchange.host.slots import PlainTable, Table
-from jdaso.exchange.transport.handshake import exchange_name
-from jdaso.exchange.transport.membership import Membership
-from jdaso.exchange.transport.operation import Operation
-from jdaso.exchange.transport.progress import Progress
-from jdaso.exchange.transport.request import Request
-from jdaso.exchange.transport.watch import Watch
+from jdaso.exchange.transport import collectives
+from jdaso.exchange.transport.handshake import Watch, exchange_name, exit_barrier, handshake
+from jdaso.exchange.transport.progress import Operation, Progress, Request, completed
+
+
+class IndexCommunicators(NamedTuple):
+    """The communicators that transfer the exchanges of one local index."""
+
+    nodes: Comm  # one process of each node
+    within_node: Comm | None  # the processes of this node; None if a node is one process
+
+
+class ExchangeCommunicators:
+    """The communicators of all local indices. Creating them is collective over all processes."""
+
+    def __init__(self, topology: Topology, chunk_bytes: int):
+        self._topology = topology
+        self._chunk_bytes = chunk_bytes
+        # A process of several has the index of its local rank alone.
+        self._by_index = [_create(topology) for _ in topology.devices]
+        # A consensus must not receive messages of exchanges that are in flight.
+        self._consensus = _create(topology)
+        self.handshakes = topology.duplicate_comm()
+        # World ranks of the processes with each local rank, in the order of nodes.
+        places = np.array(topology.placements)
+        by_node = np.lexsort((places[:, 1], places[:, 0]))
+        self._members = by_node.reshape(-1, topology.processes_per_node).T
+
+    def queue(self, number: int) -> int:
+        """The queue of an exchange. Exchanges of a queue share communicators and run in order."""
+        return UNCOUNTED if number == UNCOUNTED else number % len(self._by_index)
+
+    def all(self) -> list[Comm]:
+        nested = [comm for index in [*self._by_index, self._consensus] for comm in index]
+        return [self.handshakes, *filter(None, nested)]
+
+    def exchange(
+        self,
+        number: int,
+        step: int,
+        header: np.ndarray,
+        memory: Memory,
+        before: Request | None,
+        watch: Watch,
+    ) -> Operation:
+        """Sums a memory of a slot after the exchange ``before``; returns the header and bytes sent.
+
+        Exchanges of one communicator run one after the other. The messages of several fragments
+        look alike, and messages of a failed exchange may still arrive.
+        """
+        topology, first = self._topology, self._members[0]
+        used = self._consensus if number == UNCOUNTED else self._by_index[self.queue(number)]
+        content = watch.content(number, header, memory, topology.local_rank)
+        total, records = yield from handshake(
+            self.handshakes,
+            memory.layout.fingerprint,
+            number,
+            step,
+            header,
+            first,
+            topology.describe,
+            content,
+        )
+        watch.compare(number, records["content"][self._members], topology, memory.layout)
+        watch.check_contributions(number, records["header"][first, 0], memory.layout)
+        yield from completed(before)
+        members = float(total[0])
+        if used.within_node is None:
+            sent = yield from self._sum(used.nodes, memory, members)
+            finite = memory.finite()  # the same on all nodes, as the sums are
+        else:
+            sent = yield from self._sum_shards(
+                used.nodes, used.within_node, memory, number, members
+            )
+            # Other processes of the node have other shards.
+            lost = not memory.finite()
+            finite = not (yield from collectives.any_true(used.within_node, lost))
+        watch.check_sums(number, bool(finite), members, memory)
+        total[FINITE], total[OWN] = finite, header[0] > 0
+        return total, sent
+
+    def _sum(self, nodes: Comm, memory: Memory, members: float) -> Operation:
+        """Sums a slot's memory over the nodes; returns the bytes sent."""
+        topology = self._topology
+        sent = yield from collectives.sum_staged(nodes, memory, self._chunk_bytes)
+        yield from collectives.widen_staged(memory, topology.node, topology.num_nodes)
+        if memory.layout.relative:
+            yield from collectives.subtract_own(memory, members)
+        return sent
+
+    def _sum_shards(
+        self,
+        nodes: Comm,
+        within_node: Comm,
+        memory: Memory,
+        number: int,
+        members: float,
+    ) -> Operation:
+        """Sums the shards that this process sends, and passes the sums on to the other holders."""
+        sent = 0
+        for holders, group in memory.by_holders():
+            root = sender(holders, number)
+            if root == self._topology.local_rank:
+                sent += yield from self._sum(nodes, group, members)
+            yield from collectives.pass_on(within_node, group, root, {*holders} - {root})
+        return sent
+
+
+def _create(topology: Topology) -> IndexCommunicators:
+    within_node = topology.within_node() if topology.joined else None
+    return IndexCommunicators(topology.across_nodes(), within_node)
+
+
+# Operations that the processes post in the same order.
+SERIES = ("exchanges", "comparisons", "broadcasts", "flags", "exits")
+
+
+class Membership:
+    """The communicators of one exchange, and the counts of the operations that they carry."""
+
+    def __init__(self, topology: Topology, chunk_bytes: int):
+        self.topology = topology
+        self._roll_call = topology.heartbeat and topology.heartbeat.roll_call
+        self._series = {name: self._roll_call.new_series() for name in SERIES if self._roll_call}
+        self.exchanges = ExchangeCommunicators(topology, chunk_bytes)
+        # All processes must post the operations of one communicator in the same order. The order
+        # between kinds depends on timing, so each kind has its own communicator.
+        self.comparisons = topology.duplicate_comm()
+        # Each process broadcasts the shards of its local rank.
+        self.broadcasts = topology.across_nodes()
+        self.flags = topology.duplicate_comm()  # of ``any_true``
+
+    def free(self) -> None:
+        """Frees all communicators; collective over all processes."""
+        for comm in [*self.exchanges.all(), self.comparisons, self.broadcasts, self.flags]:
+            comm.Free()
+
+    def call(self, series: str) -> Call | None:
+        """Counts an operation of one of ``SERIES`` that this process posts."""
+        return self._roll_call.post(self._series[series]) if self._roll_call else None
+
+    def announce_exit(self, progress: Progress) -> None:
+        """Announces that this process closes the exchange, in ``close`` or at exit.
+
+        Waits until all processes close it as well. MPI_Finalize also waits for them, but occupies a
+        core meanwhile. If one of them dies instead, the heartbeat ends this process.
+        """
+        call = self.call("exits")
+        if self._roll_call:
+            for series in self._series.values():
+                self._roll_call.close(series)
+        barrier = exit_barrier(self.exchanges.handshakes)
+        own = self.topology.describe(self.topology.rank)
+        name = f"the closing of an exchange, by {own},"
+        request = progress.submit(barrier, name, call=call, last=True)
+        request.wait(_in_other_thread)
+
+
+def _in_other_thread() -> bool:
+    """Whether the main thread may post other operations while this thread waits."""
+    return threading.current_thread() is not threading.main_thread()
+
 
 _PAST_THE_END = (
     "%s has taken the %d steps of its schedule. Every further step blocks: pass the steps of the "
@@ -215,3 +386,104 @@ def _description(number: int, step: int, name: str) -> str:
     if number == UNCOUNTED:
         return f"a consensus, called by {name} as jdaso.consensus or jdaso.drift,"
     return f"{exchange_name(number)}, posted by {name} after step {step},"
+
+
+# Calls of ``anyone`` until its answer, which has arrived by then in most cases. One node may be
+# this many steps ahead of another.
+_ANSWER_AFTER = 4
+
+
+# In place of a fingerprint.
+_TRACED = -1
+_DIFFERENT = (
+    "in tx.init, the parameters of %s differ from those of %s, so the first exchanges average "
+    "unrelated numbers: start all nodes with params = jdaso.broadcast(exchange, params) before "
+    "tx.init."
+)
+
+
+def _fingerprint(params: PyTree) -> int:
+    """A checksum of the floating-point leaves that this process holds."""
+    checksum = 0
+    for _, leaf in named_floats(params):
+        if not (arrays := host_arrays(leaf)):
+            return _TRACED
+        for array in arrays:
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+            checksum = zlib.crc32(data, checksum)
+    return checksum
+
+
+class HostCollectives:
+    """Broadcasts, comparisons and queries of all processes."""
+
+    def __init__(self, membership: Membership, progress: Progress):
+        self._membership, self._progress = membership, progress
+        self._name = membership.topology.describe(membership.topology.rank)
+        self._flags: deque[Request] = deque()
+
+    def anyone(self, flag: bool) -> bool:
+        """Whether any process passed True in the fourth call before this one, if there is one."""
+        asked = collectives.any_true(self._membership.flags, flag)
+        call = self._membership.call("flags")
+        description = f"a flag, sent by {self._name},"
+        self._flags.append(self._progress.submit(asked, description, call=call))
+        if len(self._flags) <= _ANSWER_AFTER:
+            return False
+        return self._progress.wait(self._flags.popleft(), devices_are_busy)
+
+    def broadcast(self, leaves: Sequence[np.ndarray], root: int) -> list[np.ndarray]:
+        """The leaves of node ``root``.
+
+        Each process receives the shards of its local rank.
+        """
+
+        def from_root() -> Operation:
+            copies = [np.array(leaf, order="C") for leaf in leaves]
+            yield from collectives.broadcast(self._membership.broadcasts, copies, root)
+            return copies
+
+        # No ``busy``: outside jit, the comparison before it has waited for the devices. Inside jit,
+        # they are busy with this broadcast.
+        return self._run(from_root(), "broadcasts", caller() or "a broadcast")
+
+    def compare(self, outline: Sequence[str]) -> None:
+        """Raises JdasoError, on every node, if the outlines of the nodes' trees differ."""
+
+        describe = self._membership.topology.describe
+        compared = collectives.compare(self._membership.comparisons, outline, describe)
+        what = f"the comparison of parameters in {caller() or 'tx.init'}"
+        self._run(compared, "comparisons", what, devices_are_busy)
+
+    def warn_if_different(self, params: PyTree) -> None:
+        """Logs which processes start with other parameters than those of the first node.
+
+        Nothing is compared if one of them traces its parameters.
+        """
+        own, membership = np.array([_fingerprint(params)], np.int64), self._membership
+
+        def compare() -> Operation:
+            topology = membership.topology
+            numbers = yield from collectives.gather(membership.comparisons, own)
+            # Each process of a node may hold other shards.
+            local = [place.local_rank for place in topology.placements]
+            alike = [local.index(each) for each in local]
+            differs = np.flatnonzero(numbers != numbers[alike])
+            if topology.rank == 0 and differs.size and (numbers != _TRACED).all():
+                one, other = alike[differs[0]], int(differs[0])
+                logger.warning(_DIFFERENT, *map(topology.describe, (other, one)))
+
+        what = "the comparison of parameters in tx.init"
+        self._run(compare(), "comparisons", what, devices_are_busy)
+
+    def _run(
+        self,
+        operation: Operation,
+        series: str,
+        what: str,
+        busy: Callable[[], bool] | None = None,
+    ) -> Any:
+        description = f"{what}, called by {self._name},"
+        call = self._membership.call(series)
+        request = self._progress.submit(operation, description, call=call)
+        return self._progress.wait(request, busy)

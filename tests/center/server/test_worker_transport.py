@@ -10,7 +10,7 @@ import jdaso
 from jdaso.center.server.mpi_center import _MpiCenter
 from jdaso.center.server.worker_transport import WorkerTransport, worker_table
 from jdaso.core.exchange import HEADER_SIZE, UNCOUNTED
-from jdaso.exchange.host import native
+from jdaso.exchange.host import slots
 from jdaso.exchange.host.layout import LeafSpec, unsharded
 from jdaso.exchange.transport.progress import Progress
 
@@ -31,7 +31,7 @@ class Connection:
         return np.concatenate([part.view(np.uint8) for part in parts])
 
 
-@pytest.fixture(params=[False, native.unavailable_reason() is None])
+@pytest.fixture(params=[False, slots.unavailable_reason() is None])
 def table(request):
     connection = Connection(request.param)
     WorkerTransport(TOPOLOGY, connection, abort=str)

@@ -19,25 +19,25 @@ from jdaso.core import wire
 from jdaso.core.block_format import FORMATS
 from jdaso.core.exchange import HEADER_SIZE, UNCOUNTED
 from jdaso.core.types import JdasoError
-from jdaso.exchange.host import native, slots
+from jdaso.exchange.host import slots
 from jdaso.exchange.host.layout import (
     HeldShard,
     Layout,
     LeafSpec,
     Memory,
     Plan,
+    Shardings,
     memory_of,
     unsharded,
 )
 from jdaso.exchange.host.program import Program
-from jdaso.exchange.host.shardings import Shardings
 from jdaso.exchange.host.slots import PlainTable, Table
 
 SECONDS = 20.0
 HEADER = np.ones(HEADER_SIZE, np.float32)
 FLOAT32 = np.dtype("float32")
 TEXTS = "{} was posted twice in rank 0", "{} is not in flight in rank 0"
-has_library = not isinstance(native.load(), str)
+has_library = not isinstance(slots.load(), str)
 needs_library = pytest.mark.skipif(not has_library, reason="no compiled code")
 SPECS = [LeafSpec((2, 3), FLOAT32), LeafSpec((), np.dtype("float16")), LeafSpec((4,), FLOAT32)]
 
@@ -508,7 +508,7 @@ def test_the_persistent_cache_tells_tables_layouts_and_parts_apart(cached):
 def test_devices_and_checkpoints_race_for_nothing(tmp_path):
     """Thread sanitizer finds no race while three devices exchange and another thread saves."""
     compiler = shutil.which("g++") or pytest.skip("no g++")
-    sources = Path(native.__file__).parent
+    sources = Path(slots.__file__).parent
     program = tmp_path / "stress"
     flags = ["-g", "-O1", "-std=c++17", "-pthread", f"-I{sources}", "-isystem"]
     build = functools.partial(subprocess.run, capture_output=True, text=True, timeout=600)

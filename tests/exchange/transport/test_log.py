@@ -16,7 +16,7 @@ import numpy as np
 import jdaso
 from jdaso.core.exchange import HEADER_SIZE
 from jdaso.exchange.host.layout import LeafSpec, unsharded
-from jdaso.exchange.transport.membership import Membership
+from jdaso.exchange.transport.mpi_transport import Membership
 from jdaso.exchange.transport.mpi_transport import MpiTransport, mpi_table
 from jdaso.exchange.transport.progress import Progress
 

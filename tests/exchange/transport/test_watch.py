@@ -8,7 +8,7 @@ import pytest
 from jdaso.core.exchange import UNCOUNTED
 from jdaso.core.types import JdasoError
 from jdaso.exchange.host.layout import LeafSpec, memory_of
-from jdaso.exchange.transport.watch import Watch
+from jdaso.exchange.transport.handshake import Watch
 
 TOPOLOGY = SimpleNamespace(rank=0, num_nodes=2)
 SAME = "they seem to train on the same data"

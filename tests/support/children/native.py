@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jdaso
 from jdaso.core import parts
 from jdaso.core.tree import is_float
-from jdaso.exchange.host import native
+from jdaso.exchange.host import slots
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--moments", help="the wire of averaged momentum")
@@ -37,11 +37,11 @@ if arguments.devices > 1:
     jdaso.cluster.use_virtual_devices(arguments.devices)
 topology = jdaso.discover_topology(processes_per_node=1)
 if arguments.stand_in:
-    stand_in = native.open_library(arguments.stand_in, {"cpu": "_cuda"})
+    stand_in = slots.open_library(arguments.stand_in, {"cpu": "_cuda"})
     assert not isinstance(stand_in, str), stand_in
     assert stand_in.jdaso_driver(arguments.stand_in.encode()) is None
     stand_in.stand_in_set_delay(1000 if topology.node else 10000)
-    native.load, native.rounds = lambda: stand_in, lambda platform: False
+    slots.load, slots.rounds = lambda: stand_in, lambda platform: False
 schedule = jdaso.cycling(period=4, delay=2, warmup=6, cooldown=6, total=30, epoch=6)
 
 
