@@ -36,6 +36,7 @@ namespace jdaso {
 
 namespace {
 
+constexpr std::chrono::seconds kTelling{2};
 constexpr char kClosed[] =
     "the exchange is closed, or the interpreter is exiting: no exchange can start or end";
 constexpr size_t kPage = 4096, kRecords = 1000;
@@ -244,9 +245,12 @@ bool Table::Wait(double seconds) {
 // An error of a handler, each once; "" if there is none.
 std::string Table::Problem() {
   std::lock_guard<std::mutex> lock(mutex_);
+  if (problems_taken_ > problems_told_) changed_.notify_all();
+  problems_told_ = problems_taken_;  // the thread has told what it got before
   if (problems_.empty()) return "";
   std::string problem = std::move(problems_.front());
   problems_.pop_front();
+  ++problems_taken_;
   return problem;
 }
 
@@ -257,10 +261,14 @@ void Table::Wake() {
   WakeLocked();
 }
 
+// Waits until the progress thread has told the problem. Otherwise the program might fail, and end,
+// before that, with an error in the words of XLA.
 void Table::Report(const std::string& problem) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
   problems_.push_back(problem);
   WakeLocked();
+  const int64_t own = problems_taken_ + static_cast<int64_t>(problems_.size());
+  changed_.wait_for(lock, kTelling, [&] { return closed_ || problems_told_ >= own; });
 }
 
 // Adds to the number of those who wait for a result, and returns it.

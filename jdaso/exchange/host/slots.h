@@ -145,6 +145,7 @@ class Table {
   double totals_[4] = {};
   const std::string posted_twice_, not_in_flight_;
   const std::chrono::duration<double> patience_;
+  int64_t problems_taken_ = 0, problems_told_ = 0;  // by the progress thread
   int32_t highest_ = kUncounted, waiting_ = 0;
   bool restarted_ = false, closed_ = false, woken_ = false;
   const bool talks_;

@@ -18,7 +18,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -330,12 +330,10 @@ class Table:
         """Whoever collects the exchange gets this error."""
         self._library.jdaso_fail(self.id, slot, error.encode(errors="backslashreplace"))
 
-    def problems(self) -> list[str]:
-        """The errors of handlers since the last call."""
-        found, text = [], self._text
-        while self._library.jdaso_problem(self.id, text, len(text)):
-            found.append(text.value.decode(errors="replace"))
-        return found
+    def problems(self) -> Iterator[str]:
+        """Yields the errors of handlers, each of which waits until the next one is asked for."""
+        while self._library.jdaso_problem(self.id, self._text, len(self._text)):
+            yield self._text.value.decode(errors="replace")
 
     def await_posted(self) -> None:
         """Waits until no slot is being filled."""
@@ -532,8 +530,8 @@ class PlainTable:
                 self.wake()
             return self._waiting
 
-    def problems(self) -> list[str]:
-        return []  # callbacks report their errors themselves
+    def problems(self) -> Iterator[str]:
+        return iter(())  # callbacks report their errors themselves
 
     def await_posted(self) -> None:
         def pending() -> list[int]:

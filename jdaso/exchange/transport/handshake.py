@@ -18,7 +18,7 @@ from jdaso.core.types import JdasoError
 from jdaso.core.wire import describe_narrow_wires
 from jdaso.exchange.host.layout import Layout, Memory, sender
 from jdaso.exchange.transport.collectives import add_in_order, gather
-from jdaso.exchange.transport.progress import Operation
+from jdaso.exchange.transport.progress import Operation, closed_without
 
 _SAME_SCHEDULE = "All nodes must use the same schedule and continue the same checkpoint."
 _SAME_START = (
@@ -55,14 +55,6 @@ _SUMMED = slice(None, -len(AGREEMENT_NAMES))
 
 def exchange_name(number: int) -> str:
     return "a consensus" if number == UNCOUNTED else f"exchange {number}"
-
-
-def closed_without(names: str) -> str:
-    """Why an operation cannot complete in which processes have not taken part."""
-    return (
-        f"{names} closed this exchange, or exited, without taking part. All nodes must take the "
-        "same number of steps and make the same calls."
-    )
 
 
 def handshake(

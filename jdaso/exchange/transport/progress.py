@@ -27,7 +27,6 @@ from jdaso.core.log import logger
 from jdaso.core.mpi_types import MpiRequest
 from jdaso.core.types import JdasoError
 from jdaso.exchange.host.slots import PlainTable, Table
-from jdaso.exchange.transport.handshake import closed_without
 
 _POLL_SECONDS = 1e-4
 
@@ -418,6 +417,14 @@ class Peers:
             texts.append(f"and {answer.absent - len(answer.names)} more")
         texts += [f"{self._describe(p.rank)} waits for {p.name}" for p in answer.names if p.awaited]
         return "; ".join(texts)
+
+
+def closed_without(names: str) -> str:
+    """Why an operation cannot complete in which processes have not taken part."""
+    return (
+        f"{names} closed this exchange, or exited, without taking part. All nodes must take the "
+        "same number of steps and make the same calls."
+    )
 
 
 # After a longer pause between two looks, the process was stopped or the machine was suspended.
