@@ -16,12 +16,9 @@ if jaxlib is not None and jaxlib.origin is not None:
             "jdaso.exchange.host._copies",
             sources=[
                 f"jdaso/exchange/host/{name}.cc"
-                for name in ("ffi_queue", "block_kernels", "copies_cpu", "copies_cuda")
+                for name in ("slots", "slots_cuda", "block_kernels")
             ],
-            depends=[
-                f"jdaso/exchange/host/{name}.h"
-                for name in ("ffi_queue", "block_kernels", "cuda_driver")
-            ],
+            depends=[f"jdaso/exchange/host/{name}.h" for name in ("slots", "cuda_driver")],
             include_dirs=[str(Path(jaxlib.origin).parent / "include")],
             # Without contraction to fused operations, the bits are those of NumPy.
             extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off"],

@@ -31,8 +31,8 @@ import jdaso
 from jdaso.cluster.placement import Placement, Process
 from jdaso.core.exchange import HEADER_SIZE
 from jdaso.exchange.host.layout import LeafSpec, unsharded
-from jdaso.exchange.transport.membership import Membership
-from jdaso.exchange.transport.mpi_transport import MpiTransport
+from jdaso.exchange.host.slots import use_native
+from jdaso.exchange.transport.mpi_transport import Membership, MpiTransport, mpi_table
 from jdaso.exchange.transport.progress import Progress
 
 PAUSE = 0.02  # seconds between steps, in which an exchange completes
@@ -131,18 +131,19 @@ def stand_in(size: int, kilobytes: float, rounds: int) -> str:
         comm=StandIn(size),
     )
     membership = Membership(topology, chunk_bytes=1 << 22)
-    progress = Progress(topology, 60.0, lambda progress: None, topology.abort)
-    transport = MpiTransport(membership, progress)
+    table = mpi_table(topology, use_native(None, "cpu"))
+    progress = Progress(topology, 60.0, lambda progress: None, topology.abort, table)
+    MpiTransport(membership, progress)
     layout = unsharded([LeafSpec((int(kilobytes * 250),), np.dtype("float32"))])
-    header = np.ones(HEADER_SIZE, np.float32)
+    index, header = table.register(layout), np.ones(HEADER_SIZE, np.float32)
     start = 0.0
     for number in range(rounds + 5):
         if number == 5:
             start = time.process_time()
-        transport.reserve(number, layout).fill([np.ones(layout.specs[0].shape)])
-        transport.post(number, number, header)
-        staging, _ = transport.collect(number, readers=1)
-        staging.record["reads"] = 1
+        slot = table.begin_post(number, number, header, index)
+        table.memory(slot).fill([np.ones(layout.specs[0].shape)])
+        table.end_post(slot)
+        table.end_collect(table.begin_collect(number, 1), 1, True)
     seconds = (time.process_time() - start) / rounds
     progress.close()
     grown = (resident_bytes() - before) / 2**20

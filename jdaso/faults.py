@@ -217,7 +217,7 @@ def _with_faults(
         return _with_faults(exchange.bound(names, leaves), pending, callbacks)
 
     return exchange._replace(
-        start=start, finish=finish, parts=None, feedback=None, bind=bind if exchange.bind else None
+        start=start, finish=finish, parts=None, bind=bind if exchange.bind else None
     )
 
 

@@ -4,7 +4,7 @@ An entry is a top-level folder or module of jdaso. This one imports only the ent
 :mod:`jdaso.core`. The entries checkpoint, exchange, passm, center and perf may import it.
 
 When a process dies, its ``heartbeat`` connection closes, and ``abort`` ends all other processes.
-With a centre, ``center/server/liveness`` marks a dead worker as gone, and the others continue. Only
+With a center, ``center/server/liveness`` marks a dead worker as gone, and the others continue. Only
 the death of node 0, which runs the server, ends the job. ``sbatch`` writes the job script that
 starts a job again after a death.
 """

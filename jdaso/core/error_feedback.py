@@ -2,7 +2,7 @@
 
 Eight bits are too few for parameters, because rounding would remove their small changes. Node i
 therefore sends the difference of its parameters x_i from an anchor a, plus its residual r_i. The
-anchor has the same bits on all nodes: it is the centre of EASGD, the anchor of DiLoCo, and
+anchor has the same bits on all nodes: it is the center of EASGD, the anchor of DiLoCo, and
 otherwise the mean that arrived last. The residual is the rounding error that the node has not sent
 yet. With C the rounding of ``block_format.py`` and P nodes,
 
@@ -25,8 +25,6 @@ of the parameters.
   their block would then never be sent.
 - EASGD and DiLoCo move their anchor themselves. The mean is still a + C(s) / P, and the rounding
   errors stay in the residuals, so that sums over time lose nothing.
-- On CPUs with compiled code, the exchange computes these equations while it copies, with the same
-  bits; see ``FeedbackOperations`` of ``exchange.py``.
 - Other wires, for instance in blocking phases, send x_i + r_i, and r_i becomes the rounding error.
   If such a wire is narrower than float32, the rounding error of the returned sum is lost.
 
@@ -130,7 +128,6 @@ def decompress(
         # A sum that has overflowed must not stay in the residual.
         kept.append(r + _finite_or_zero(s - received))
         base = jnp.where(bits > 0, a, 0)
-        # A division, because compiled code must get the same bits.
         mean = base + received / jnp.maximum(members, 1).astype(s.dtype)
         means.append(mean)
         moved.append(jnp.where(members > 0, mean, a))

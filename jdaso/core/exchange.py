@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from jdaso.core.types import Leaves, Number, PyTree
-from jdaso.core.wire import Wire
 
 #: Names of the quantities that must be equal on all nodes, as error messages show them. The
 #: function :func:`jdaso.core.consistency.agreement_numbers` computes one number for each.
@@ -145,30 +144,6 @@ class PartOperations(NamedTuple):
     after: Callable[..., tuple[PyTree, list[Leaves]]]
 
 
-class FeedbackOperations(NamedTuple):
-    """How an exchange computes error feedback while it copies; see ``error_feedback.py``.
-
-    Residuals change in their places, and anchors unless they are kept. They belong to the first
-    leaves, the parameters. The other leaves, the optimizer's moments, have none.
-
-    Attributes:
-        supports: ``(wire) -> bool``, whether this holds for a wire.
-        start: ``(state, number, step, leaves, header, wires, choice, residual, anchor) -> (state,
-            next_number, residual)``, as that of :class:`Exchange`. ``choice`` (int32) is the index
-            of the wire to use. One call for all wires changes the residuals in place, which a
-            ``lax.switch`` with a call in each branch does not.
-        finish: ``(state, number, like, part, block_bits, residual, anchor, keep) -> (means,
-            residual, header, state)`` for a part of the leaves. Leaves without a residual have sums
-            in place of means. Unless ``keep``, the means take the places of the anchors. If the
-            sums are not finite, or no node has contributed, the means are the anchors and nothing
-            changes.
-    """
-
-    supports: Callable[[Wire], bool]
-    start: Callable[..., tuple[PyTree, Number, Leaves]]
-    finish: Callable[..., tuple[Leaves, Leaves, jax.Array, PyTree]]
-
-
 class Exchange(NamedTuple):
     """How nodes communicate. This is the only part of an algorithm that knows a network.
 
@@ -221,11 +196,10 @@ class Exchange(NamedTuple):
         compares: whether the exchange compares the agreement numbers of the nodes. If not, the
             engine does not compute them.
         same_bits: whether the last agreement number, the shared state's, must be equal.
-        bind: ``(names, leaves) -> Exchange`` whose ``start``, ``finish``, ``per_shard``, ``parts``
-            and ``feedback`` are for these leaves. It differs from this exchange where leaves may be
+        bind: ``(names, leaves) -> Exchange`` whose ``start``, ``finish``, ``per_shard`` and
+            ``parts`` are for these leaves. It differs from this exchange where leaves may be
             sharded over devices.
         parts: how a bound exchange copies its leaves in parts, or None if it does not.
-        feedback: how a bound exchange computes error feedback, or None if the engine has to.
         per_shard: ``(function, part) -> function``, which is applied to the shards of each device.
             Lists with one array per leaf of the part are sharded like the leaves, all other arrays
             are replicated.
@@ -255,7 +229,6 @@ class Exchange(NamedTuple):
     same_bits: bool = True
     bind: Callable[[Sequence[str], Leaves], Exchange] | None = None
     parts: PartOperations | None = None
-    feedback: FeedbackOperations | None = None
     per_shard: Callable[[Callable, slice], Callable] = lambda function, part: function
     all_devices: Callable[[jax.Array], jax.Array] = lambda flag: flag
     close: Callable[[], None] = lambda: None

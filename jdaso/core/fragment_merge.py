@@ -12,7 +12,7 @@ from jdaso.core.engine_config import EngineConfig, stop_unless_finite
 from jdaso.core.error_feedback import Feedback, anchors, decompress
 from jdaso.core.exchange import FINITE, OWN
 from jdaso.core.merge_state import Dependence, SplitState, dependence, split_state
-from jdaso.core.parts import Lists, finish_in_parts, joined
+from jdaso.core.parts import Lists, finish_in_parts
 from jdaso.core.state import FragmentState
 from jdaso.core.tree import division_by, where_tree
 from jdaso.core.types import Arrival, Leaves, Merge, PyTree
@@ -65,13 +65,14 @@ def merge_fragment(
         reads = dependence(merge, leaves[:num_params], state)
     anchor = anchors(merge, fragment.merge, feedback) if feedback else []
     posted = _Posted(config, num_params, leaves, fragment, state, anchor)
-    merged: list[tuple[Lists, Leaves, Lists]] = []
+    rests: list[PyTree] = []
 
     def merge_part(*arrived):
-        merged.append(_merge_part(posted, *arrived))
-        return merged[-1][0]
+        lists, rest = _merge_part(posted, *arrived)
+        rests.append(rest)
+        return lists
 
-    old_feedback = [feedback.residual, feedback.anchor] if feedback and not posted.copied else []
+    old_feedback = [feedback.residual, feedback.anchor] if feedback else []
     in_place = not reads.leafwise or (reads.in_place and not old_feedback)
     results, header, exchange_state = finish_in_parts(
         *(exchange, fragment.exchange, leaves, functools.partial(_collect, posted), merge_part),
@@ -82,11 +83,10 @@ def merge_fragment(
     lost = ~stop_unless_finite(config, header[FINITE] > 0, step)
     if feedback:
         ready = feedback.anchor_ready | (~lost & (header[0] > 0))
-        *lists, residual, anchor = [*lists, *joined([copied for _, _, copied in merged])]
-        anchor = anchor[: len(feedback.anchor)]
+        *lists, residual, anchor = lists
         feedback = Feedback(residual, anchor, feedback.block_bits, ready)
     fragment = fragment._replace(
-        exchange=exchange_state, merge=state.rebuild(lists, merged[-1][1]), feedback=feedback
+        exchange=exchange_state, merge=state.rebuild(lists, rests[-1]), feedback=feedback
     )
     usable = ~lost & (header[0] > 0)
     return leaves, fragment, Arrived(header[0], fragment.age, usable, lost, header[1:3])
@@ -102,23 +102,18 @@ def arrive(
     exchange, feedback = config.exchange, fragment.feedback
     state = split_state(config.merge.init, fragment.merge)
     posted = _Posted(config, 0, leaves, fragment, state, feedback.anchor)
-    copied: list[Lists] = []
     moments: Leaves = []
 
     def move(part: slice, arrived: Leaves, header: jax.Array) -> Lists:
         means, new = _means(posted, part, arrived, header[0])
         moments.extend(means[len(feedback.anchor[part]) :])
-        if posted.copied:
-            copied.append(new)
-            return []
         # A sum that is not finite must not stay in the feedback.
         return where_tree(header[FINITE] > 0, new, [feedback.residual[part], feedback.anchor[part]])
 
-    results, header, exchange_state = finish_in_parts(
+    (residual, anchor), header, exchange_state = finish_in_parts(
         *(exchange, fragment.exchange, leaves, functools.partial(_collect, posted), move),
-        into=None if posted.copied else [feedback.residual, feedback.anchor],
+        into=[feedback.residual, feedback.anchor],
     )
-    residual, anchor = joined(copied) if posted.copied else results
     lost = ~stop_unless_finite(config, header[FINITE] > 0, step)
     usable = ~lost & (header[0] > 0)
     feedback = Feedback(residual, anchor, feedback.block_bits, feedback.anchor_ready | usable)
@@ -169,19 +164,14 @@ class _Posted(NamedTuple):
     state: SplitState  # of the merge rule
     anchor: Leaves
 
-    @property
-    def copied(self) -> bool:
-        """Whether the exchange computes the error feedback, in place of residual and anchor."""
-        return bool(self.fragment.feedback) and self.config.exchange.feedback is not None
-
 
 def _merge_part(
     posted: _Posted, part: slice, arrived: Leaves, header: jax.Array
-) -> tuple[Lists, Leaves, Lists]:
+) -> tuple[Lists, PyTree]:
     """Merges what :func:`_collect` has returned for a part.
 
-    Returns the leaves and the lists that are like them, the rest of the merge rule's state, which
-    is the same for all parts, and residual and anchor if the exchange has computed them.
+    Returns the leaves, the lists that are like them, residual and anchor last if there is error
+    feedback, and the rest of the merge rule's state, which is the same for all parts.
     """
     config, num_params, leaves, fragment, state, *_ = posted
     merge, feedback = config.merge, fragment.feedback
@@ -207,11 +197,11 @@ def _merge_part(
     new = split_state(merge.init, new_state)
     lists = [merged, *where_tree(usable, new.lists, old_lists)]
     rest = where_tree(usable, new.rest, state.rest)
-    if posted.copied or not feedback:
-        return lists, rest, new_feedback
+    if not feedback:
+        return lists, rest
     # A sum that is not finite must not stay in the feedback.
     old_feedback = [feedback.residual[part], feedback.anchor[part]]
-    return [*lists, *where_tree(finite, new_feedback, old_feedback)], rest, []
+    return [*lists, *where_tree(finite, new_feedback, old_feedback)], rest
 
 
 def _apply(
@@ -227,14 +217,9 @@ def _apply(
 
 
 def _collect(posted: _Posted, state: PyTree, part: slice) -> tuple[Leaves, jax.Array, PyTree]:
-    """Waits for a part. Returns its sums, or means and residuals if the exchange computes them."""
-    exchange, feedback = posted.config.exchange, posted.fragment.feedback
+    """Waits for a part of the sums."""
+    exchange = posted.config.exchange
     sent = state, posted.fragment.number, posted.leaves[part]
-    if feedback and exchange.feedback is not None:
-        old = feedback.block_bits, feedback.residual[part], posted.anchor[part]
-        keep = not feedback.anchor  # the merge rule moves its own
-        means, residual, header, state = exchange.feedback.finish(*sent, part, *old, keep)
-        return [*means, *residual], header, state
     return exchange.finish(*sent) if exchange.parts is None else exchange.parts.finish(*sent, part)
 
 
@@ -247,11 +232,8 @@ def _means(
     if not feedback:
         return [*map(divide, arrived)], []
     residual, anchor = feedback.residual[part], posted.anchor[part]
-    count, both = len(residual), len(posted.leaves[part])  # parameters, and moments as well
-    of_moments = [*map(divide, arrived[count:both])]
-    if exchange.feedback is not None:
-        means, residual = arrived[:count], arrived[both:]
-        return [*means, *of_moments], [residual, means]
+    count = len(residual)  # of the parameters; moments have none
+    of_moments = [*map(divide, arrived[count:])]
     expand = exchange.per_shard(decompress, slice(part.start, part.start + count))
     means, residual, moved = expand(arrived[:count], members, feedback.block_bits, residual, anchor)
     return [*means, *of_moments], [residual, moved[: len(feedback.anchor[part])]]

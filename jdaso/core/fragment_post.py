@@ -115,7 +115,7 @@ def _send(
 
     Returns the state of the exchange, the number of the next one, and the feedback.
     """
-    exchange, feedback, copied = config.exchange, fragment.feedback, config.exchange.feedback
+    exchange, feedback = config.exchange, fragment.feedback
     if not feedback:
         options = {"relative": True} if config.merge.relative else {}
 
@@ -136,16 +136,11 @@ def _send(
         message = sent._replace(leaves=[*rounded, *sent.leaves[count:]])
         return *exchange.start(state, *message, of_leaves), residual
 
-    if copied is not None and all(map(copied.supports, each)):
-        state, following, residual = copied.start(
-            fragment.exchange, *sent, each, choice, feedback.residual, anchor
-        )
-    else:
-        state, following, residual = lax.switch(
-            choice,
-            [functools.partial(start_compressed, *pair) for pair in zip(wires, each, strict=True)],
-            *(fragment.exchange, feedback.residual),
-        )
+    state, following, residual = lax.switch(
+        choice,
+        [functools.partial(start_compressed, *pair) for pair in zip(wires, each, strict=True)],
+        *(fragment.exchange, feedback.residual),
+    )
     bits = _block_bits(wires)[choice]
     return state, following, feedback._replace(residual=residual, block_bits=bits)
 

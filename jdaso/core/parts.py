@@ -64,9 +64,9 @@ def finish_in_parts(
             places = None if into is None else [each[part] for each in into]
             state, lists = exchange.parts.after(state, part, lists, places)
         results.append(lists)
-    return joined(results), header, state
+    return _joined(results), header, state
 
 
-def joined(parts: Sequence[Lists]) -> Lists:
+def _joined(parts: Sequence[Lists]) -> Lists:
     """The lists for all leaves, from those for each part."""
     return [list(chain.from_iterable(lists)) for lists in zip(*parts, strict=True)]

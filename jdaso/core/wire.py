@@ -7,6 +7,7 @@ sent as rows of bytes, see ``block_format.py``. The functions take NumPy and JAX
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -198,3 +199,23 @@ def pack_sum(total, dtype, num_nodes: int):
 def unpack_sum(packed, num_nodes: int):
     """The inverse of :func:`pack_sum`, in the ``sum_dtype``."""
     return unpack(packed) * sum_divisor(packed.dtype, num_nodes)
+
+
+class Pieces(NamedTuple):
+    """Elements of a vector for each member: int64[P] starts and counts."""
+
+    starts: np.ndarray
+    counts: np.ndarray
+
+    def of(self, member: int) -> slice:
+        return slice(self.starts[member], self.starts[member] + self.counts[member])
+
+
+def shards(length: int, size: int) -> Pieces:
+    """The elements of a vector that each of ``size`` members sums.
+
+    >>> shards(7, 2)
+    Pieces(starts=array([0, 3]), counts=array([3, 4]))
+    """
+    bounds = length * np.arange(size + 1, dtype=np.int64) // size
+    return Pieces(bounds[:-1], np.diff(bounds))

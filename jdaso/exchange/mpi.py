@@ -3,32 +3,183 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+from jax.extend.core import get_opaque_trace_state
 
 from jdaso.cluster.barrier import barrier
 from jdaso.cluster.topology import Topology
-from jdaso.core.exchange import Exchange, HostState, PostedExchange, SentLeaf
+from jdaso.core.block_format import FORMATS
+from jdaso.core.exchange import (
+    UNCOUNTED,
+    Exchange,
+    HostState,
+    PartOperations,
+    PostedExchange,
+    SentLeaf,
+)
 from jdaso.core.log import logger
-from jdaso.core.tree import is_placeholder, outline
+from jdaso.core.tree import is_placeholder, named_floats, outline
 from jdaso.core.types import Leaves, PyTree
-from jdaso.core.validation import check_number
+from jdaso.core.validation import check_number, check_whole
 from jdaso.core.wire import check_wire
-from jdaso.exchange.axis import one_node
-from jdaso.exchange.closing import once
-from jdaso.exchange.host.compiled import use_native
-from jdaso.exchange.host.jit_interface import JitInterface
-from jdaso.exchange.host.keys import Keys
-from jdaso.exchange.host.shardings import Shardings
-from jdaso.exchange.leaf_functions import LeafFunctions, OncePerProgram
-from jdaso.exchange.settings import Settings, check_same_settings, check_settings
-from jdaso.exchange.transport.host_collectives import HostCollectives
-from jdaso.exchange.transport.membership import Membership
-from jdaso.exchange.transport.mpi_transport import MpiTransport
-from jdaso.exchange.transport.progress import Progress
+from jdaso.exchange.axis import once, one_node
+from jdaso.exchange.host.layout import Shardings
+from jdaso.exchange.host.program import Bound, Program
+from jdaso.exchange.host.slots import use_native
+from jdaso.exchange.transport.collectives import different
+from jdaso.exchange.transport.mpi_transport import (
+    HostCollectives,
+    Membership,
+    MpiTransport,
+    mpi_table,
+)
+from jdaso.exchange.transport.progress import Progress, run
+
+
+class Settings(NamedTuple):
+    """The arguments of mpi_exchange that must be the same on all processes."""
+
+    wire: str | None
+    chunk_bytes: int
+    same_bits: bool
+
+
+def check_settings(settings: Settings) -> None:
+    """Raises ValueError for arguments that a process can see to be invalid."""
+    check_whole("chunk_bytes", settings.chunk_bytes, 16)
+    if settings.chunk_bytes >= 2**31:
+        raise ValueError(f"chunk_bytes must be below 2**31, got {settings.chunk_bytes}.")
+    if settings.wire in FORMATS:
+        check_feedback(settings.wire, settings.same_bits)
+
+
+def check_feedback(wire: str, same_bits: bool) -> None:
+    """Raises ValueError for arguments with which the wires int8 and float4 cannot be used."""
+    if not same_bits:
+        raise ValueError(
+            f"same_bits=False allows nodes to differ in the last bits, and the wire {wire} sends "
+            "differences from a mean that must be equal on all nodes: use the wire bfloat16."
+        )
+
+
+def check_same_settings(topology: Topology, settings: Settings) -> None:
+    """Raises ValueError on all processes if their arguments differ; collective."""
+    assert topology.comm is not None
+    own = [repr(value) for value in settings]
+    if (pair := run(different(topology.comm, own))) is None:
+        return
+    ranks, values = list(pair), zip(Settings._fields, *pair.values(), strict=True)
+    name, *given = next(texts for texts in values if texts[1] != texts[2])
+    raise ValueError(
+        f"{name} must be the same on all processes, got {given[0]} in "
+        f"{topology.describe(ranks[0])} and {given[1]} in {topology.describe(ranks[1])}: pass the "
+        "same arguments to mpi_exchange."
+    )
+
+
+class OncePerProgram:
+    """Refuses a second consensus in one compiled program.
+
+    The calls have no order in it, so nodes could sum different trees.
+    """
+
+    def __init__(self) -> None:
+        self._traced: Any = None  # the last program with a consensus
+
+    def check(self) -> None:
+        """Raises ValueError if the program that is traced has called this before."""
+        trace = get_opaque_trace_state(convention="jdaso")
+        if trace == self._traced:
+            raise ValueError(
+                "a program calls consensus or drift twice for one exchange, and the calls have no "
+                "order: pass one tree with all arrays, or compile two programs."
+            )
+        self._traced = trace
+
+
+class LeafFunctions(NamedTuple):
+    """The methods are the fields of :class:`jdaso.Exchange` of the same names.
+
+    If ``bound`` is given, they are for these leaves.
+    """
+
+    topology: Topology
+    program: Program
+    transport: MpiTransport
+    collectives: HostCollectives
+    same_bits: bool
+    means: OncePerProgram
+    bound: Bound | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """The functions, as fields of an exchange."""
+        parts = None
+        if self.bound is not None and self.program.compiled:
+            parts = PartOperations(self.finish, self.after)
+        return {
+            "start": self.start,
+            "finish": self.finish,
+            "broadcast": self.broadcast,
+            "parts": parts,
+            "per_shard": self.per_shard,
+        }
+
+    def start(self, state: HostState, number, step, leaves: Leaves, header, wire, relative=False):
+        for each in {*jax.tree.leaves(wire)} & {*FORMATS}:
+            check_feedback(each, self.same_bits)
+        uncounted = isinstance(number, int) and number == UNCOUNTED
+        if uncounted and isinstance(leaves[0], jax.core.Tracer):
+            self.means.check()
+        sent = state.key, number, step, leaves, header, wire
+        token, number = self.program.start(*sent, self.bound, relative)
+        return HostState(token), number
+
+    def finish(self, state: HostState, number, like: Leaves, part=None):
+        sums, header, token = self.program.finish(state.key, number, like, part, self.bound)
+        return sums, header, HostState(token)
+
+    def after(self, state: HostState, part: slice, lists: list[Leaves], into=None):
+        assert self.bound is not None
+        token, lists = self.program.after(state.key, part, lists, into, self.bound)
+        return HostState(token), lists
+
+    def per_shard(self, function, part: slice):
+        if self.bound is None:
+            return function
+        return self.program.mesh.per_shard(function, self.bound.specs[part])
+
+    def broadcast(self, leaves: Leaves, root: int) -> Leaves:
+        def send(*leaves):
+            with self.transport.abort_on_error():
+                return self.collectives.broadcast(leaves, root)
+
+        if self.topology.joined:
+            specs = (self.bound or self.program.bind((), leaves)).specs
+            return self.program.mesh.call_host(("broadcast", root), send, leaves, specs)
+        if self.program.mesh.inside():
+            raise ValueError(
+                "broadcast inside shard_map would run once on each device: call it outside."
+            )
+        if not any(isinstance(x, jax.core.Tracer) for x in leaves):
+            return send(*leaves)
+        shape = jax.ShapeDtypeStruct((), bool)
+        arrived, received = io_callback(
+            lambda *leaves: (np.bool_(True), send(*leaves)), (shape, leaves), *leaves
+        )
+        # ``arrived`` is always True. In a program for several devices, the host's result lies on
+        # one of them, and this operation with values on all devices distributes it.
+        return [jnp.where(arrived, y, x) for y, x in zip(received, leaves, strict=True)]
+
+
+# Unique in this process. A checkpoint stores the position of the exchange instead.
+_numbers = itertools.count()
 
 
 def mpi_exchange(
@@ -80,8 +231,8 @@ def mpi_exchange(
             The call of ``mpi_exchange`` also waits so long for the other processes.
         native: Whether compiled code copies the parameters. None uses it if it was built and the
             devices are CPUs, and warns once otherwise. True also uses it on CUDA devices, where it
-            has not been measured. For float64 leaves, host callbacks copy.
-        same_bits: Whether it is an error if a centre, an anchor, or the parameters of synchronous
+            has not been measured.
+        same_bits: Whether it is an error if a center, an anchor, or the parameters of synchronous
             training differ between nodes in any bit. Pass False if the nodes' hardware rounds
             differently. Schedules and steps are compared in any case. The wires ``int8`` and
             ``float4`` require True: their means are sums of differences and would drift apart.
@@ -104,7 +255,7 @@ def mpi_exchange(
             devices. In ``init``, for shardings that do not fit the parameters.
         JdasoError: If a process does not call ``mpi_exchange`` within ``timeout``. In ``init``, if
             the nodes' parameters differ in structure, shape, dtype or sharding. In ``update``, if
-            nodes are at different steps, if a period, delay, schedule state, centre or anchor
+            nodes are at different steps, if a period, delay, schedule state, center or anchor
             differs, or if a node is missing at the deadline.
 
     >>> import jdaso
@@ -124,14 +275,15 @@ def mpi_exchange(
     check_same_settings(topology, settings)
     native = use_native(native, topology.devices[0].platform)
     membership = Membership(topology, chunk_bytes)
-    progress = Progress(topology, timeout, membership.announce_exit, topology.abort)
+    table = mpi_table(topology, native)
+    progress = Progress(topology, timeout, membership.announce_exit, topology.abort, table)
     transport = MpiTransport(membership, progress)
-    program = JitInterface(transport, native, sharded)
+    program = Program(table, sharded, transport.abort_on_error)
     collectives = HostCollectives(membership, progress)
     functions = LeafFunctions(
         topology, program, transport, collectives, same_bits, OncePerProgram()
     )
-    keys = Keys()
+    keys = _Keys()
 
     def compare(tree: PyTree, more: Sequence[str] = ()) -> HostState:
         _wait_until_computed(tree)
@@ -140,7 +292,7 @@ def mpi_exchange(
         return HostState(jnp.asarray(keys.key(tree), jnp.int32))
 
     def init(params: PyTree) -> HostState:
-        if shardings is not None and program.inside():
+        if shardings is not None and program.mesh.inside():
             raise ValueError(
                 "init inside shard_map gets shards, and shardings are of whole parameters: call "
                 "it outside of shard_map."
@@ -159,17 +311,17 @@ def mpi_exchange(
         topology.num_nodes,
         wire,
         init,
-        report=transport.statistics.report,
-        history=transport.statistics.last,
+        report=transport.report,
+        history=transport.history,
         posted=transport.posted,
         post_again=post_again,
-        restart=functools.partial(_restart, transport, collectives),
+        restart=functools.partial(_restart, program, transport, collectives),
         sent_leaves=keys.sent_leaves,
         anyone=collectives.anyone,
         compares=True,
         same_bits=same_bits,
         bind=bind,
-        all_devices=program.all_devices,
+        all_devices=program.mesh.all_devices,
         close=once(program.close, progress.close, membership.free, transport.forget),
         **functions.fields(),
     )
@@ -177,12 +329,15 @@ def mpi_exchange(
 
 
 def _restart(
+    program: Program,
     transport: MpiTransport,
     collectives: HostCollectives,
     total: int | None,
     params: PyTree,
     gradients: bool,
 ) -> None:
+    if not isinstance(jnp.zeros(()), jax.core.Tracer):  # outside jit
+        program.complete()  # steps of the run before may still post
     transport.restart(total, gradients)
     if params is not None:
         collectives.warn_if_different(params)
@@ -217,3 +372,34 @@ def _say_alone() -> None:
         "1 node: nothing to exchange with. For several, start several processes with mpiexec or "
         "srun."
     )
+
+
+class _Keys:
+    """The keys of one exchange, one for each different list of leaves.
+
+    A key says which exchange, and which leaves, an optimizer state belongs to.
+
+    >>> keys = _Keys()
+    >>> keys.key({"w": jnp.ones(2)}) == keys.key({"w": jnp.zeros(2)})
+    True
+    """
+
+    def __init__(self) -> None:
+        self._of_leaves: dict[tuple[SentLeaf, ...], int] = {}
+
+    def key(self, params: PyTree) -> int:
+        """The key of the floating-point leaves of a tree."""
+        sent = tuple(
+            SentLeaf(name, jnp.shape(leaf), jnp.result_type(leaf))
+            for name, leaf in named_floats(params)
+        )
+        if sent not in self._of_leaves:
+            self._of_leaves[sent] = next(_numbers)
+        return self._of_leaves[sent]
+
+    def sent_leaves(self, state: HostState) -> list[SentLeaf] | None:
+        """The leaves of a state; None if it belongs to another exchange, or is traced."""
+        if isinstance(state.key, jax.core.Tracer):
+            return None
+        wanted = int(state.key)
+        return next((list(sent) for sent, key in self._of_leaves.items() if key == wanted), None)

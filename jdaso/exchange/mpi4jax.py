@@ -21,9 +21,7 @@ from jdaso.core.mpi_types import Comm
 from jdaso.core.tree import is_placeholder, outline
 from jdaso.core.types import Leaves, PyTree
 from jdaso.core.wire import check_wire, pack_sum, sum_dtype, unpack_sum
-from jdaso.exchange.axis import one_node
-from jdaso.exchange.closing import once
-from jdaso.exchange.synchronous import stored_exchange
+from jdaso.exchange.axis import once, one_node, stored_exchange
 from jdaso.exchange.transport.collectives import check_alike
 
 # mpi4jax counts elements in 32 bits, without a check.

@@ -7,7 +7,7 @@ import pytest
 
 import jdaso
 from jdaso.core.wire import pack_sum, round_to, unpack_sum, wire_dtype
-from jdaso.exchange.transport.all_reduce import widened
+from jdaso.exchange.transport.collectives import widened
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 

@@ -10,10 +10,10 @@ import jax
 import pytest
 from launch import Batch
 
-from jdaso.exchange.host import compiled
+from jdaso.exchange.host import slots
 
 HERE = Path(__file__).parents[1] / "support" / "cuda_stand_in"
-SOURCES = Path(compiled.__file__).parent
+SOURCES = Path(slots.__file__).parent
 FLAGS = ["-std=c++17", f"-I{SOURCES}", f"-I{HERE}", "-isystem", jax.ffi.include_dir()]
 # Compares cuda_driver.h with cuda.h, whose results are of an enumeration type.
 DECLARED = """
@@ -35,13 +35,13 @@ static_assert(jdaso::kHostRegisterPortable == CU_MEMHOSTREGISTER_PORTABLE);
 """
 
 needs_library = pytest.mark.skipif(
-    compiled.unavailable_reason() is not None,
-    reason=f"no compiled code: {compiled.unavailable_reason()}",
+    slots.unavailable_reason() is not None,
+    reason=f"no compiled code: {slots.unavailable_reason()}",
 )
 
 DTYPES = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32")
 MIXED = ("--dtypes", *DTYPES, "int32")
-COPIED = ("--dtypes", "bfloat16", "float32")  # whose error feedback the copies compute
+COPIED = ("--dtypes", "bfloat16", "float32")
 WITH_64_BITS = ("--x64", *MIXED, "int64")
 ONE_DEVICE = {
     "dtypes in fragments": (*MIXED, "--fragments", 3),
@@ -53,7 +53,7 @@ ONE_DEVICE = {
     "diloco": ("--algorithm", "diloco", "--fragments", 2),
 }
 TWO_DEVICES = {"dtypes in fragments, two devices": ("--devices", 2, *MIXED, "--fragments", 3)}
-# Not with the code for CUDA devices, to save time. Host callbacks copy float64 in any case.
+# Not with the code for CUDA devices, to save time.
 ON_CPU = {
     "easgd, int8": ("--algorithm", "easgd", "--wire", "int8"),
     "diloco clipped, float4": ("--algorithm", "diloco clipped", "--wire", "float4"),
@@ -111,9 +111,9 @@ def test_compiled_code_gives_the_bits_of_host_callbacks(jobs, options):
 def stand_in(folder, tmp_path_factory):
     """The code for CUDA devices, linked with a simulated driver whose copies are delayed."""
     compiler = shutil.which("g++") or pytest.skip("no g++")
-    library = tmp_path_factory.mktemp("stand_in") / "copies_cuda.so"
+    library = tmp_path_factory.mktemp("stand_in") / "slots_cuda.so"
     sources = [
-        *(SOURCES / f"{name}.cc" for name in ("ffi_queue", "block_kernels", "copies_cuda")),
+        *(SOURCES / f"{name}.cc" for name in ("slots", "block_kernels", "slots_cuda")),
         HERE / "driver.cc",
     ]
     defines = ["-include", HERE / "stand_in.h", "-DJDASO_STREAM=stand_in::Program"]
@@ -140,34 +140,34 @@ def test_functions_of_the_driver_are_declared_as_in_cuda(tmp_path):
 
 
 def test_without_a_compiled_library_callbacks_serve_and_it_is_said_once(monkeypatch):
-    monkeypatch.setattr(compiled, "unavailable_reason", lambda platform, native: "it was not built")
-    compiled._warn_once.cache_clear()
+    monkeypatch.setattr(slots, "unavailable_reason", lambda *_: "it was not built")
+    slots._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="host callbacks instead of compiled code: it was not"):
-        assert not compiled.use_native(None, "cpu")
+        assert not slots.use_native(None, "cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not compiled.use_native(None, "cpu")
+        assert not slots.use_native(None, "cpu")
     with pytest.raises(ValueError, match=r"native=True: the compiled code cannot be used"):
-        compiled.use_native(True, "cpu")
+        slots.use_native(True, "cpu")
 
 
 @needs_library
 def test_compiled_code_serves_cuda_devices_where_it_is_asked_for(monkeypatch, tmp_path):
-    compiled._warn_once.cache_clear()
+    slots._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="host callbacks .* needs native=True"):
-        assert not compiled.use_native(None, "gpu")
-    monkeypatch.setattr(compiled, "_DRIVER", bytes(tmp_path / "libcuda.so.1"))
+        assert not slots.use_native(None, "gpu")
+    monkeypatch.setattr(slots, "_DRIVER", bytes(tmp_path / "libcuda.so.1"))
     with pytest.raises(
         ValueError, match=r"CUDA driver cannot be used: .*libcuda.so.1: cannot open"
     ):
-        compiled.use_native(True, "gpu")
+        slots.use_native(True, "gpu")
 
 
 def test_compiled_code_is_not_for_other_devices():
     with pytest.raises(ValueError, match="it supports CPU and CUDA devices, not tpu"):
-        compiled.use_native(True, "tpu")
+        slots.use_native(True, "tpu")
 
 
 def test_compiled_code_of_another_version_is_refused(monkeypatch):
-    monkeypatch.setattr(compiled, "HEADER_SIZE", compiled.HEADER_SIZE + 1)
-    assert "belongs to another version of jdaso" in compiled.load.__wrapped__()
+    monkeypatch.setattr(slots, "HEADER_SIZE", slots.HEADER_SIZE + 1)
+    assert "belongs to another version of jdaso" in slots.load.__wrapped__()

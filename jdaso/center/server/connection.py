@@ -12,9 +12,8 @@ from jdaso.center.server.worker_exit import ExitPolicy
 from jdaso.cluster.topology import Topology
 from jdaso.core.mpi_types import Comm
 from jdaso.core.types import JdasoError
-from jdaso.exchange.transport.operation import Operation, WaitState
-from jdaso.exchange.transport.progress import Progress
-from jdaso.exchange.transport.request import Request
+from jdaso.exchange.host.slots import PlainTable, Table
+from jdaso.exchange.transport.progress import Operation, Progress, WaitState
 
 _RETRY_SECONDS = 0.1
 
@@ -32,6 +31,7 @@ class Connection:
         timeout: float,
         heartbeat_seconds: float,
         policy: ExitPolicy,
+        table: Table | PlainTable,
     ):
         self._comm = comm
         self._timeout = timeout
@@ -39,26 +39,11 @@ class Connection:
         self._server = topology.describe(frames.SERVER)
         self._requests = 0
         self._ended = threading.Event()
-        self._progress = Progress(topology, timeout, self._announce_exit, policy.abort)
+        self.progress = Progress(topology, timeout, self._announce_exit, policy.abort, table)
         self._heartbeats = threading.Thread(
             target=self._send_heartbeats, args=(heartbeat_seconds,), name="jdaso-alive", daemon=True
         )
         self._heartbeats.start()
-
-    def submit(
-        self,
-        kind: int,
-        description: str,
-        parts: Sequence[np.ndarray],
-        contributes: bool = True,
-        fingerprint: int = 0,
-    ) -> Request:
-        operation = self._request(kind, parts, contributes, fingerprint)
-        return self._progress.submit(operation, description, measured=kind == frames.EXCHANGE)
-
-    def wait(self, request: Request) -> np.ndarray:
-        """The content of a reply; JdasoError if the server refuses, or does not reply in time."""
-        return self._progress.wait(request)
 
     def _announce_exit(self, progress: Progress) -> None:
         """Tells the server that this worker exits, and waits until all have ended."""
@@ -74,7 +59,7 @@ class Connection:
         Returns:
             None while other workers are active, else the workers that did not end by themselves.
         """
-        operation = self._request(frames.END, (), not self._policy.failed(), 0)
+        operation = self.request(frames.END, (), not self._policy.failed(), 0)
         deadline = time.monotonic() + self._timeout
         while time.monotonic() < deadline:
             try:
@@ -87,13 +72,19 @@ class Connection:
         )
         return []
 
-    def _request(
-        self, kind: int, parts: Sequence[np.ndarray], contributes: bool, fingerprint: int
+    def request(
+        self,
+        kind: int,
+        parts: Sequence[np.ndarray],
+        contributes: bool = True,
+        fingerprint: int = 0,
     ) -> Operation:
-        """Sends a frame, waits for the reply, and returns the content of the reply."""
+        """Sends a frame, waits for the reply, and returns the content of the reply.
+
+        JdasoError if the server refuses. Only one thread at a time advances requests.
+        """
         from mpi4py import MPI
 
-        # Only one thread at a time advances operations.
         self._requests += 1
         tag, status = reply_tag(self._requests), MPI.Status()
         frame = frames.pack(kind, self._requests, parts, contributes, fingerprint)

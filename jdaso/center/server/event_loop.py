@@ -11,7 +11,7 @@ from jdaso.center.server.liveness import Liveness
 from jdaso.center.server.state_machine import CenterServer
 from jdaso.core.log import logger
 from jdaso.core.mpi_types import Comm, MpiRequest
-from jdaso.exchange.transport.operation import Operation, WaitState
+from jdaso.exchange.transport.progress import Operation, WaitState
 
 # The tag of requests. Replies have the tags after it, one for each open request.
 SERVER_TAG, REPLY_TAGS = 0, 1 << 14

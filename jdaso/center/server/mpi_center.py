@@ -14,20 +14,26 @@ from jdaso.center.server.connection import Connection
 from jdaso.center.server.event_loop import serve
 from jdaso.center.server.liveness import Liveness
 from jdaso.center.server.state_machine import CenterServer, Record
-from jdaso.center.server.worker_transport import WorkerTransport
-from jdaso.center.types import Center, CenterState, ServerRule, map_state, no_broadcast
+from jdaso.center.server.worker_transport import WorkerTransport, worker_table
+from jdaso.center.types import (
+    ONLY_WITH_THE_SERVER,
+    Center,
+    CenterState,
+    ServerRule,
+    map_state,
+    no_broadcast,
+)
 from jdaso.cluster.barrier import barrier
 from jdaso.cluster.topology import Topology
-from jdaso.core.exchange import Exchange
+from jdaso.core.exchange import UNCOUNTED, Exchange
 from jdaso.core.mpi_types import Comm
 from jdaso.core.tree import check_finite, is_placeholder, outline, split, widened
-from jdaso.core.types import PyTree
+from jdaso.core.types import Number, PyTree
 from jdaso.core.validation import check_number
-from jdaso.exchange.host.compiled import use_native
-from jdaso.exchange.host.jit_interface import JitInterface
-from jdaso.exchange.host.shardings import Shardings
-from jdaso.exchange.transport.operation import Operation
-from jdaso.exchange.transport.progress import Progress
+from jdaso.exchange.host.layout import Shardings
+from jdaso.exchange.host.program import Program
+from jdaso.exchange.host.slots import use_native
+from jdaso.exchange.transport.progress import Operation, Progress
 
 # Heartbeats within the time after which a silent worker is gone.
 _HEARTBEATS = 6
@@ -112,9 +118,11 @@ def mpi_center(
         topology.heartbeat.tolerate_deaths(on_death, needed)
     policy = (worker_exit.server_policy if serves else worker_exit.worker_policy)(topology)
     worker_exit.ignore_death_signal()
-    connection = Connection(topology, comm, timeout, gone_after / _HEARTBEATS, policy)
+    table = worker_table(topology, native)
+    connection = Connection(topology, comm, timeout, gone_after / _HEARTBEATS, policy, table)
     transport = WorkerTransport(topology, connection, policy.abort)
-    program = JitInterface(transport, native, Shardings(None, topology.mesh))
+    sharded = Shardings(None, topology.mesh)
+    program = Program(table, sharded, transport.abort_on_error)
     center = _MpiCenter(topology.num_nodes, transport, program, hosted)
     return Center(
         topology.num_nodes,
@@ -141,7 +149,7 @@ class _MpiCenter:
 
     _num_workers: int
     _transport: WorkerTransport
-    _program: JitInterface
+    _program: Program
     _hosted: _HostedServer | None
     _rule: ServerRule | None = None
 
@@ -155,8 +163,15 @@ class _MpiCenter:
         self._transport.rule_name = rule.name
         if self._hosted is not None:
             self._hosted.server.rule = rule
-        start, finish = self._program.start, self._program.finish
-        return Exchange(self._num_workers, None, self._init_exchange, start, finish, no_broadcast)
+        finish = self._program.finish
+        return Exchange(
+            self._num_workers, None, self._init_exchange, self._start, finish, no_broadcast
+        )
+
+    def _start(self, token: jax.Array, number: Number, *sent: Any) -> tuple[jax.Array, jax.Array]:
+        if isinstance(number, int) and number == UNCOUNTED:
+            raise ValueError(ONLY_WITH_THE_SERVER)
+        return self._program.start(token, number, *sent)
 
     def _init_exchange(self, params: PyTree) -> jax.Array:
         if not is_placeholder(params):

@@ -12,8 +12,7 @@ import numpy as np
 from jdaso.center.server import frames
 from jdaso.center.server.frames import Frame
 from jdaso.center.types import CenterState, ServerRule
-from jdaso.exchange.host.buffers import StagingBuffers
-from jdaso.exchange.host.layout import LeafSpec
+from jdaso.exchange.host.layout import LeafSpec, memory_of
 from jdaso.exchange.transport.collectives import check_alike
 
 # Frames to send, each with its receiver.
@@ -39,7 +38,7 @@ class CenterServer:
         self._state: CenterState | None = None
         self._outline: list[str] = []
         self._fingerprint = 0
-        self._staging = StagingBuffers([])
+        self._memory = memory_of([])
         # Requests to join that arrived before that of node 0.
         self._early_joins: list[tuple[int, Frame]] = []
 
@@ -69,7 +68,7 @@ class CenterServer:
     def _exchange(
         self, worker: int, frame: Frame, state: CenterState, rule: ServerRule
     ) -> list[np.ndarray]:
-        expected = sum(vector.nbytes for vector, _ in self._staging.pairs)
+        expected = sum(vector.nbytes for vector, _ in self._memory.pairs)
         size = len(frame.content)
         if frame.fingerprint != self._fingerprint or size != expected:
             same = "the same size, but another rule or other shapes"
@@ -80,26 +79,26 @@ class CenterServer:
             )
         reply = state.center
         if frame.contributes:
-            frames.copy_content(frame.content, [vector for vector, _ in self._staging.pairs])
-            if lost := self._not_finite(self._staging.leaves):
+            frames.copy_content(frame.content, [vector for vector, _ in self._memory.pairs])
+            if lost := self._not_finite(self._memory.leaves):
                 raise ValueError(
                     f"it has numbers that are not finite, in {lost}. It was ignored: lower the "
                     "learning rate."
                 )
             with np.errstate(over="ignore", invalid="ignore"):
-                updated, reply = rule.update(state, self._staging.leaves)
+                updated, reply = rule.update(state, self._memory.leaves)
             if lost := self._not_finite(updated.center):
                 raise ValueError(
                     f"the center would overflow with this worker's message, in {lost}. The message "
                     "was ignored: lower the learning rate or alpha."
                 )
             if self._record is not None:
-                self._record(worker, [leaf.copy() for leaf in self._staging.leaves])
+                self._record(worker, [leaf.copy() for leaf in self._memory.leaves])
             self._state = updated
         self.exchanges[worker] += 1
-        for place, leaf in zip(self._staging.sums, reply, strict=True):
+        for place, leaf in zip(self._memory.sums, reply, strict=True):
             np.copyto(place, leaf)
-        return [sums for _, sums in self._staging.pairs]
+        return [sums for _, sums in self._memory.pairs]
 
     def _join(self, worker: int, frame: Frame) -> Replies:
         """Replies with the current center, also to workers that asked before it was created."""
@@ -117,7 +116,7 @@ class CenterServer:
             self._outline = outline
             specs = [LeafSpec(leaf.shape, leaf.dtype) for leaf in leaves]
             self._fingerprint = frames.fingerprint(rule_name, specs)
-            self._staging = StagingBuffers(specs)
+            self._memory = memory_of(specs)
             first = self.rule.init(leaves)
             self._state = first if saved is None else _checked(frames.to_state(saved), first)
         elif saved is not None:

@@ -1,6 +1,8 @@
-#include "block_kernels.h"
+// What compiled code computes of leaves and sums on CPUs. The results have the same bits as those of
+// XLA and of core/block_format.py.
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 
 // One version for each vector unit. The loader takes the best one that the processor has.
@@ -41,8 +43,6 @@ JDASO_INLINE float FromBits(uint32_t bits) {
 }
 
 JDASO_INLINE float PowerOfTwo(int exponent) { return FromBits(static_cast<uint32_t>(127 + exponent) << 23); }
-
-JDASO_INLINE float FiniteOrZero(float x) { return (BitsOf(x) & 0x7f800000) == 0x7f800000 ? 0.0f : x; }
 
 JDASO_INLINE uint16_t RoundedToBFloat16(uint32_t bits) {
   const bool nan = (bits & 0x7fffffff) > 0x7f800000;
@@ -123,72 +123,6 @@ JDASO_INLINE void Unpack(const uint8_t* row, float* block) {
 }
 
 template <typename Format>
-JDASO_INLINE void SendBlock(const float* leaf, const float* anchor, float* residual, uint8_t* row) {
-  float wanted[kBlock], rounded[kBlock];
-  uint8_t unused[Format::kRow];
-  if (anchor != nullptr) {
-    for (size_t i = 0; i < kBlock; ++i) wanted[i] = leaf[i] - anchor[i] + residual[i];
-  } else {
-    for (size_t i = 0; i < kBlock; ++i) wanted[i] = leaf[i] + residual[i];
-  }
-  Pack<Format>(wanted, rounded, row != nullptr ? row : unused);
-  for (size_t i = 0; i < kBlock; ++i) residual[i] = FiniteOrZero(wanted[i] - rounded[i]);
-}
-
-template <typename Format>
-JDASO_INLINE void ReceiveBlock(const float* sums, float members, const float* anchor, float* residual,
-                         float* mean) {
-  float rounded[kBlock];
-  uint8_t unused[Format::kRow];
-  Pack<Format>(sums, rounded, unused);
-  for (size_t i = 0; i < kBlock; ++i) residual[i] += FiniteOrZero(sums[i] - rounded[i]);
-  for (size_t i = 0; i < kBlock; ++i) {
-    mean[i] = (anchor != nullptr ? anchor[i] : 0.0f) + rounded[i] / members;
-  }
-}
-
-// The numbers of the last block of a leaf, with zeros after them.
-struct Padded {
-  float numbers[kBlock] = {};
-  size_t size;
-  Padded(const float* leaf, size_t count) : size(count) {
-    if (leaf != nullptr) std::copy_n(leaf, count, numbers);
-  }
-  void CopyTo(float* leaf) const { std::copy_n(numbers, size, leaf); }
-};
-
-template <typename Format>
-JDASO_INLINE void SendAll(const float* leaf, const float* anchor, float* residual, uint8_t* to,
-                    size_t size) {
-  size_t at = 0;
-  for (; at + kBlock <= size; at += kBlock) {
-    SendBlock<Format>(leaf + at, anchor ? anchor + at : nullptr, residual + at, to);
-    if (to != nullptr) to += Format::kRow;
-  }
-  if (at == size) return;
-  Padded last(leaf + at, size - at), base(anchor ? anchor + at : nullptr, size - at);
-  Padded error(residual + at, size - at);
-  SendBlock<Format>(last.numbers, anchor ? base.numbers : nullptr, error.numbers, to);
-  error.CopyTo(residual + at);
-}
-
-template <typename Format>
-JDASO_INLINE void ReceiveAll(const float* sums, float members, const float* anchor, float* residual,
-                       float* mean, size_t size) {
-  size_t at = 0;
-  for (; at + kBlock <= size; at += kBlock) {
-    ReceiveBlock<Format>(sums + at, members, anchor ? anchor + at : nullptr, residual + at,
-                         mean + at);
-  }
-  if (at == size) return;
-  Padded last(sums + at, size - at), base(anchor ? anchor + at : nullptr, size - at);
-  Padded error(residual + at, size - at);
-  ReceiveBlock<Format>(last.numbers, members, base.numbers, error.numbers, base.numbers);
-  error.CopyTo(residual + at);
-  base.CopyTo(mean + at);
-}
-
-template <typename Format>
 JDASO_INLINE void SumAll(const uint8_t* terms, size_t members, size_t rows, float* sums,
                    uint8_t* packed) {
   for (size_t row = 0; row < rows; ++row, sums += kBlock, packed += Format::kRow) {
@@ -214,49 +148,6 @@ JDASO_INLINE void UnpackAll(const uint8_t* packed, size_t rows, float* numbers) 
 JDASO_VECTORIZED
 void ToBFloat16(const float* from, uint16_t* to, size_t size) {
   for (size_t i = 0; i < size; ++i) to[i] = RoundedToBFloat16(BitsOf(from[i]));
-}
-
-JDASO_VECTORIZED
-void SendFloat32(const float* leaf, float* residual, float* to, size_t size) {
-  if (to != nullptr) {
-    for (size_t i = 0; i < size; ++i) to[i] = leaf[i] + residual[i];
-  }
-  std::fill_n(residual, size, 0.0f);
-}
-
-JDASO_VECTORIZED
-void SendBFloat16(const float* leaf, float* residual, uint16_t* to, size_t size) {
-  for (size_t i = 0; i < size; ++i) {
-    const float wanted = leaf[i] + residual[i];
-    const uint16_t sent = RoundedToBFloat16(BitsOf(wanted));
-    residual[i] = FiniteOrZero(wanted - FromBits(static_cast<uint32_t>(sent) << 16));
-    if (to != nullptr) to[i] = sent;
-  }
-}
-
-JDASO_VECTORIZED
-void SendBlocks(int32_t bits, const float* leaf, const float* anchor, float* residual, uint8_t* to,
-                size_t size) {
-  if (bits == 8) {
-    SendAll<Int8>(leaf, anchor, residual, to, size);
-  } else {
-    SendAll<Float4>(leaf, anchor, residual, to, size);
-  }
-}
-
-JDASO_VECTORIZED
-void ReceiveBlocks(int32_t bits, const float* sums, float members, const float* anchor,
-                   float* residual, float* mean, size_t size) {
-  if (bits == 8) {
-    ReceiveAll<Int8>(sums, members, anchor, residual, mean, size);
-  } else {
-    ReceiveAll<Float4>(sums, members, anchor, residual, mean, size);
-  }
-}
-
-JDASO_VECTORIZED
-void ReceiveMean(const float* sums, float members, float* mean, size_t size) {
-  for (size_t i = 0; i < size; ++i) mean[i] = 0.0f + sums[i] / members;
 }
 
 extern "C" {

@@ -1,29 +1,198 @@
-"""Posts and collects the exchanges of one process."""
+"""The exchanges of one process over MPI: communicators, operations, and calls of the host.
 
+:class:`ExchangeCommunicators` runs one exchange, :class:`MpiTransport` serves the slots with it,
+and :class:`HostCollectives` are the calls that the program makes outside of exchanges.
+"""
+
+from __future__ import annotations
+
+import logging
 import math
-import time
-from collections.abc import Mapping
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jdaso.cluster.abort import at_exit
-from jdaso.core.exchange import UNCOUNTED, ExchangeRecord, PostedExchange
+from jdaso.cluster.local_devices import devices_are_busy
+from jdaso.cluster.roll_call import Call
+from jdaso.cluster.topology import Topology
+from jdaso.core.caller import caller
+from jdaso.core.exchange import FINITE, OWN, UNCOUNTED, PostedExchange
 from jdaso.core.log import logger
-from jdaso.core.tree import KEEP_OUT
-from jdaso.core.types import JdasoError
+from jdaso.core.mpi_types import Comm
+from jdaso.core.tree import KEEP_OUT, host_arrays, named_floats
+from jdaso.core.types import PyTree
 from jdaso.core.wire import describe_narrow_wires
-from jdaso.exchange.host.buffers import BufferPool, StagingBuffers
-from jdaso.exchange.host.exchange_table import ExchangeTable
-from jdaso.exchange.host.layout import Layout
-from jdaso.exchange.host.transport_protocol import abort_on_error
-from jdaso.exchange.transport.handshake import exchange_name
-from jdaso.exchange.transport.membership import Membership
-from jdaso.exchange.transport.progress import Progress
-from jdaso.exchange.transport.request import Request
-from jdaso.exchange.transport.statistics import Statistics
-from jdaso.exchange.transport.watch import Watch
+from jdaso.exchange.host.layout import Layout, Memory, sender
+from jdaso.exchange.host.program import abort_on_error, report_error
+from jdaso.exchange.host.slots import PlainTable, Table
+from jdaso.exchange.transport import collectives
+from jdaso.exchange.transport.handshake import Watch, exchange_name, exit_barrier, handshake
+from jdaso.exchange.transport.progress import Operation, Progress, Request, completed
+
+
+class IndexCommunicators(NamedTuple):
+    """The communicators that transfer the exchanges of one local index."""
+
+    nodes: Comm  # one process of each node
+    within_node: Comm | None  # the processes of this node; None if a node is one process
+
+
+class ExchangeCommunicators:
+    """The communicators of all local indices. Creating them is collective over all processes."""
+
+    def __init__(self, topology: Topology, chunk_bytes: int):
+        self._topology = topology
+        self._chunk_bytes = chunk_bytes
+        # A process of several has the index of its local rank alone.
+        self._by_index = [_create(topology) for _ in topology.devices]
+        # A consensus must not receive messages of exchanges that are in flight.
+        self._consensus = _create(topology)
+        self.handshakes = topology.duplicate_comm()
+        # World ranks of the processes with each local rank, in the order of nodes.
+        places = np.array(topology.placements)
+        by_node = np.lexsort((places[:, 1], places[:, 0]))
+        self._members = by_node.reshape(-1, topology.processes_per_node).T
+
+    def queue(self, number: int) -> int:
+        """The queue of an exchange. Exchanges of a queue share communicators and run in order."""
+        return UNCOUNTED if number == UNCOUNTED else number % len(self._by_index)
+
+    def all(self) -> list[Comm]:
+        nested = [comm for index in [*self._by_index, self._consensus] for comm in index]
+        return [self.handshakes, *filter(None, nested)]
+
+    def exchange(
+        self,
+        number: int,
+        step: int,
+        header: np.ndarray,
+        memory: Memory,
+        before: Request | None,
+        watch: Watch,
+    ) -> Operation:
+        """Sums a memory of a slot after the exchange ``before``; returns the header and bytes sent.
+
+        Exchanges of one communicator run one after the other. The messages of several fragments
+        look alike, and messages of a failed exchange may still arrive.
+        """
+        topology, first = self._topology, self._members[0]
+        used = self._consensus if number == UNCOUNTED else self._by_index[self.queue(number)]
+        content = watch.content(number, header, memory, topology.local_rank)
+        total, records = yield from handshake(
+            self.handshakes,
+            memory.layout.fingerprint,
+            number,
+            step,
+            header,
+            first,
+            topology.describe,
+            content,
+        )
+        watch.compare(number, records["content"][self._members], topology, memory.layout)
+        watch.check_contributions(number, records["header"][first, 0], memory.layout)
+        yield from completed(before)
+        members = float(total[0])
+        if used.within_node is None:
+            sent = yield from self._sum(used.nodes, memory, members)
+            finite = memory.finite()  # the same on all nodes, as the sums are
+        else:
+            sent = yield from self._sum_shards(
+                used.nodes, used.within_node, memory, number, members
+            )
+            # Other processes of the node have other shards.
+            lost = not memory.finite()
+            finite = not (yield from collectives.any_true(used.within_node, lost))
+        watch.check_sums(number, bool(finite), members, memory)
+        total[FINITE], total[OWN] = finite, header[0] > 0
+        return total, sent
+
+    def _sum(self, nodes: Comm, memory: Memory, members: float) -> Operation:
+        """Sums a slot's memory over the nodes; returns the bytes sent."""
+        topology = self._topology
+        sent = yield from collectives.sum_staged(nodes, memory, self._chunk_bytes)
+        yield from collectives.widen_staged(memory, topology.node, topology.num_nodes)
+        if memory.layout.relative:
+            yield from collectives.subtract_own(memory, members)
+        return sent
+
+    def _sum_shards(
+        self,
+        nodes: Comm,
+        within_node: Comm,
+        memory: Memory,
+        number: int,
+        members: float,
+    ) -> Operation:
+        """Sums the shards that this process sends, and passes the sums on to the other holders."""
+        sent = 0
+        for holders, group in memory.by_holders():
+            root = sender(holders, number)
+            if root == self._topology.local_rank:
+                sent += yield from self._sum(nodes, group, members)
+            yield from collectives.pass_on(within_node, group, root, {*holders} - {root})
+        return sent
+
+
+def _create(topology: Topology) -> IndexCommunicators:
+    within_node = topology.within_node() if topology.joined else None
+    return IndexCommunicators(topology.across_nodes(), within_node)
+
+
+# Operations that the processes post in the same order.
+SERIES = ("exchanges", "comparisons", "broadcasts", "flags", "exits")
+
+
+class Membership:
+    """The communicators of one exchange, and the counts of the operations that they carry."""
+
+    def __init__(self, topology: Topology, chunk_bytes: int):
+        self.topology = topology
+        self._roll_call = topology.heartbeat and topology.heartbeat.roll_call
+        self._series = {name: self._roll_call.new_series() for name in SERIES if self._roll_call}
+        self.exchanges = ExchangeCommunicators(topology, chunk_bytes)
+        # All processes must post the operations of one communicator in the same order. The order
+        # between kinds depends on timing, so each kind has its own communicator.
+        self.comparisons = topology.duplicate_comm()
+        # Each process broadcasts the shards of its local rank.
+        self.broadcasts = topology.across_nodes()
+        self.flags = topology.duplicate_comm()  # of ``any_true``
+
+    def free(self) -> None:
+        """Frees all communicators; collective over all processes."""
+        for comm in [*self.exchanges.all(), self.comparisons, self.broadcasts, self.flags]:
+            comm.Free()
+
+    def call(self, series: str) -> Call | None:
+        """Counts an operation of one of ``SERIES`` that this process posts."""
+        return self._roll_call.post(self._series[series]) if self._roll_call else None
+
+    def announce_exit(self, progress: Progress) -> None:
+        """Announces that this process closes the exchange, in ``close`` or at exit.
+
+        Waits until all processes close it as well. MPI_Finalize also waits for them, but occupies a
+        core meanwhile. If one of them dies instead, the heartbeat ends this process.
+        """
+        call = self.call("exits")
+        if self._roll_call:
+            for series in self._series.values():
+                self._roll_call.close(series)
+        barrier = exit_barrier(self.exchanges.handshakes)
+        own = self.topology.describe(self.topology.rank)
+        name = f"the closing of an exchange, by {own},"
+        request = progress.submit(barrier, name, call=call, last=True)
+        request.wait(_in_other_thread)
+
+
+def _in_other_thread() -> bool:
+    """Whether the main thread may post other operations while this thread waits."""
+    return threading.current_thread() is not threading.main_thread()
+
 
 _PAST_THE_END = (
     "%s has taken the %d steps of its schedule. Every further step blocks: pass the steps of the "
@@ -39,27 +208,43 @@ _LOST = (
 )
 
 
-class _Posted(NamedTuple):
-    request: Request
-    staging: StagingBuffers
-    step: int
-    header: np.ndarray
+_POSTED_TWICE = (
+    "{} was posted twice in %s: one optimizer state was stepped twice (as optax.MultiSteps does: "
+    "accumulate gradients in the training step), two states share this exchange, or tx.update ran "
+    "once per device. Step each state once, make an mpi_exchange for each, and call tx.update "
+    "outside shard_map, or inside one over all devices. To return to an earlier state, call "
+    "tx.init first."
+)
+_NOT_IN_FLIGHT = (
+    "{} is not in flight in %s: the optimizer state is from before a restart, or was stepped "
+    "twice. Save and restore with jdaso.checkpoint, or call jdaso.drain before saving."
+)
+
+
+def mpi_table(topology: Topology, native: bool) -> Table | PlainTable:
+    """The slots of an exchange over MPI, with the errors that they report."""
+    name = topology.describe(topology.rank)
+    return (Table if native else PlainTable)(_POSTED_TWICE % name, _NOT_IN_FLIGHT % name)
 
 
 class MpiTransport:
-    """Posts exchanges from staging buffers, and returns their sums; see :class:`Transport`."""
+    """Serves the slots of an exchange: sums what programs have posted, and saves what is in flight.
+
+    Programs fill and read the slots without it. :meth:`take` runs on the progress thread.
+    """
 
     def __init__(self, membership: Membership, progress: Progress):
         self._membership, self._progress = membership, progress
+        self._table = progress.table
         self._name = membership.topology.describe(membership.topology.rank)
-        self._table: ExchangeTable[_Posted] = ExchangeTable()
-        self.pending = self._table.pending
         self._last_of_queue: dict[int, Request] = {}
         self._left_out = 0
         self._watch = Watch()
         self._total = math.inf  # steps of the schedule
         self._saved: set[int] = set()  # exchanges that a checkpoint may hold
-        self.statistics = Statistics()
+        self._logged = 0.0  # when the last exchange ended that has been logged
+        self.report, self.history = self._table.report, self._table.records
+        progress.exchanges = self
         # Registered before the function that waits for programs, so it runs after that one.
         self._forget_exit = at_exit(self._warn_of_lost)
 
@@ -68,121 +253,114 @@ class MpiTransport:
         self._warn_of_lost()
         self._table.clear()
         self._last_of_queue.clear()
-        self._table.pool = BufferPool()
 
     def abort_on_error(self) -> AbstractContextManager[None]:
         topology = self._membership.topology
         return abort_on_error(topology, topology.abort)
 
+    def report_error(self, problem: str) -> None:
+        """Reports an error of compiled code."""
+        topology = self._membership.topology
+        report_error(topology, topology.abort, problem)
+
     def restart(self, total: int | None = None, gradients: bool = False) -> None:
-        """Allows the numbers of exchanges to start again, once, for a run of ``total`` steps."""
-        self._table.restart()
-        self._watch = Watch(gradients)
-        self._total = math.inf if total is None else total
+        """Allows the numbers of exchanges to start again, once, for a run of ``total`` steps.
 
-    def reserve(self, number: int, layout: Layout) -> StagingBuffers:
-        posted_twice = (
-            f"{exchange_name(number)} was posted twice in {self._name}: one optimizer state was "
-            "stepped twice (as optax.MultiSteps does: accumulate gradients in the training step), "
-            "two states share this exchange, or tx.update ran once per device. Step each state "
-            "once, make an mpi_exchange for each, and call tx.update outside shard_map, or inside "
-            "one over all devices. To return to an earlier state, call tx.init first."
-        )
-        return self._table.reserve(number, layout, posted_twice)
-
-    def post(self, number: int, step: int, header: np.ndarray) -> None:
-        with self._table.lock:
-            staging, header = self.pending.filled(number), np.array(header)
-            if staging is None:
-                return
-            if header[0] <= 0:
-                self._warn_left_out(number, staging, int(-header[0]))
-            if number != UNCOUNTED and step >= self._total:
-                logger.warning(_PAST_THE_END, self._name, self._total)
-                self._total = math.inf
-            communicators = self._membership.exchanges
-            queue = communicators.queue(number)
-            before = self._last_of_queue.get(queue)
-            request = self._progress.submit(
-                communicators.exchange(number, step, header, staging, before, self._watch),
-                _description(number, step, self._name),
-                measured=number != UNCOUNTED,
-                call=self._membership.call("exchanges"),
-            )
-            self._last_of_queue[queue] = request
-            self._table.post(number, _Posted(request, staging, step, header))
-            self._saved.discard(number)
-        name, size = exchange_name(number), sum(vector.nbytes for vector, _ in staging.pairs)
-        logger.debug("%s posted %s after step %d, %d bytes", self._name, name, step, size)
-
-    def collect(self, number: int, readers: int) -> tuple[StagingBuffers, np.ndarray]:
-        """Waits for the staging buffer and the summed header of an exchange.
-
-        The exchange is forgotten when ``readers`` devices have collected it. The buffer keeps the
-        sums until its record says that each of them has copied the sums.
+        What programs have posted before belongs to the run before, so the thread has to take that
+        first. The caller has waited for these programs.
         """
-        if (posted := self._table.find(number, readers)) is None:
-            raise JdasoError(
-                f"{exchange_name(number)} is not in flight in {self._name}: the optimizer state is "
-                "from before a restart, or was stepped twice. Save and restore with "
-                "jdaso.checkpoint, or call jdaso.drain before saving."
-            )
-        since = time.monotonic()
-        header, sent = self._progress.wait(posted.request)
-        until = time.monotonic()
-        with self._table.lock:
-            first, last = self._table.collect(number, readers)
-            if first and number != UNCOUNTED:
-                began, never = posted.request.started_at, (0.0, 0.0)  # copies are timed later
-                transfer = (began, began + posted.request.seconds)
-                waited = (since, until)
-                record = ExchangeRecord(number, posted.step, sent, never, transfer, waited, never)
-                self.statistics.note(record, posted.staging.record)
-            if last:
-                self._table.pool.release(posted.staging, readers, reuse=number != UNCOUNTED)
-        if first:
-            name, seconds = exchange_name(number), posted.request.seconds
-            text = "%s completed %s posted after step %d; transfer %.6f s, training blocked %.6f s"
-            logger.debug(text, self._name, name, posted.step, seconds, until - since)
-        return posted.staging, header
+
+        def begin() -> Operation:
+            yield from ()
+            self._table.restart()
+            self._watch = Watch(gradients)
+            self._total = math.inf if total is None else total
+
+        self._progress.wait(self._progress.submit(begin(), "the start of a run"))
+
+    def take(self, slot: Any) -> None:
+        """Starts the exchange of a slot that is filled."""
+        number, step, header = slot.number, slot.step, np.array(slot.header, np.float32)
+        memory = self._table.memory(slot)
+        if header[0] <= 0:
+            self._warn_left_out(number, memory, int(-header[0]))
+        if number != UNCOUNTED and step >= self._total:
+            logger.warning(_PAST_THE_END, self._name, self._total)
+            self._total = math.inf
+        communicators = self._membership.exchanges
+        queue = communicators.queue(number)
+        before = self._last_of_queue.get(queue)
+        self._saved.discard(number)
+        name, size = exchange_name(number), sum(vector.nbytes for vector, _ in memory.pairs)
+        logger.debug("%s posted %s after step %d, %d bytes", self._name, name, step, size)
+        self._last_of_queue[queue] = self._progress.start(
+            slot,
+            communicators.exchange(number, step, header, memory, before, self._watch),
+            _description(number, step, self._name),
+            measured=number != UNCOUNTED,
+            call=self._membership.call("exchanges"),
+        )
+
+    def log_completed(self) -> None:
+        """Logs the exchanges that programs have collected, with JDASO_DEBUG."""
+        if not logger.isEnabledFor(logging.DEBUG):
+            return
+        for record in self._table.records():
+            if record.wait[1] > self._logged:
+                self._logged = record.wait[1]
+                seconds = (end - start for start, end in (record.transfer, record.wait))
+                text = (
+                    "%s completed %s posted after step %d; transfer %.6f s, training blocked %.6f s"
+                )
+                name = exchange_name(record.number)
+                logger.debug(text, self._name, name, record.step, *seconds)
 
     def posted(self) -> dict[int, PostedExchange]:
         """Copies of the exchanges that are posted and not yet collected. The caller saves them."""
-        with self._table.lock:
-            self.pending.wait_until_posted()
-            posted = sorted(self._table.posted.items())
-            saved = {number: _saved(number, each) for number, each in posted if number != UNCOUNTED}
-            self._saved = set(saved)
-            return saved
+        self._table.await_posted()
+        saved = {}
+        for slot in self._table.in_flight():
+            try:
+                saved[slot.number] = _saved(slot, self._table.memory(slot))
+            finally:
+                self._table.release(slot)
+        self._saved = set(saved)
+        return saved
 
     def _warn_of_lost(self) -> None:
-        if self._membership.topology.rank == 0:  # all have the same in flight
-            with self._table.lock:
-                _warn_of_lost(self._table.posted, self._saved | {UNCOUNTED})
+        """Warns if exchanges are in flight at the end that nobody has merged or saved."""
+        slots = self._table.in_flight()
+        lost = [slot.step for slot in slots if slot.number not in self._saved]
+        for slot in slots:
+            self._table.release(slot)
+        if lost and self._membership.topology.rank == 0:  # all have the same in flight
+            what = "1 exchange is" if len(lost) == 1 else f"{len(lost)} exchanges are"
+            logger.warning(_LOST, what, max(lost))
 
     def post_again(self, saved: dict[int, tuple[Layout, PostedExchange]]) -> None:
         """Waits for all posted exchanges, forgets them, and posts the saved ones."""
-        with self._table.lock:
-            self.pending.wait_until_posted()
-            requests = [posted.request for posted in self._table.posted.values()]
-        for request in requests:
-            self._progress.wait(request)
-        self._table.clear()
+        table = self._table
+        table.await_posted()
+        table.await_done()
+        table.clear()
         for number, (layout, exchange) in sorted(saved.items()):
-            stagings = [self.reserve(number, layout) for _ in range(layout.senders)]
-            stagings[0].fill(layout.cut(exchange.leaves))
-            for _ in stagings:
-                self.post(number, exchange.step, exchange.header)
+            index = table.register(layout)
+            sent = number, exchange.step, exchange.header, index
+            slots = [table.begin_post(*sent) for _ in range(layout.senders)]
+            table.memory(slots[0]).fill(layout.cut(exchange.leaves))
+            for slot in slots:
+                table.end_post(slot)
+        self._progress.wait(self._progress.submit(_nothing(), "the return to a checkpoint"))
         self._saved = set(saved)
 
-    def _warn_left_out(self, number: int, staging: StagingBuffers, lost: int) -> None:
+    def _warn_left_out(self, number: int, memory: Memory, lost: int) -> None:
         """Warns at the first, second, fourth, eighth ... time. ``lost`` is as in the header."""
         self._left_out += 1
         if self._left_out & (self._left_out - 1) == 0:
             which, advice = "gradients of a step since the last merge were not finite", ""
             if lost:
-                narrow = describe_narrow_wires([spec.dtype for spec in staging.specs])
-                which = f"{staging.layout.name(lost - 1)} is not finite{narrow}"
+                narrow = describe_narrow_wires([spec.dtype for spec in memory.specs])
+                which = f"{memory.layout.name(lost - 1)} is not finite{narrow}"
                 advice = f" {KEEP_OUT}"
             logger.warning(
                 "%s is left out of %s, because %s. It was left out %d times before. If this "
@@ -192,17 +370,15 @@ class MpiTransport:
             )
 
 
-def _warn_of_lost(in_flight: Mapping[int, _Posted], known: set[int]) -> None:
-    """Warns if exchanges are in flight at the end that nobody has merged or saved."""
-    if lost := [posted.step for number, posted in in_flight.items() if number not in known]:
-        what = "1 exchange is" if len(lost) == 1 else f"{len(lost)} exchanges are"
-        logger.warning(_LOST, what, max(lost))
+def _saved(slot: Any, memory: Memory) -> PostedExchange:
+    layout = memory.layout
+    leaves: list[Any] = layout.join(memory.leaves, slot.number)
+    header = np.array(slot.header, np.float32)
+    return PostedExchange(slot.step, header, leaves, layout.block_bits, layout.relative)
 
 
-def _saved(number: int, posted: _Posted) -> PostedExchange:
-    layout = posted.staging.layout
-    leaves: list[Any] = layout.join(posted.staging.leaves, number)
-    return PostedExchange(posted.step, posted.header, leaves, layout.block_bits, layout.relative)
+def _nothing() -> Operation:
+    yield from ()
 
 
 def _description(number: int, step: int, name: str) -> str:
@@ -210,3 +386,104 @@ def _description(number: int, step: int, name: str) -> str:
     if number == UNCOUNTED:
         return f"a consensus, called by {name} as jdaso.consensus or jdaso.drift,"
     return f"{exchange_name(number)}, posted by {name} after step {step},"
+
+
+# Calls of ``anyone`` until its answer, which has arrived by then in most cases. One node may be
+# this many steps ahead of another.
+_ANSWER_AFTER = 4
+
+
+# In place of a fingerprint.
+_TRACED = -1
+_DIFFERENT = (
+    "in tx.init, the parameters of %s differ from those of %s, so the first exchanges average "
+    "unrelated numbers: start all nodes with params = jdaso.broadcast(exchange, params) before "
+    "tx.init."
+)
+
+
+def _fingerprint(params: PyTree) -> int:
+    """A checksum of the floating-point leaves that this process holds."""
+    checksum = 0
+    for _, leaf in named_floats(params):
+        if not (arrays := host_arrays(leaf)):
+            return _TRACED
+        for array in arrays:
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+            checksum = zlib.crc32(data, checksum)
+    return checksum
+
+
+class HostCollectives:
+    """Broadcasts, comparisons and queries of all processes."""
+
+    def __init__(self, membership: Membership, progress: Progress):
+        self._membership, self._progress = membership, progress
+        self._name = membership.topology.describe(membership.topology.rank)
+        self._flags: deque[Request] = deque()
+
+    def anyone(self, flag: bool) -> bool:
+        """Whether any process passed True in the fourth call before this one, if there is one."""
+        asked = collectives.any_true(self._membership.flags, flag)
+        call = self._membership.call("flags")
+        description = f"a flag, sent by {self._name},"
+        self._flags.append(self._progress.submit(asked, description, call=call))
+        if len(self._flags) <= _ANSWER_AFTER:
+            return False
+        return self._progress.wait(self._flags.popleft(), devices_are_busy)
+
+    def broadcast(self, leaves: Sequence[np.ndarray], root: int) -> list[np.ndarray]:
+        """The leaves of node ``root``.
+
+        Each process receives the shards of its local rank.
+        """
+
+        def from_root() -> Operation:
+            copies = [np.array(leaf, order="C") for leaf in leaves]
+            yield from collectives.broadcast(self._membership.broadcasts, copies, root)
+            return copies
+
+        # No ``busy``: outside jit, the comparison before it has waited for the devices. Inside jit,
+        # they are busy with this broadcast.
+        return self._run(from_root(), "broadcasts", caller() or "a broadcast")
+
+    def compare(self, outline: Sequence[str]) -> None:
+        """Raises JdasoError, on every node, if the outlines of the nodes' trees differ."""
+
+        describe = self._membership.topology.describe
+        compared = collectives.compare(self._membership.comparisons, outline, describe)
+        what = f"the comparison of parameters in {caller() or 'tx.init'}"
+        self._run(compared, "comparisons", what, devices_are_busy)
+
+    def warn_if_different(self, params: PyTree) -> None:
+        """Logs which processes start with other parameters than those of the first node.
+
+        Nothing is compared if one of them traces its parameters.
+        """
+        own, membership = np.array([_fingerprint(params)], np.int64), self._membership
+
+        def compare() -> Operation:
+            topology = membership.topology
+            numbers = yield from collectives.gather(membership.comparisons, own)
+            # Each process of a node may hold other shards.
+            local = [place.local_rank for place in topology.placements]
+            alike = [local.index(each) for each in local]
+            differs = np.flatnonzero(numbers != numbers[alike])
+            if topology.rank == 0 and differs.size and (numbers != _TRACED).all():
+                one, other = alike[differs[0]], int(differs[0])
+                logger.warning(_DIFFERENT, *map(topology.describe, (other, one)))
+
+        what = "the comparison of parameters in tx.init"
+        self._run(compare(), "comparisons", what, devices_are_busy)
+
+    def _run(
+        self,
+        operation: Operation,
+        series: str,
+        what: str,
+        busy: Callable[[], bool] | None = None,
+    ) -> Any:
+        description = f"{what}, called by {self._name},"
+        call = self._membership.call(series)
+        request = self._progress.submit(operation, description, call=call)
+        return self._progress.wait(request, busy)

@@ -1,64 +1,81 @@
 """A worker's side of the center: an optimizer state that is stepped twice is an error."""
 
+from types import SimpleNamespace
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jdaso
-from jdaso.center.server.worker_transport import WorkerTransport
+from jdaso.center.server.mpi_center import _MpiCenter
+from jdaso.center.server.worker_transport import WorkerTransport, worker_table
 from jdaso.core.exchange import HEADER_SIZE, UNCOUNTED
+from jdaso.exchange.host import slots
 from jdaso.exchange.host.layout import LeafSpec, unsharded
+from jdaso.exchange.transport.progress import Progress
 
 LAYOUT = unsharded([LeafSpec((3,), np.dtype("float32"))])
+TOPOLOGY = jdaso.discover_topology()
 
 
 class Connection:
     """A server that replies with what it gets."""
 
-    def submit(self, kind, description, parts, contributes, fingerprint):
-        request = np.concatenate([part.view(np.uint8) for part in parts]).view(Reply)
-        request.seconds = 0.5
-        return request
+    def __init__(self, native):
+        table = worker_table(TOPOLOGY, native)
+        self.progress = Progress(TOPOLOGY, 60.0, lambda progress: None, str, table)
 
-    def wait(self, request):
-        return request
-
-
-class Reply(np.ndarray):
-    """The content of a reply, which is also the request."""
+    def request(self, kind, parts, contributes, fingerprint):
+        yield from ()
+        assert contributes
+        return np.concatenate([part.view(np.uint8) for part in parts])
 
 
-@pytest.fixture
-def transport():
-    return WorkerTransport(jdaso.discover_topology(), Connection(), abort=str)
+@pytest.fixture(params=[False, slots.unavailable_reason() is None])
+def table(request):
+    connection = Connection(request.param)
+    WorkerTransport(TOPOLOGY, connection, abort=str)
+    yield connection.progress.table
+    connection.progress.close()
 
 
-def post(transport, number, values):
-    transport.reserve(number, LAYOUT).fill([np.float32(values)])
-    transport.post(number, step=number, header=np.ones(HEADER_SIZE, np.float32))
+def post(table, number, values):
+    header = np.ones(HEADER_SIZE, np.float32)
+    slot = table.begin_post(number, number, header, table.register(LAYOUT))
+    table.memory(slot).fill([np.float32(values)])
+    table.end_post(slot)
 
 
-def test_a_reply_is_collected_once(transport):
-    post(transport, 3, [1, 2, 3])
-    staging, header = transport.collect(3, readers=1)
-    assert staging.sums[0].tolist() == [1, 2, 3]
+def collect(table, number):
+    slot = table.begin_collect(number, readers=1)
+    sums, header = table.memory(slot).sums[0].tolist(), list(slot.total)
+    table.end_collect(slot, 1, True)
+    return sums, header
+
+
+def test_a_reply_is_collected_once(table):
+    post(table, 3, [1, 2, 3])
+    sums, header = collect(table, 3)
+    assert sums == [1, 2, 3]
     assert header[0] == 1
-    report = transport.report()
+    report = table.report()
     assert (report["exchanges"], report["bytes_sent"]) == (1, 12)
-    assert report["seconds_in_flight"] == 0.5
+    assert report["seconds_in_flight"] > 0
     with pytest.raises(jdaso.JdasoError, match=r"exchange 3 .* is not in flight in rank 0"):
-        transport.collect(3, readers=1)
+        collect(table, 3)
 
 
-def test_a_consensus_is_an_error(transport):
+def test_a_consensus_is_an_error():
+    center = _MpiCenter(1, SimpleNamespace(), SimpleNamespace(), None)
     with pytest.raises(ValueError, match="broadcast and consensus are not available"):
-        transport.reserve(UNCOUNTED, LAYOUT)
+        center._start(jnp.int32(0), UNCOUNTED, 0, [jnp.ones(3)], jnp.ones(HEADER_SIZE), None)
 
 
 @pytest.mark.parametrize("number", [2, 3])
-def test_a_number_is_posted_once_until_numbers_restart(transport, number):
-    post(transport, 3, [1, 2, 3])
+def test_a_number_is_posted_once_until_numbers_restart(table, number):
+    post(table, 3, [1, 2, 3])
     with pytest.raises(jdaso.JdasoError, match=f"exchange {number} .* was posted twice in rank 0"):
-        transport.reserve(number, LAYOUT)
-    transport.restart_numbers()
-    post(transport, number, [4, 5, 6])
-    assert transport.collect(number, readers=1)[0].sums[0].tolist() == [4, 5, 6]
+        post(table, number, [1, 2, 3])
+    table.restart()
+    post(table, number, [4, 5, 6])
+    assert collect(table, number)[0] == [4, 5, 6]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from jdaso.core.block_format import FORMATS, MIN_EXPONENT, format_of, pack, unpack
-from jdaso.exchange.host import block_kernels, compiled
+from jdaso.exchange.host import slots
 
 # Each byte is allowed in a message, except for codes and exponents that no sender computes.
 LEAST_CODE = {"int8": -127, "float4": -7}
@@ -28,15 +28,15 @@ def expected(terms):
 def computed(terms):
     sums = np.full((terms.shape[1], 64), np.nan, np.float32)
     packed = np.zeros(terms.shape[1:], terms.dtype)
-    block_kernels.sum_blocks(terms, sums, packed)
+    slots.sum_blocks(terms, sums, packed)
     return sums, packed
 
 
 @pytest.fixture(params=["compiled", "numpy"])
 def way(request, monkeypatch):
     if request.param == "numpy":
-        monkeypatch.setattr(compiled, "load", lambda: "it was not built")
-    elif isinstance(compiled.load(), str):
+        monkeypatch.setattr(slots, "load", lambda: "it was not built")
+    elif isinstance(slots.load(), str):
         pytest.skip("no compiled code")
 
 
@@ -62,7 +62,7 @@ def test_blocks_are_summed_and_decoded_with_and_without_a_library(name):
     for ours, theirs in zip(computed(packed), expected(packed), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     decoded = np.empty((7, 64), np.float32)
-    block_kernels.unpack_blocks(packed[1], decoded)
+    slots.unpack_blocks(packed[1], decoded)
     np.testing.assert_array_equal(decoded, unpack(packed[1]))
 
 
@@ -74,5 +74,5 @@ def test_every_byte_is_decoded_as_the_format_says(name):
     codes = np.arange(256, dtype=np.uint8).reshape(-1, size)
     packed = np.concatenate([np.ones((len(codes), 1), np.uint8), codes], axis=1).view(rows.dtype)
     decoded = np.empty((len(packed), 64), np.float32)
-    block_kernels.unpack_blocks(packed, decoded)
+    slots.unpack_blocks(packed, decoded)
     np.testing.assert_array_equal(decoded, unpack(packed))

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jdaso.core.types import ParamsWithMoments
-from jdaso.exchange.host.shardings import Shardings
+from jdaso.exchange.host.layout import Shardings
 
 PARAMS = {"bias": np.zeros(3, np.float32), "kernel": np.zeros((4, 3), np.float32)}
 NAMES = ["['bias']", "['kernel']"]

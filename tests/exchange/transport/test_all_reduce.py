@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from jdaso.core.block_format import FORMATS, format_of, pack, unpack
 from jdaso.core.wire import pack_sum, sum_divisor, sum_dtype, sum_shape
-from jdaso.exchange.transport import all_reduce as module
-from jdaso.exchange.transport.all_reduce import (
+from jdaso.exchange.transport import collectives as module
+from jdaso.exchange.transport.collectives import (
     add_in_order,
     all_reduce,
     row_bytes,

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdaso.exchange.transport.deadlines import Deadlines
+from jdaso.exchange.transport.progress import Deadlines
 
 
 def test_without_durations_the_least_limits_hold():

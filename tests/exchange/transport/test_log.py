@@ -16,18 +16,22 @@ import numpy as np
 import jdaso
 from jdaso.core.exchange import HEADER_SIZE
 from jdaso.exchange.host.layout import LeafSpec, unsharded
-from jdaso.exchange.transport.membership import Membership
-from jdaso.exchange.transport.mpi_transport import MpiTransport
+from jdaso.exchange.transport.mpi_transport import Membership
+from jdaso.exchange.transport.mpi_transport import MpiTransport, mpi_table
 from jdaso.exchange.transport.progress import Progress
 
 topology = jdaso.discover_topology()
 membership = Membership(topology, chunk_bytes=1 << 22)
-progress = Progress(topology, 60.0, membership.announce_exit, topology.abort)
+table = mpi_table(topology, native=False)
+progress = Progress(topology, 60.0, membership.announce_exit, topology.abort, table)
 transport = MpiTransport(membership, progress)
-transport.reserve(4, unsharded([LeafSpec((3,), np.dtype("float32"))])).fill([np.arange(3.0)])
-transport.post(4, 9, np.ones(HEADER_SIZE, np.float32))
-staging, _ = transport.collect(4, readers=1)
-assert staging.sums[0].tolist() == [0, 1, 2]
+layout = unsharded([LeafSpec((3,), np.dtype("float32"))])
+slot = table.begin_post(4, 9, np.ones(HEADER_SIZE, np.float32), table.register(layout))
+table.memory(slot).fill([np.arange(3.0)])
+table.end_post(slot)
+slot = table.begin_collect(4, readers=1)
+assert table.memory(slot).sums[0].tolist() == [0, 1, 2]
+table.end_collect(slot, 1, True)
 """
 LINES = r"""jdaso: rank 0 \(.+\) posted exchange 4 after step 9, 12 bytes
 jdaso: rank 0 .+ completed exchange 4 posted after step 9; transfer \S+ s, training blocked \S+ s
@@ -49,7 +53,7 @@ def test_with_jdaso_debug_each_exchange_is_logged_when_posted_and_when_completed
 
 @pytest.mark.parametrize(("total", "times"), [(10, 0), (9, 1)])
 def test_the_first_step_beyond_those_of_the_schedule_is_said_to_block(total, times):
-    program = PROGRAM.replace("transport.reserve", f"transport.restart({total})\ntransport.reserve")
+    program = PROGRAM.replace("layout =", f"transport.restart({total})\nlayout =")
     text = f"has taken the {total} steps of its schedule. Every further step blocks"
     assert logged_by(program).count(text) == times
 

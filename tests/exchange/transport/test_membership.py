@@ -6,7 +6,7 @@ import pytest
 
 import jdaso
 from jdaso.cluster.placement import Placement
-from jdaso.exchange.transport.membership import Membership
+from jdaso.exchange.transport.mpi_transport import Membership
 
 NODES, PER_NODE = 2, 2
 

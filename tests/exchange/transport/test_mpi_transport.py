@@ -4,16 +4,15 @@ import types
 
 import numpy as np
 
-from jdaso.exchange.host.buffers import StagingBuffers
-from jdaso.exchange.host.layout import LeafSpec
+from jdaso.exchange.host.layout import LeafSpec, memory_of
 from jdaso.exchange.transport.mpi_transport import MpiTransport
 
 
 def test_a_process_that_is_left_out_names_the_wire_that_cannot_hold_its_parameters(caplog):
     process = types.SimpleNamespace(_left_out=0, _name="rank 1 (host)")
-    staging = StagingBuffers([LeafSpec((2,), np.dtype("float16"))])
+    memory = memory_of([LeafSpec((2,), np.dtype("float16"))])
     for number in range(7):
-        MpiTransport._warn_left_out(process, number, staging, lost=1)
+        MpiTransport._warn_left_out(process, number, memory, lost=1)
     numbers = [message.split(" of exchange ")[1][0] for message in caplog.messages]
     assert numbers == ["0", "1", "3"]  # the first, second and fourth time
     for message in caplog.messages:
@@ -24,7 +23,7 @@ def test_a_process_that_is_left_out_names_the_wire_that_cannot_hold_its_paramete
 
 def test_a_process_that_has_skipped_steps_names_no_leaf(caplog):
     process = types.SimpleNamespace(_left_out=0, _name="rank 1 (host)")
-    staging = StagingBuffers([LeafSpec((2,), np.dtype("float16"))])
-    MpiTransport._warn_left_out(process, 3, staging, lost=0)
+    memory = memory_of([LeafSpec((2,), np.dtype("float16"))])
+    MpiTransport._warn_left_out(process, 3, memory, lost=0)
     assert "because gradients of a step since the last merge were not finite" in caplog.text
     assert "mask" not in caplog.text

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jdaso.exchange.transport.operation import WaitState, wait_for
+from jdaso.exchange.transport.progress import WaitState, wait_for
 
 
 class Request:

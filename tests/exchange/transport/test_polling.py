@@ -6,9 +6,8 @@ import types
 
 import pytest
 
-from jdaso.exchange.transport import polling as module
-from jdaso.exchange.transport.operation import WaitState
-from jdaso.exchange.transport.polling import Polling
+from jdaso.exchange.transport import progress as module
+from jdaso.exchange.transport.progress import Polling, WaitState
 
 TIMEOUT = 20.0
 WAITING = WaitState(requests=(object(),))

@@ -11,13 +11,8 @@ import pytest
 
 from jdaso import JdasoError
 from jdaso.cluster.roll_call import Absent, Answer, Call, RollCall
-from jdaso.exchange.transport import peers as peers_module
-from jdaso.exchange.transport import polling as polling_module
 from jdaso.exchange.transport import progress as progress_module
-from jdaso.exchange.transport import request as request_module
-from jdaso.exchange.transport.operation import WaitState
-from jdaso.exchange.transport.polling import Polling
-from jdaso.exchange.transport.progress import Progress
+from jdaso.exchange.transport.progress import Polling, Progress, WaitState
 
 TIMEOUT, PATIENCE = 0.5, 20.0
 
@@ -64,9 +59,9 @@ def test_only_the_exit_of_a_process_that_is_missing_fails_an_operation(monkeypat
 
 
 def test_a_wait_while_devices_are_busy_is_no_deadlock(monkeypatch, aborts):
-    monkeypatch.setattr(peers_module, "_DEADLOCK_SECONDS", 0.0)
-    monkeypatch.setattr(peers_module, "_ASK_SECONDS", 0.0)
-    monkeypatch.setattr(request_module, "_BUSY_SECONDS", 0.05)
+    monkeypatch.setattr(progress_module, "_DEADLOCK_SECONDS", 0.0)
+    monkeypatch.setattr(progress_module, "_ASK_SECONDS", 0.0)
+    monkeypatch.setattr(progress_module, "_BUSY_SECONDS", 0.05)
     calls = RollCall(0, on_question=lambda: None)
     monkeypatch.setattr(Topology, "heartbeat", types.SimpleNamespace(roll_call=calls))
     call, others = calls.post(calls.new_series()), calls.new_series()
@@ -271,7 +266,7 @@ def test_deadlines_are_looked_at_while_no_message_is_complete(progress):
 
 
 def test_a_new_operation_begins_while_no_message_of_another_one_is_complete(aborts, monkeypatch):
-    monkeypatch.setattr(polling_module, "_LOOK_SECONDS", PATIENCE)
+    monkeypatch.setattr(progress_module, "_LOOK_SECONDS", PATIENCE)
     progress = Progress(Topology(), PATIENCE, lambda progress: None, aborts.put)
     message, another = Message(), Message()
     request = progress.submit(messages_of(message), "an exchange")

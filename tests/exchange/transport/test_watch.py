@@ -7,9 +7,8 @@ import pytest
 
 from jdaso.core.exchange import UNCOUNTED
 from jdaso.core.types import JdasoError
-from jdaso.exchange.host.buffers import StagingBuffers
-from jdaso.exchange.host.layout import LeafSpec
-from jdaso.exchange.transport.watch import Watch
+from jdaso.exchange.host.layout import LeafSpec, memory_of
+from jdaso.exchange.transport.handshake import Watch
 
 TOPOLOGY = SimpleNamespace(rank=0, num_nodes=2)
 SAME = "they seem to train on the same data"
@@ -17,21 +16,21 @@ SAME = "they seem to train on the same data"
 
 def staged(*leaves, names=("['w']", "['b']")):
     leaves = [np.asarray(x, np.float32) for x in leaves]
-    staging = StagingBuffers([LeafSpec(x.shape, x.dtype) for x in leaves])
-    staging.fill(leaves)
-    for place, leaf in zip(staging.sums, leaves, strict=True):
+    memory = memory_of([LeafSpec(x.shape, x.dtype) for x in leaves])
+    memory.fill(leaves)
+    for place, leaf in zip(memory.sums, leaves, strict=True):
         np.copyto(place, leaf)
-    staging.layout = staging.layout._replace(names=names[: len(leaves)])
-    return staging
+    memory.layout = memory.layout._replace(names=names[: len(leaves)])
+    return memory
 
 
 def exchange(watch, number, *of_nodes):
     """An exchange to which each node contributes one leaf, or nothing."""
-    stagings = [staged([0.0] if x is None else x) for x in of_nodes]
+    memories = [staged([0.0] if x is None else x) for x in of_nodes]
     headers = [np.float32([x is not None]) for x in of_nodes]
-    each = zip(headers, stagings, strict=True)
+    each = zip(headers, memories, strict=True)
     contents = np.array([[watch.content(number, header, one, 0) for header, one in each]])
-    watch.compare(number, contents, TOPOLOGY, stagings[0].layout)
+    watch.compare(number, contents, TOPOLOGY, memories[0].layout)
 
 
 RUNS = {
@@ -73,17 +72,17 @@ def test_parameters_of_all_nodes_that_are_not_finite_are_an_error_with_their_nam
 
 @pytest.mark.parametrize(("finite", "members"), [(True, 0.0), (False, 2.0)])
 def test_ten_exchanges_in_a_row_that_average_nothing_are_an_error(finite, members):
-    watch, staging = Watch(), staged([1.0])
+    watch, memory = Watch(), staged([1.0])
     for number in [*range(9), *range(10, 19)]:
-        watch.check_sums(number, finite, members, staging)
-        watch.check_sums(UNCOUNTED, True, 2.0, staging)
+        watch.check_sums(number, finite, members, memory)
+        watch.check_sums(UNCOUNTED, True, 2.0, memory)
         if number == 8:
-            watch.check_sums(9, True, 1.0, staging)
+            watch.check_sums(9, True, 1.0, memory)
     with pytest.raises(JdasoError, match="the last 10 exchanges, up to exchange 19, have averaged"):
-        watch.check_sums(19, finite, members, staging)
+        watch.check_sums(19, finite, members, memory)
     gradients = Watch(gradients=True)
     for number in range(20):
-        gradients.check_sums(number, finite, members, staging)
+        gradients.check_sums(number, finite, members, memory)
 
 
 def test_a_sum_that_overflows_is_said_with_its_name_ever_more_rarely(caplog):

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jdaso
 from jdaso.core.error_feedback import Feedback
-from jdaso.exchange.transport import peers
+from jdaso.exchange.transport import progress
 
 case = sys.argv[1]
 if case == "thread level":
@@ -128,7 +128,7 @@ elif case == "other number, two devices":
 elif case in ("stuck", "stuck, two devices"):
     train(4, jdaso.constant(2), between=lambda t: time.sleep(60 * rank * (t == 1)))
 elif case == "consensus beside an exchange":
-    peers._DEADLOCK_SECONDS = 1.0
+    progress._DEADLOCK_SECONDS = 1.0
     params, state, step = train(2, jdaso.constant(2))
     if rank == 1:
         jdaso.consensus(exchange, params)
@@ -136,7 +136,7 @@ elif case == "consensus beside an exchange":
         params, state = jax.block_until_ready(step(params, state))
 elif case == "devices behind their program":
     # The program of rank 0 waits in a broadcast, while its devices have yet to post an exchange.
-    peers._DEADLOCK_SECONDS = 0.5
+    progress._DEADLOCK_SECONDS = 0.5
     tx = optax.chain(optax.sgd(0.1), jdaso.daso(exchange, jdaso.constant(1, 0)))
 
     multiply = jax.jit(lambda x: jax.lax.fori_loop(0, 60, lambda i, y: y @ y / 700, x))
@@ -180,7 +180,7 @@ elif case == "exception":
 elif case == "exit in flight":
     train(3, jdaso.constant(2, 2))
 elif case == "consensus beside a broadcast":
-    peers._DEADLOCK_SECONDS = 1.0
+    progress._DEADLOCK_SECONDS = 1.0
     (jdaso.broadcast if rank else jdaso.drift)(exchange, jnp.ones(3))
 elif case == "begun anew in flight":
     # An exchange is left behind, whose number the next training has, too.

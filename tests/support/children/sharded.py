@@ -33,7 +33,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdaso
-from jdaso.exchange.host.compiled import unavailable_reason
+from jdaso.exchange.host.slots import unavailable_reason
 
 # Shards along the first axis end where blocks of the wire int8 end.
 SHAPES = {"bias": (7,), "kernel": (8, 64), "scale": (), "tensor": (4, 6, 8), "wide": (3, 8)}

@@ -11,12 +11,11 @@
 #include <exception>
 #include <memory>
 #include <mutex>
-#include <numeric>
 #include <stdexcept>
 #include <vector>
 
-#include "ffi_queue.h"
 #include "cuda_driver.h"
+#include "slots.h"
 
 #ifndef JDASO_STREAM  // tests replace the driver and its streams
 #define JDASO_STREAM ffi::PlatformStream<CUstream>
@@ -114,59 +113,65 @@ void AwaitCopies() {
   }
 }
 
-// Copies the leaves to the host by way of a contiguous snapshot. Leaves that are adjacent on the
-// host as well, as those of one wire dtype are, are copied together.
-void CopyToHost(const Device& device, CUstream stream, ffi::RemainingArgs leaves,
-                const std::vector<size_t>& sizes, const Place* places) {
-  const size_t bytes = std::accumulate(sizes.begin(), sizes.end(), size_t{0});
+// What a device sends of one leaf.
+struct Copy {
+  const void* from;
+  char* to;
+  size_t bytes;
+};
+
+// Copies leaves to the host by way of a contiguous snapshot. Leaves that are adjacent on the host as
+// well, as those of one wire dtype are, are copied together.
+void CopyToHost(const Device& device, CUstream stream, const std::vector<Copy>& copies) {
+  size_t bytes = 0;
+  for (const Copy& copy : copies) bytes += copy.bytes;
   if (bytes == 0) return;
   CUdeviceptr snapshot;
   Check(driver.cuMemAllocAsync(&snapshot, bytes, stream),
         ("cuMemAllocAsync of " + std::to_string(bytes) + " bytes next to the memory of XLA (lower "
          "XLA_PYTHON_CLIENT_MEM_FRACTION)").c_str());
   CUdeviceptr at = snapshot;
-  for (size_t i = 0; i < leaves.size(); at += sizes[i++]) {
-    if (sizes[i] == 0) continue;
-    CUDA(cuMemcpyDtoDAsync_v2, at, Pointer(leaves.get<ffi::AnyBuffer>(i)->untyped_data()), sizes[i],
-         stream);
+  for (const Copy& copy : copies) {
+    if (copy.bytes > 0) CUDA(cuMemcpyDtoDAsync_v2, at, Pointer(copy.from), copy.bytes, stream);
+    at += copy.bytes;
   }
   Order(stream, device.snapshot_copied, device.to_host);
   at = snapshot;
-  for (size_t i = 0, next; i < leaves.size(); i = next) {
-    char* start = places[i].address;
-    size_t size = sizes[i];
-    for (next = i + 1; next < leaves.size() && places[next].address == start + size; ++next) {
-      size += sizes[next];
+  for (size_t i = 0, next; i < copies.size(); i = next) {
+    size_t size = copies[i].bytes;
+    for (next = i + 1; next < copies.size() && copies[next].to == copies[i].to + size; ++next) {
+      size += copies[next].bytes;
     }
     if (size == 0) continue;
-    CUDA(cuMemcpyDtoHAsync_v2, start, at, size, device.to_host);
+    CUDA(cuMemcpyDtoHAsync_v2, copies[i].to, at, size, device.to_host);
     at += size;
   }
   CUDA(cuMemFreeAsync, snapshot, device.to_host);
 }
 
 struct PostArguments {
-  int32_t queue;
-  Call call;
-  Record* record;
+  std::shared_ptr<Table> table;
+  Slot* slot;
 };
 
-// Runs on a thread of the driver. It must not call the driver, nor wait for Python, which might.
+// Runs on a thread of the driver. It must not call the driver, nor wait for who might: it only takes
+// the table's mutex.
 void PostFromDriver(void* argument) {
   std::unique_ptr<PostArguments> post(static_cast<PostArguments*>(argument));
-  post->record->copy_to_host[1] = Now();
-  SubmitDetached(post->queue, post->call);
+  post->table->EndPost(post->slot);
 }
 
-// Copies the leaves to the host, and posts the exchange when all are there. A node that does not
-// contribute sends zeros. XLA has computed the error feedback.
+// Copies the leaves that this device sends to a slot, which is filled when all are there. A node that
+// does not contribute sends zeros.
 ffi::Error Post(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> index,
-                ffi::Buffer<ffi::S32> number, ffi::Buffer<ffi::S32> step, ffi::Buffer<ffi::S32>,
-                ffi::Buffer<ffi::S32>, ffi::Buffer<ffi::F32> header, ffi::RemainingArgs leaves,
-                ffi::Result<ffi::Buffer<ffi::S32>> done, ffi::RemainingRets, int32_t queue,
-                ffi::Span<const int32_t> layouts, ffi::Span<const int32_t>) {
-  Scalars scalars;
+                ffi::Buffer<ffi::S32> number, ffi::Buffer<ffi::S32> step,
+                ffi::Buffer<ffi::F32> header, ffi::RemainingArgs leaves,
+                ffi::Result<ffi::Buffer<ffi::S32>> done, int32_t id, int32_t layout) {
+  const auto table = At(id);
+  if (!table) return ffi::Error::Internal(kForeign);
+  Slot* slot = nullptr;
   try {
+    Scalars scalars;
     Device& device = DeviceOf(stream);
     InContext in(device.context);
     ReadAsync(&scalars.device, index, stream);
@@ -174,103 +179,94 @@ ffi::Error Post(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S
     ReadAsync(&scalars.step, step, stream);
     ReadAsync(scalars.header, header, stream);
     CUDA(cuStreamSynchronize, stream);
-    std::vector<size_t> sizes;
-    for (size_t i = 0; i < leaves.size(); ++i) {
-      sizes.push_back(leaves.get<ffi::AnyBuffer>(i)->size_bytes());
+    slot = table->BeginPost(scalars.number, scalars.step, scalars.header, layout, true);
+    const Place* place = table->LayoutOf(slot).of(scalars.device);
+    std::vector<Copy> copies;
+    for (size_t i = 0; i < leaves.size(); ++i, ++place) {
+      if (std::max(scalars.number, 0) % place->copies != place->copy) continue;
+      const auto bytes = static_cast<size_t>(place->wire_bytes);
+      copies.push_back({leaves.get<ffi::AnyBuffer>(i)->untyped_data(), slot->memory + place->sent,
+                        bytes});
+      if (!(scalars.header[0] > 0)) std::memset(copies.back().to, 0, bytes);
     }
-    Call call{{kReserve, scalars.number, scalars.step, scalars.device, layouts[0], 1}};
-    if (auto error = Begin(queue, &call, kWhole); error.failure()) return error;
-    const Place* places = CheckedPlaces(&call, sizes, kWhole);
-    if (places == nullptr) throw std::runtime_error(call.error);
-    Record* record = RecordOf(call);
-    for (size_t i = 0; i < sizes.size(); ++i) {
-      if (places[i].address == nullptr) sizes[i] = 0;  // another device sends this leaf
-    }
-    record->copy_to_host[0] = Now();
-    if (scalars.header[0] > 0) {
-      CopyToHost(device, stream, leaves, sizes, places);
-    } else {
-      for (size_t i = 0; i < leaves.size(); ++i) {
-        if (sizes[i] > 0) std::memset(places[i].address, 0, sizes[i]);
-      }
-    }
+    if (scalars.header[0] > 0) CopyToHost(device, stream, copies);
     CUDA(cuMemcpyDtoDAsync_v2, Pointer(done->untyped_data()), Pointer(token.untyped_data()), 4,
          stream);
-    auto post = std::make_unique<PostArguments>();
-    *post = {queue, Call{{kPost, scalars.number, scalars.step}}, record};
-    std::copy_n(scalars.header, kHeader, post->call.in.header);
-    {
-      // Exchanges are posted in the order of the program, which is the same on all nodes, also
-      // where another device has posted the previous one.
-      std::lock_guard<std::mutex> lock(mutex);
-      if (last_posted != nullptr) CUDA(cuStreamWaitEvent, device.to_host, last_posted, 0);
-      CUDA(cuLaunchHostFunc, device.to_host, PostFromDriver, post.get());
-      post.release();
-      CUDA(cuEventRecord, device.posted, device.to_host);
-      last_posted = device.posted;
-    }
+    auto post = std::make_unique<PostArguments>(PostArguments{table, slot});
+    // Exchanges are posted in the order of the program, which is the same on all nodes, also where
+    // another device has posted the previous one.
+    std::lock_guard<std::mutex> lock(mutex);
+    if (last_posted != nullptr) CUDA(cuStreamWaitEvent, device.to_host, last_posted, 0);
+    CUDA(cuLaunchHostFunc, device.to_host, PostFromDriver, post.get());
+    post.release();
+    slot = nullptr;
+    CUDA(cuEventRecord, device.posted, device.to_host);
+    last_posted = device.posted;
     return ffi::Error::Success();
   } catch (const std::exception& failure) {
     AwaitCopies();
-    return ReportFailure(queue, scalars.number, failure.what());
+    if (slot != nullptr) table->Discard(slot);
+    return Failed(table.get(), failure.what());
   }
 }
 
 struct CollectArguments {
-  Record* record;
-  bool last;
+  std::shared_ptr<Table> table;
+  Slot* slot;
   float header[kHeader];
+  std::deque<std::vector<double>> wide;  // sums of float32 for leaves of float64
 };
 
 void FinishCollect(void* argument) {
   std::unique_ptr<CollectArguments> collect(static_cast<CollectArguments*>(argument));
-  if (!collect->last) return;
-  collect->record->copy_to_device[1] = Now();
-  collect->record->reads.fetch_add(1);  // from here on the buffers may be reused
+  collect->table->EndCollect(collect->slot);
 }
 
-// Waits until an exchange is complete, and copies a part of its sums, and its header, to the
-// program.
+// Waits until an exchange is done, while the program is dispatched, and copies a part of its sums,
+// and its header, to the program. The program's stream waits only for these copies.
 ffi::Error Collect(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> index,
-                   ffi::Buffer<ffi::S32> number, ffi::RemainingArgs,
-                   ffi::Result<ffi::Buffer<ffi::S32>> done,
-                   ffi::Result<ffi::Buffer<ffi::F32>> header, ffi::RemainingRets sums,
-                   int32_t queue, int32_t first, int32_t last, int32_t readers, int32_t) {
-  Scalars scalars;
+                   ffi::Buffer<ffi::S32> number, ffi::Result<ffi::Buffer<ffi::S32>> done,
+                   ffi::Result<ffi::Buffer<ffi::F32>> header, ffi::RemainingRets rets, int32_t id,
+                   int32_t first, int32_t last, int32_t readers) {
+  const auto table = At(id);
+  if (!table) return ffi::Error::Internal(kForeign);
+  Slot* slot = nullptr;
   try {
+    Scalars scalars;
     Device& device = DeviceOf(stream);
     InContext in(device.context);
     ReadAsync(&scalars.device, index, stream);
     ReadAsync(&scalars.number, number, stream);
     CUDA(cuStreamSynchronize, stream);  // afterwards nothing uses the outputs either
-    std::vector<size_t> sizes;
-    for (size_t i = 0; i < sums.size(); ++i) {
-      sizes.push_back((*sums.get<ffi::AnyBuffer>(i))->size_bytes());
-    }
-    Call call{{kCollect, scalars.number, 0, scalars.device, readers, 1}};
-    if (auto error = Begin(queue, &call, {first, last}); error.failure()) return error;
-    const Place* places = CheckedPlaces(&call, sizes, {first, last});
-    if (places == nullptr) throw std::runtime_error(call.error);
-    auto collect = std::make_unique<CollectArguments>();
-    *collect = {RecordOf(call), last != 0};
-    std::copy_n(call.in.header, kHeader, collect->header);
-    if (first == 0) collect->record->copy_to_device[0] = Now();
-    for (size_t i = 0; i < sums.size(); ++i) {
-      auto sum = *sums.get<ffi::AnyBuffer>(i);
-      CUDA(cuMemcpyHtoDAsync_v2, Pointer(sum->untyped_data()), places[i].address, sizes[i],
-           device.from_host);
+    slot = table->BeginCollect(scalars.number, readers);
+    const std::vector<Result> results = ResultsOf(rets);
+    const Place* place =
+        CheckedSums(table->LayoutOf(slot), slot, scalars.device, results, first, last);
+    auto collect = std::make_unique<CollectArguments>(CollectArguments{table, slot, {}, {}});
+    std::copy_n(slot->total, kHeader, collect->header);
+    if (last) table->Count(slot, readers);
+    for (const Result& result : results) {
+      const void* from = slot->memory + place->sums;
+      if (result.Widens(*place++)) {
+        const auto* floats = static_cast<const float*>(from);
+        collect->wide.emplace_back(floats, floats + result.bytes / sizeof(double));
+        from = collect->wide.back().data();
+      }
+      CUDA(cuMemcpyHtoDAsync_v2, Pointer(result.data), from, result.bytes, device.from_host);
     }
     CUDA(cuMemcpyHtoDAsync_v2, Pointer(header->untyped_data()), collect->header,
          sizeof(collect->header), device.from_host);
     Order(device.from_host, device.sums_copied, stream);
     CUDA(cuLaunchHostFunc, device.from_host, FinishCollect, collect.get());
     collect.release();
+    slot = nullptr;
     CUDA(cuMemcpyDtoDAsync_v2, Pointer(done->untyped_data()), Pointer(token.untyped_data()), 4,
          stream);
     return ffi::Error::Success();
   } catch (const std::exception& failure) {
     AwaitCopies();
-    return ReportFailure(queue, scalars.number, failure.what());
+    if (slot != nullptr) table->EndCollect(slot);
+    return Failed(table.get(), failure.what());
   }
 }
 
@@ -285,6 +281,20 @@ ffi::Error OrderCuda(CUstream stream, ffi::RemainingArgs arguments, ffi::Remaini
 CUcontext AnyContext() {
   std::lock_guard<std::mutex> lock(mutex);
   return devices.front().context;
+}
+
+// Pins host memory, so that devices copy to and from it asynchronously. Returns whether it did.
+bool Pin(void* memory, size_t bytes) try {
+  InContext in(AnyContext());
+  return driver.cuMemHostRegister_v2(memory, bytes, kHostRegisterPortable) == 0;
+} catch (const std::exception&) {
+  return false;
+}
+
+void Unpin(void* memory) try {
+  InContext in(AnyContext());
+  driver.cuMemHostUnregister(memory);
+} catch (const std::exception&) {  // CUDA has already shut down
 }
 
 }  // namespace
@@ -310,21 +320,8 @@ const char* jdaso_driver(const char* library) {
   JDASO_DRIVER_FUNCTIONS(JDASO_LOOK_UP)
 #undef JDASO_LOOK_UP
   if (driver.cuGetErrorString == nullptr) driver = found;
+  pin_memory = Pin, unpin_memory = Unpin;
   return nullptr;
-}
-
-// Pins host memory, so that devices copy to and from it asynchronously. Returns whether it did.
-bool jdaso_pin(void* memory, size_t bytes) try {
-  InContext in(AnyContext());
-  return driver.cuMemHostRegister_v2(memory, bytes, kHostRegisterPortable) == 0;
-} catch (const std::exception&) {
-  return false;
-}
-
-void jdaso_unpin(void* memory) try {
-  InContext in(AnyContext());
-  driver.cuMemHostUnregister(memory);
-} catch (const std::exception&) {  // CUDA has already shut down
 }
 
 void jdaso_await_copies() { AwaitCopies(); }

@@ -1,0 +1,474 @@
+"""What of an exchange runs inside a compiled program.
+
+Each device of the node copies its own shards to the host. It does so inside ``shard_map`` over the
+mesh of the node, which :class:`NodeMesh` adds where the program is not in one already. The handlers
+of ``slots.cc`` copy where there is compiled code, and host callbacks do elsewhere. Both fill and
+read the same slots.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import io_callback
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jdaso.cluster.abort import at_exit
+from jdaso.cluster.local_devices import await_programs
+from jdaso.cluster.topology import Topology
+from jdaso.core.exchange import AGREEMENT_NAMES, HEADER_SIZE, UNCOUNTED, PostedExchange, SentLeaf
+from jdaso.core.log import logger
+from jdaso.core.types import JdasoError, Leaves, Number, PyTree
+from jdaso.core.wire import WIRE_OF_BITS, pack, sum_dtype, sum_padding, unpadded, wire_dtypes
+from jdaso.exchange.host import slots
+from jdaso.exchange.host.layout import Layout, Memory, Shardings, make_layout
+from jdaso.exchange.host.slots import PlainTable, Table
+
+REPLICATED = PartitionSpec()
+Specs = tuple[PartitionSpec, ...]
+_TOKEN = jax.ShapeDtypeStruct((), jnp.int32)
+_HEADER = jax.ShapeDtypeStruct((HEADER_SIZE,), jnp.float32)
+
+
+class Bound(NamedTuple):
+    """The leaves of an exchange, with their shapes and dtypes in the program."""
+
+    specs: Specs
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[np.dtype, ...]
+    names: tuple[str, ...]
+
+
+class Program:
+    """``start`` and ``finish`` of an exchange whose state is a token, an int32 scalar.
+
+    The token orders the calls of a program.
+
+    Args:
+        table: The slots of the exchange. Handlers fill and read a :class:`Table`, and host
+            callbacks a :class:`PlainTable`.
+        shardings: Of the leaves, on the mesh of the node.
+        guard: A context in which an error of a host callback is reported.
+    """
+
+    def __init__(
+        self,
+        table: Table | PlainTable,
+        shardings: Shardings,
+        guard: Callable[[], AbstractContextManager[None]],
+    ):
+        self._table, self._shardings, self._guard = table, shardings, guard
+        #: Whether compiled code copies the leaves. It can do so in parts.
+        self.compiled = isinstance(table, Table)
+        self._rounds = slots.rounds(shardings.mesh.devices.flat[0].platform)
+        self.mesh = NodeMesh(shardings)
+        #: Waits for all programs that were dispatched.
+        self.complete = functools.partial(await_programs, shardings.mesh.local_devices)
+        # Registered after the objects that programs call, so it runs before their exit functions.
+        self._forget = at_exit(self.complete)
+
+    def close(self) -> None:
+        """Waits for all programs that were dispatched. Posts and collects fail from then on."""
+        self._forget()
+        self.complete()
+        self._table.close()
+
+    def bind(self, names: Sequence[str], leaves: Leaves) -> Bound:
+        """Finds the shardings of leaves by their names. Without names they are replicated."""
+        inside = self.mesh.inside()
+        specs = (REPLICATED,) * len(leaves)
+        if names:
+            specs = tuple(self._shardings.specs(names, leaves, inside))
+        shapes = tuple(x.shape for x in leaves)
+        if inside:
+            whole = self.mesh.whole_shape
+            shapes = tuple(whole(*each) for each in zip(shapes, specs, strict=True))
+        return Bound(specs, shapes, tuple(x.dtype for x in leaves), tuple(names))
+
+    def posted_layout(self, sent: Sequence[SentLeaf], posted: PostedExchange) -> Layout:
+        """The layout of leaves that a checkpoint has saved."""
+        whole = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in sent]
+        names, shapes, _ = zip(*sent, strict=True)
+        wires = tuple(WIRE_OF_BITS[bits] for bits in posted.block_bits)
+        dtypes = wire_dtypes([leaf.dtype for leaf in posted.leaves], wires)
+        specs = tuple(self._shardings.specs(names, whole))
+        return make_layout(shapes, dtypes, specs, self._shardings.mesh, posted.relative, names)
+
+    def start(
+        self,
+        token: jax.Array,
+        number: Number,
+        step: Number,
+        leaves: Leaves,
+        header: jax.Array,
+        wire: Any,
+        bound: Bound | None = None,
+        relative: bool = False,
+    ) -> tuple[jax.Array, jax.Array]:
+        """As in :class:`jdaso.Exchange`."""
+        bound = bound or self.bind((), leaves)
+        if header.shape != (HEADER_SIZE,):
+            raise ValueError(f"header must be float32[{HEADER_SIZE}], got {header.shape}.")
+        mesh, specs = self._shardings.mesh, bound.specs
+        dtypes = wire_dtypes(bound.dtypes, wire)
+        layout = make_layout(bound.shapes, dtypes, specs, mesh, relative, bound.names)
+        token = self.mesh.run(
+            ("post", layout, specs),
+            functools.partial(self._post, layout),
+            (REPLICATED, REPLICATED, REPLICATED, REPLICATED, list(specs)),
+            REPLICATED,
+            *(token, jnp.asarray(number, jnp.int32), jnp.asarray(step, jnp.int32), header, leaves),
+        )
+        # The condition always holds. It makes the next exchange depend on this one, so that all
+        # nodes post in the same order.
+        return token, jnp.where(token >= 0, number + 1, number)
+
+    def _post(self, layout: Layout, token, number, step, header, leaves: Leaves) -> jax.Array:
+        """Posts the leaves of one device. Returns the token."""
+        device, size = self.mesh.device_index(), self.mesh.size
+        assert device is not None
+        index = self._table.register(layout)
+        send = self._post_native if self.compiled else self._post_by_callback
+
+        def post(token, header):
+            return send(layout, index, token, device, number, step, header, leaves)
+
+        if size == 1:
+            return post(token, header)
+        if layout.replicated and not layout.joined:
+            turn = jnp.maximum(number, 0) % size
+            token = lax.cond(device == turn, lambda t: post(t, header), lambda t: t, token)
+        else:
+            # All processes post, also those that send nothing: they receive the sums.
+            token = post(token, _same_header(header, device, self.mesh.axes))
+        # Another device may be the first to post the next exchange. It has to wait for this one.
+        return self.mesh.last(token)
+
+    def _post_native(
+        self, layout: Layout, index: int, token, device, number, step, header, leaves: Leaves
+    ) -> jax.Array:
+        def prepared(x, dtype):
+            # A leaf that stays in its dtype is copied as it lies in memory.
+            rounded = self._rounds and x.dtype == jnp.float32 and dtype == jnp.bfloat16
+            return x if rounded or x.dtype == dtype else pack(x, dtype)
+
+        leaves = [prepared(*each) for each in zip(leaves, layout.dtypes, strict=True)]
+        # XLA is told of no side effects. The token orders the calls.
+        call = jax.ffi.ffi_call(slots.POST, _TOKEN)
+        scalars = (jnp.asarray(x, jnp.int32) for x in (token, device, number, step))
+        attributes = {"table": np.int32(self._table_id), "layout": np.int32(index)}
+        return call(*scalars, header, *leaves, **attributes)
+
+    def _post_by_callback(
+        self, layout: Layout, index: int, token, device, number, step, header, leaves: Leaves
+    ) -> jax.Array:
+        table = self._table
+
+        def call(token, device, number, step, header, *leaves):
+            device, number = int(device), int(number)
+            with self._guard():
+                # NumPy, because JAX's operations would wait for the program that waits here.
+                header = np.asarray(header)
+                zeros = [np.zeros((), leaf.dtype) for leaf in leaves]
+                slot = table.begin_post(number, int(step), header, index)
+                try:
+                    memory = table.memory(slot)
+                    memory.fill_from(device, number, leaves if header[0] > 0 else zeros)
+                except BaseException:
+                    table.discard(slot)
+                    raise
+                table.end_post(slot)
+            return token
+
+        cast = [pack(x, dtype) for x, dtype in zip(leaves, layout.dtypes, strict=True)]
+        return io_callback(call, token, token, device, number, step, header, *cast)
+
+    def finish(
+        self,
+        token: jax.Array,
+        number: Number,
+        like: Leaves,
+        part: slice | None = None,
+        bound: Bound | None = None,
+    ) -> tuple[Leaves, jax.Array, jax.Array]:
+        """As in :class:`jdaso.Exchange`, or for a part of the leaves that are bound."""
+        bound = bound or self.bind((), like)
+        part = part or slice(0, len(bound.specs))
+        specs, shapes = bound.specs[part], [x.shape for x in like]
+        if self.mesh.device_index() is None:
+            shapes = [self.mesh.shard_shape(*each) for each in zip(shapes, specs, strict=True)]
+        sums = tuple(
+            jax.ShapeDtypeStruct(shape, sum_dtype(x.dtype))
+            for shape, x in zip(shapes, like, strict=True)
+        )
+        uncounted = isinstance(number, int) and number == UNCOUNTED
+        last = part.stop == len(bound.specs)
+        return self.mesh.run(
+            ("collect", sums, specs, part.start, last, uncounted),
+            functools.partial(self._collect, sums, part.start, last, uncounted),
+            (REPLICATED, REPLICATED),
+            (list(specs), REPLICATED, REPLICATED),
+            *(token, jnp.asarray(number, jnp.int32)),
+        )
+
+    def _collect(
+        self, sums: Sequence, first: int, last: bool, uncounted: bool, token, number
+    ) -> tuple[Leaves, jax.Array, jax.Array]:
+        """Collects a part of the sums on one device."""
+        device = self.mesh.device_index()
+        assert device is not None
+        if self.compiled:
+            call = jax.ffi.ffi_call(slots.COLLECT, [_TOKEN, _HEADER, *sums])
+            attributes = {"table": self._table_id, "first": first, "last": last}
+            attributes["readers"] = self.mesh.local_size
+            integers = {name: np.int32(value) for name, value in attributes.items()}
+            token, header, *total = call(token, jnp.asarray(device, jnp.int32), number, **integers)
+        else:
+            total, header, token = self._collect_by_callback(sums, token, device, number)
+        # The next consensus has the same number.
+        return list(total), header, self.mesh.last(token) if uncounted else token
+
+    def _collect_by_callback(
+        self, shapes: Sequence, token, device, number
+    ) -> tuple[Leaves, jax.Array, jax.Array]:
+        table, readers = self._table, self.mesh.local_size
+
+        def call(token, device, number):
+            with self._guard():
+                slot, read = table.begin_collect(int(number), readers), False
+                try:
+                    memory = table.memory(slot)
+                    found = memory.sums_of(int(device))
+                    _check_sizes(int(number), memory, int(device), shapes)
+                    # A float64 leaf on a narrower wire arrives as float32.
+                    each = zip(found, shapes, strict=True)
+                    sums = [np.array(unpadded(s, x.shape), x.dtype) for s, x in each]
+                    header, read = np.array(slot.total, np.float32), True
+                finally:
+                    table.end_collect(slot, readers, read)
+            return sums, header, token
+
+        return io_callback(call, (list(shapes), _HEADER, token), token, device, number)
+
+    def after(self, token, part: slice, lists: list[Leaves], into, bound: Bound):
+        """As in :class:`jdaso.core.exchange.PartOperations`."""
+        specs = [list(bound.specs[part][: len(arrays)]) for arrays in lists]
+        of_into = None if into is None else specs
+        return self.mesh.run(
+            ("order", tuple(map(tuple, specs)), into is None),
+            _order,
+            (REPLICATED, specs, of_into),
+            (REPLICATED, specs),
+            *(token, lists, into),
+        )
+
+    @property
+    def _table_id(self) -> int:
+        assert isinstance(self._table, Table)
+        return self._table.id
+
+
+def _order(
+    token: jax.Array, lists: list[Leaves], into: list[Leaves] | None = None
+) -> tuple[jax.Array, list[Leaves]]:
+    """As ``after`` of :class:`jdaso.core.exchange.PartOperations`."""
+    places, treedef = jax.tree.flatten((token, lists if into is None else into))
+    copied = [] if into is None else jax.tree.leaves(lists)
+    aliases = {i: i for i in range(len(places))}
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in places]
+    call = jax.ffi.ffi_call(slots.ORDER, shapes, input_output_aliases=aliases)
+    return jax.tree.unflatten(treedef, call(*places, *copied))
+
+
+def _check_sizes(number: int, memory: Memory, device: int, shapes: Sequence) -> None:
+    """Raises JdasoError unless the sums fit these shapes. Compiled code checks the same."""
+    sums, dtypes = memory.sums_of(device), memory.layout.dtypes
+    if len(sums) != len(shapes):
+        raise JdasoError(
+            f"exchange {number} has {len(sums)} leaves, the program copies {len(shapes)}"
+        )
+    for i, (total, dtype, x) in enumerate(zip(sums, dtypes, shapes, strict=True)):
+        size, most = math.prod(x.shape) * total.itemsize, total.nbytes
+        if not most - sum_padding(dtype) <= size <= most:
+            raise JdasoError(
+                f"leaf {i} of exchange {number} has {most} bytes, the program copies {size}"
+            )
+
+
+def _same_header(header: jax.Array, device: Number, axes: Sequence[str]) -> jax.Array:
+    """One header for all devices, whose last number depends on the shared state of all of them.
+
+    Inside the user's own ``shard_map``, each device has computed it from its own shards.
+    """
+    assert AGREEMENT_NAMES[-1] == "the shared state"
+    shared = lax.psum(header[-1].astype(jnp.int32), axes) & 0xFFFFFF
+    first = lax.psum(jnp.where(device == 0, header, jnp.zeros_like(header)), axes)
+    return first.at[-1].set(shared.astype(jnp.float32))
+
+
+class NodeMesh:
+    """The devices of a node, on which a program runs a function with ``shard_map``.
+
+    A program may be in a ``shard_map`` over the mesh already. Then each device has its own index,
+    and the leaves are its shards.
+    """
+
+    def __init__(self, shardings: Shardings):
+        self._shardings = shardings
+        self.size = shardings.mesh.size
+        self.local_size = len(shardings.mesh.local_devices)  # those of this process
+        # Outside jit, a function that is compiled again for every call would be slow.
+        self._compiled: dict[Any, Callable] = {}
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self._shardings.mesh.axis_names
+
+    def device_index(self) -> jax.Array | int | None:
+        """The index of this device, None outside of ``shard_map`` over several devices.
+
+        Raises:
+            ValueError: inside ``shard_map`` over some of the mesh's axes.
+        """
+        if self.size == 1:
+            return 0
+        bound = [axis for axis in self.axes if _is_bound(axis)]
+        if not bound:
+            return None
+        if len(bound) < len(self.axes):
+            raise ValueError(
+                f"inside shard_map over {bound}, an exchange with a mesh of the axes {self.axes} "
+                "cannot be used: use shard_map over all of them, or none."
+            )
+        return lax.axis_index(self.axes)
+
+    def inside(self) -> bool:
+        """Whether the program is in ``shard_map`` over several devices."""
+        return self.size > 1 and self.device_index() is not None
+
+    def all_devices(self, flag: jax.Array) -> jax.Array:
+        """Whether a flag holds on all devices. Outside ``shard_map`` they have the same flag."""
+        if self.size == 1 or self.device_index() is None:
+            return flag
+        return lax.pmin(flag.astype(jnp.int32), self.axes) > 0
+
+    def last(self, token: jax.Array) -> jax.Array:
+        """A token that a device gets after all others have theirs, inside ``shard_map``."""
+        return token if self.size == 1 else lax.pmax(token, self.axes)
+
+    def shard_shape(self, shape: tuple[int, ...], spec: PartitionSpec) -> tuple[int, ...]:
+        """The shape of the shards of a leaf."""
+        return NamedSharding(self._shardings.mesh, spec).shard_shape(shape)
+
+    def whole_shape(self, shape: tuple[int, ...], spec: PartitionSpec) -> tuple[int, ...]:
+        """The shape of a leaf whose shards have this shape."""
+        sizes = [1] * len(shape)
+        for axis, names in enumerate(spec):
+            for name in jax.tree.leaves(names):
+                sizes[axis] *= self._shardings.mesh.shape[name]
+        return tuple(n * size for n, size in zip(shape, sizes, strict=True))
+
+    def run(
+        self, key: Any, function: Callable, in_specs: PyTree, out_specs: PyTree, *args: Any
+    ) -> Any:
+        """Applies a function to the shards of each device.
+
+        Args:
+            key: equal for equal functions, which are compiled only once.
+            in_specs: ``PartitionSpec`` of the arguments.
+            out_specs: ``PartitionSpec`` of the results.
+        """
+        if self.device_index() is not None:
+            return function(*args)
+        if key not in self._compiled:
+            self._compiled[key] = jax.jit(self._mapped(function, in_specs, out_specs))
+        if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+            mesh = self._shardings.mesh
+            args = jax.device_put(args, jax.tree.map(lambda s: NamedSharding(mesh, s), in_specs))
+        return self._compiled[key](*args)
+
+    def call_host(self, key: Any, call: Callable, leaves: Leaves, specs: Specs) -> Leaves:
+        """Calls a function of the host with the shards of each device, and returns its results."""
+
+        def on_device(*shards):
+            like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shards]
+            return io_callback(call, like, *shards)
+
+        return self.run((key, specs), on_device, specs, list(specs), *leaves)
+
+    def per_shard(self, function: Callable, specs: Specs) -> Callable:
+        """A function on whole leaves that is applied to the shards of each device.
+
+        Lists with one array per leaf have the shardings of the leaves, in arguments and results.
+        All other arrays are replicated.
+        """
+        if self.device_index() is not None:
+            return function
+
+        def call(*args):
+            results = jax.eval_shape(function, *args)
+            in_specs, out_specs = (_specs_of(tree, specs) for tree in (args, results))
+            return self._mapped(function, in_specs, out_specs)(*args)
+
+        return call
+
+    def _mapped(self, function: Callable, in_specs: PyTree, out_specs: PyTree) -> Callable:
+        # JAX cannot know that exchanged values are equal on all nodes, so check_vma=False.
+        mesh = self._shardings.mesh
+        return jax.shard_map(
+            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
+
+def _specs_of(tree: PyTree, specs: Sequence[PartitionSpec]) -> PyTree:
+    def is_leaves(node: PyTree) -> bool:
+        return isinstance(node, list) and len(node) == len(specs)
+
+    return jax.tree.map(
+        lambda node: list(specs) if is_leaves(node) else REPLICATED, tree, is_leaf=is_leaves
+    )
+
+
+def _is_bound(axis: str) -> bool:
+    try:
+        lax.axis_index(axis)
+    except NameError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def abort_on_error(topology: Topology, abort: Callable[[str], object]) -> Iterator[None]:
+    """A context in which an error is passed to :func:`report_error`."""
+    try:
+        yield
+    except Exception as error:
+        report_error(topology, abort, f"{type(error).__name__}: {error}")
+        raise
+
+
+def report_error(topology: Topology, abort: Callable[[str], object], error: str) -> None:
+    """Prints an error of a post or collect at once, and calls ``abort`` if there are more devices.
+
+    The other devices wait in a collective for the one that called the host. The program would
+    therefore never raise the error. A program of one device raises it when it fetches a result,
+    perhaps many steps later, in the words of XLA.
+    """
+    reason = f"{topology.describe(topology.rank)} failed: {error}"
+    if topology.mesh.size > 1:
+        abort(reason)
+    _print_once(reason)
+
+
+@functools.cache
+def _print_once(reason: str) -> None:
+    logger.error("%s", reason)
