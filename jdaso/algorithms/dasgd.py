@@ -2,8 +2,8 @@
 
 from jdaso.algorithms import defaults
 from jdaso.core.exchange import Exchange
-from jdaso.core.fragments import Fragments
 from jdaso.core.transformation import Averaging
+from jdaso.core.tree import Fragments
 from jdaso.core.types import Arrival, Leaves, Merge, PyTree, Schedule
 from jdaso.core.validation import check_share
 
@@ -76,4 +76,4 @@ def mixing_merge(own: float) -> Merge:
     def merge(leaves: Leaves, arrival: Arrival, state: PyTree) -> tuple[Leaves, PyTree]:
         return defaults.mix_leaves(own, leaves, arrival.mean), state
 
-    return Merge(lambda params: (), merge, own_weight=lambda arrival: own)
+    return Merge(lambda params: (), merge, own_weight=lambda arrival: own, leafwise=True)

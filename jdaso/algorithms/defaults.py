@@ -4,9 +4,8 @@ from typing import Any
 
 import jax
 
-from jdaso.core.engine import averaging
 from jdaso.core.exchange import Exchange
-from jdaso.core.transformation import Averaging
+from jdaso.core.transformation import Averaging, averaging
 from jdaso.core.types import Merge, Schedule
 from jdaso.core.validation import check_schedule, is_concrete
 from jdaso.core.wire import check_wire

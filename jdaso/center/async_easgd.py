@@ -9,9 +9,8 @@ from jdaso.algorithms.defaults import python_float
 from jdaso.algorithms.eamsgd import check_nesterov, nesterov
 from jdaso.center.rules import check_center, elastic_rule
 from jdaso.center.types import Center
-from jdaso.core.engine import averaging
-from jdaso.core.sync_target import BEFORE_UPDATE
-from jdaso.core.transformation import Averaging
+from jdaso.core.engine import BEFORE_UPDATE
+from jdaso.core.transformation import Averaging, averaging
 from jdaso.core.tree import split, widened
 from jdaso.core.types import Arrival, Leaves, Merge, PyTree
 from jdaso.core.validation import check_positive, check_share
@@ -164,7 +163,7 @@ def _elastic_merge(alpha: float, late: bool) -> Merge:
     def merge(leaves: Leaves, arrival: Arrival, state: PyTree):
         sent = split(state.sent)[0] if late else leaves
         pulled = [
-            jnp.where(arrival.sound, x - alpha * (s - c), c)
+            jnp.where(arrival.healthy, x - alpha * (s - c), c)
             for x, s, c in zip(leaves, sent, arrival.total, strict=True)
         ]
         return pulled, state

@@ -6,8 +6,7 @@ import jax.numpy as jnp
 
 from jdaso.center.rules import averaging_rule, check_center, summing_rule
 from jdaso.center.types import Center, ServerRule
-from jdaso.core.engine import averaging
-from jdaso.core.transformation import Averaging
+from jdaso.core.transformation import Averaging, averaging
 from jdaso.core.tree import split, widened
 from jdaso.core.types import Arrival, Leaves, Merge, PyTree
 from jdaso.core.validation import check_positive, check_share
@@ -142,7 +141,7 @@ def _summing_merge() -> Merge:
     def merge(leaves: Leaves, arrival: Arrival, state: BaseState):
         base, where = split(state.base)
         moved = [
-            jnp.where(arrival.sound, c + (x - b.astype(x.dtype)), c)
+            jnp.where(arrival.healthy, c + (x - b.astype(x.dtype)), c)
             for x, b, c in zip(leaves, base, arrival.total, strict=True)
         ]
         # In the dtype of the parameters, because later updates start from rounded parameters.

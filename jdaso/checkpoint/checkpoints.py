@@ -20,8 +20,8 @@ from jdaso.checkpoint.node_part import checkpointer, part_tree
 from jdaso.checkpoint.restore import read_checkpoint
 from jdaso.cluster.barrier import barrier
 from jdaso.cluster.topology import Topology
+from jdaso.core.command_line import local_path
 from jdaso.core.exchange import Exchange
-from jdaso.core.local_path import local_path
 from jdaso.core.log import logger
 from jdaso.core.types import JdasoError, PyTree
 from jdaso.core.validation import check_whole

@@ -48,7 +48,7 @@ import jax.numpy as jnp
 
 from jdaso.core.block_format import FORMATS
 from jdaso.core.tree import float_leaves
-from jdaso.core.types import Leaves, Merge, PyTree
+from jdaso.core.types import Leaves, PyTree
 from jdaso.core.wire import block_bits, round_to, rounded, sum_dtype, wire_dtype
 
 FIRST_WIRE = "float32"
@@ -82,19 +82,12 @@ def init_feedback(tree: PyTree, uses_anchor: bool) -> Feedback:
     return Feedback(zeros, list(zeros) if uses_anchor else [], bits, ready)
 
 
-def anchors(merge: Merge, state: PyTree, feedback: Feedback) -> Leaves:
-    """Returns the anchors of the feedback, or those of the merge rule if it has its own."""
-    if feedback.anchor or merge.base is None:
-        return feedback.anchor
-    return merge.base(state)
-
-
 def compress(
-    wire: str | None, sound: jax.Array, leaves: Leaves, residual: Leaves, anchor: Leaves
+    wire: str | None, healthy: jax.Array, leaves: Leaves, residual: Leaves, anchor: Leaves
 ) -> tuple[Leaves, Leaves]:
     """Computes what to send, and the new residual.
 
-    A node that is not ``sound`` does not contribute and keeps its old residual.
+    A node that is not ``healthy`` does not contribute and keeps its old residual.
     """
     message, kept = [], []
     for x, r, a in zip(leaves, residual, _anchors(anchor, residual), strict=True):
@@ -105,7 +98,7 @@ def compress(
             value = x.astype(r.dtype) + r
             sent = round_to(value, wire_dtype(x.dtype, wire)).astype(x.dtype)
         message.append(sent)
-        kept.append(jnp.where(sound, _finite_or_zero(value - sent.astype(r.dtype)), r))
+        kept.append(jnp.where(healthy, _finite_or_zero(value - sent.astype(r.dtype)), r))
     return message, kept
 
 

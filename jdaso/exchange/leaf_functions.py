@@ -14,8 +14,13 @@ from jax.extend.core import get_opaque_trace_state
 
 from jdaso.cluster.topology import Topology
 from jdaso.core.block_format import FORMATS
-from jdaso.core.consistency import fingerprint
-from jdaso.core.exchange import UNCOUNTED, FeedbackOperations, HostState, PartOperations
+from jdaso.core.exchange import (
+    UNCOUNTED,
+    FeedbackOperations,
+    HostState,
+    PartOperations,
+    fingerprint,
+)
 from jdaso.core.types import Leaves
 from jdaso.exchange.host.jit_interface import Bound, JitInterface
 from jdaso.exchange.settings import check_feedback

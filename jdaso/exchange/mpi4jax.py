@@ -86,7 +86,7 @@ def mpi4jax_exchange(topology: Topology, wire: str | None = None) -> Exchange:
     exchange = stored_exchange(size, wire, all_reduce, broadcast, compare)
     complete = functools.partial(await_programs, topology.devices)
     return exchange._replace(
-        anyone=lambda flag: any(host_comm.allgather(flag)),
+        any_node=lambda flag: any(host_comm.allgather(flag)),
         close=once(complete, cast(Comm, comm).Free, host_comm.Free),
     )
 

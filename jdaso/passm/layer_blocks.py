@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdaso.core.fragments import near_equal
-from jdaso.core.tree import is_float
+from jdaso.core.tree import is_float, near_equal
 from jdaso.core.types import PyTree
 from jdaso.core.validation import check_whole
 

@@ -8,8 +8,7 @@ from typing import Any
 from jdaso import perf
 from jdaso.core.block_format import FORMATS
 from jdaso.core.chain import MOMENTS_WIRES
-from jdaso.core.local_path import path_option
-from jdaso.core.text_table import text_table, wrapped
+from jdaso.core.command_line import path_option, text_table, wrapped
 from jdaso.perf.advice import COMPARED_WIRES, advice
 from jdaso.perf.model import Network, Prediction, exchange_seconds
 from jdaso.perf.network import FLOAT32_WIRES, MODELLED_PATTERNS, WITHOUT_FORMATS

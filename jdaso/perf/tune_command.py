@@ -7,7 +7,7 @@ from typing import Any
 
 from jdaso import perf
 from jdaso.cluster.topology import Topology, discover_topology
-from jdaso.core.text_table import text_table, wrapped
+from jdaso.core.command_line import text_table, wrapped
 from jdaso.exchange.mpi import mpi_exchange
 from jdaso.exchange.settings import SENDERS
 from jdaso.perf.advice import COMPARED_WIRES, advice

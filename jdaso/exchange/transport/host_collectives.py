@@ -19,7 +19,7 @@ from jdaso.exchange.transport.operation import Operation
 from jdaso.exchange.transport.progress import Progress
 from jdaso.exchange.transport.request import Request, completed
 
-# Calls of ``anyone`` until its answer, which has arrived by then in most cases. One node may be
+# Calls of ``any_node`` until its answer, which has arrived by then in most cases. One node may be
 # this many steps ahead of another.
 _ANSWER_AFTER = 4
 
@@ -64,7 +64,7 @@ class HostCollectives:
             return None
         return self._run(current, "comparisons", "the query of the topology", devices_are_busy)
 
-    def anyone(self, flag: bool) -> bool:
+    def any_node(self, flag: bool) -> bool:
         """Whether any process passed True in the fourth call before this one, if there is one."""
         # Operations that are repeated after a repair must complete in order.
         before = self._flags[-1] if self._flags and self._membership.shrinks else None
