@@ -94,7 +94,8 @@ class Checkpoints:
         self._last_number: int | None = None  # of the checkpoints of this training
         self._lock: FolderLock | None = None  # of the folder, from claim on
         self._run = 0  # the identity of this job
-        self._has_foreign = self._has_saved = False
+        self._newest = 0  # the highest number in the folder when it was claimed
+        self._has_saved = False
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first, without those that restore skipped."""
@@ -120,14 +121,14 @@ class Checkpoints:
         barrier(here, self._purpose)
         lock = FolderLock(path, from_first(here, secrets.randbits(63)))
 
-        def claimed() -> bool:
-            """Whether rank 0 finds checkpoints. Others may look when it has begun to write one."""
+        def claimed() -> int:
+            """The newest number that rank 0 finds. Others may look when it has begun to write."""
             if here.rank > 0:
-                return False
+                return 0
             self._acquire(lock)
-            return bool(folder.list_checkpoints(path))
+            return max((saved.number for saved in folder.list_checkpoints(path)), default=0)
 
-        self._has_foreign = from_first(here, on_all(here, self._purpose, claimed))
+        self._newest = from_first(here, on_all(here, self._purpose, claimed))
         folder.check_shared(path, here)
         self._lock, self._run = lock, lock.run
 
@@ -146,7 +147,8 @@ class Checkpoints:
                 disk is full. Earlier checkpoints are kept. If the state does not wait for exactly
                 the exchanges that are in flight, as the state of an earlier step. If another job
                 has taken the folder over, because this one was stopped for three minutes.
-            ValueError: If the folder holds checkpoints of another training.
+            ValueError: If the folder holds checkpoints of another training, or newer ones than
+                those that :meth:`restore` found.
         """
         self.claim()
         if self._lock is not None and self._topology.rank == 0:
@@ -154,11 +156,19 @@ class Checkpoints:
         self.wait()
         if self._topology.local_rank > 0 and self._node_comm is None:
             return  # the first has all
-        if self._last_number is None and self._has_foreign:
+        if self._last_number is None and self._newest:
             raise ValueError(
                 f"directory {self._folder.path} holds checkpoints of a training, complete or not. "
                 "To continue that training, call restore first; to start another one, use a new "
                 "folder."
+            )
+        if self._newest > (self._last_number or 0):
+            raise ValueError(
+                f"directory {self._folder.path} has newer checkpoints, up to {self._newest:06}, "
+                f"than those that this job found when it called restore, up to "
+                f"{self._last_number:06}: another job has saved there meanwhile. Start this job "
+                "again, to continue from the newest one, or use a new folder. Call claim at the "
+                "beginning of a training to keep other jobs out."
             )
         path = self._next_path(step)
         numbered = number_exchanges(state, self._exchanges)

@@ -177,9 +177,10 @@ def init_state(engine: Engine, params: PyTree) -> AveragingState:
                 f"{engine.name}: params must have at least one floating-point leaf to average."
             )
         if not of_gradients:  # a gradient of a parameter that is not finite may be finite
-            check_finite(f"{engine.name}: init", "parameter", own)
+            name, num_nodes = f"{engine.name}: init", engine.exchange.num_nodes
+            check_finite(name, "parameter", own, num_nodes)
             if isinstance(params, ParamsWithMoments):
-                check_finite(f"{engine.name}: init", "moment", params.moments)
+                check_finite(name, "moment", params.moments, num_nodes)
     parts = cut(params, engine.fragments)
     check_fragments(len(parts), engine.schedule)
     zero = jnp.zeros((), jnp.int32)
@@ -447,10 +448,10 @@ def _step_fragment(
             *(leaves, fragment),
         )
 
-    def collect(condition, leaves, fragment, superseded=None):
+    def collect(condition, leaves, fragment):
         return lax.cond(
             condition,
-            lambda x, f: _merge(engine, step.step, x, f, superseded),
+            lambda x, f: _merge(engine, step.step, x, f),
             lambda x, f: (x, f, _NO_ARRIVAL),
             *(leaves, fragment),
         )
@@ -466,13 +467,16 @@ def _step_fragment(
     elif (
         not engine.schedule.may_coincide
         or rule.message is not send_leaves
+        or rule.relative
         or rule.on_post is not keep_leaves
     ):
         # The merge comes first: the order does not matter where both are never due at one step, and
         # in a rule that moves the leaves when they are posted instead of merging something into
-        # them. What a rule with a message sends depends on its state, which the merge moves.
+        # them. What a rule with a message sends depends on its state, which the merge moves. A
+        # relative rule adds what was missing from parameters that it has sent: sent again before
+        # the merge, it would be added twice, and the nodes would drift apart.
         leaves, fragment, header = collect(due, leaves, fragment)
-        if rule.message is not send_leaves:
+        if rule.message is not send_leaves or rule.relative:
             fragment = fragment._replace(healthy=before.healthy | due)
         leaves, fragment, following = send(leaves, fragment)
     elif not feedback:
@@ -483,10 +487,7 @@ def _step_fragment(
         earlier = before._replace(
             exchange=before.exchange if kept else fragment.exchange, merge=fragment.merge
         )
-        # A change relative to what was sent earlier is superseded where a blocking mean is posted:
-        # the sum of both would leave the nodes apart.
-        superseded = at_once if rule.relative else None
-        leaves, earlier, header = collect(due, leaves, earlier, superseded)
+        leaves, earlier, header = collect(due, leaves, earlier)
         fragment = fragment._replace(
             exchange=fragment.exchange if kept else earlier.exchange, merge=earlier.merge
         )
@@ -729,24 +730,17 @@ def _merge(
     step: jax.Array,
     leaves: Leaves,
     fragment: FragmentState,
-    superseded: jax.Array | None = None,
 ) -> tuple[Leaves, FragmentState, jax.Array]:
-    """Waits for the sums of a posted fragment and merges them.
-
-    If ``superseded`` holds, it only waits, and the header that it returns counts no members.
-    """
+    """Waits for the sums of a posted fragment and merges them."""
     rule = engine.merge
     lists, old_rest, rebuild = _split_state(rule, fragment.merge)
     rest = old_rest  # the new one is the same for all parts
-
-    def own(header):
-        return header if superseded is None else header.at[MEMBERS].mul(~superseded)
 
     def merge_part(part, arrival, header):
         nonlocal rest
         count = _count_params(engine, part)
         state = rebuild([each[part] for each in lists], old_rest, part)
-        merged, state = _apply(engine, count, leaves[part], state, arrival, own(header))
+        merged, state = _apply(engine, count, leaves[part], state, arrival, header)
         new_lists, rest, _ = _split_state(rule, state)
         return [merged, *new_lists]
 
@@ -759,7 +753,7 @@ def _merge(
         in_place=in_place,
     )
     leaves, *lists = results
-    return leaves, fragment._replace(merge=rebuild(lists, rest)), own(header)
+    return leaves, fragment._replace(merge=rebuild(lists, rest)), header
 
 
 def _receive(

@@ -149,7 +149,8 @@ def warn_of_copies(state: PyTree, params: PyTree) -> None:
     own = [x for x in jax.tree.leaves(params) if _is_floating(x)]
     for path, x in jax.tree_util.tree_leaves_with_path(_without_known_copies(state)):
         candidates = [other for other in own if jnp.shape(other) == jnp.shape(x)]
-        if not candidates or not _is_floating(x) or not jnp.any(x != 0):
+        # An array of one number, such as zeros or an initial accumulator, may be equal by chance.
+        if not candidates or not _is_floating(x) or jnp.size(x) == 0 or not jnp.any(x != x.min()):
             continue
         if any(jnp.array_equal(widened(x), widened(other)) for other in candidates):
             warnings.warn(

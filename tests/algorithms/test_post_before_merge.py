@@ -112,6 +112,16 @@ def test_a_change_is_not_added_besides_a_blocking_mean():
     np.testing.assert_allclose(params[5], np.broadcast_to(own.mean(0), own.shape), atol=1e-6)
 
 
+@pytest.mark.parametrize("period", [1, 2, 4])
+def test_the_delta_rule_brings_nodes_together_where_the_delay_is_the_period(period):
+    """It merges first: with post before merge, a difference would be removed twice, for ever."""
+    x, grads = random_run(6, 12, NODES)
+    averaging = jdaso.local_sgd(NODE_AXIS, period, period, merge="delta")
+    params, _ = simulate(averaging, x, np.zeros_like(grads))
+    for after in params[2 * period - 1 :]:
+        np.testing.assert_allclose(after, np.broadcast_to(x.mean(0), x.shape), atol=1e-6)
+
+
 def test_a_node_that_is_out_at_a_step_of_both_takes_the_mean_and_contributes_to_the_next():
     x, grads = random_run(5, 24, NODES)
     grads[11, 1] = np.nan  # the third exchange is posted after this step, and the second merged

@@ -13,7 +13,9 @@ from jdaso.perf import tune_command as tune
 def test_the_report_of_tune_has_the_arguments_of_predict():
     hosts = [argparse.Namespace(host=host) for host in "ab"]
     topology = argparse.Namespace(num_nodes=2, processes=hosts)
-    arguments = argparse.Namespace(parameters=1000, step_time=0.01)
+    arguments = argparse.Namespace(
+        parameters=1000, step_time=0.01, moments=0, moments_wire="float32"
+    )
     exchanges = [(1000, 0.002), (4000, 0.005), (4000, 0.0051)]
     measured = {
         "float32": tune.Measured(exchanges, overhead=0.001, slowdown=2e-05),

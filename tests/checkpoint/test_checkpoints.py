@@ -129,6 +129,25 @@ def test_folder_of_another_training_is_refused(tmp_path):
         filled(tmp_path, 3).save(4, state())
 
 
+def test_a_job_does_not_save_beside_newer_checkpoints_than_those_it_found(tmp_path):
+    """Its own would have lower numbers, and be deleted as the oldest."""
+    first, second = (Checkpoints(tmp_path, TOPOLOGY, EXCHANGE) for _ in range(2))
+    first.save(1, state(1))
+    first.wait()
+    second.restore(state())
+    for step in (2, 3, 4, 5):
+        first.save(step, state(step))
+    first.close()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(ValueError, match=r"newer checkpoints, up to 000005, .* up to 000001: ano"):
+        second.save(2, state(2))
+    assert second.restore(state()).step == 5
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "lock") == before
+    second.save(6, state(6))
+    second.close()
+    assert second.steps() == [4, 5, 6]
+
+
 def test_unfinished_checkpoints_of_another_training_are_not_completed(tmp_path):
     (tmp_path / "000001_step_5" / "node_1_of_2").mkdir(parents=True)
     with pytest.raises(ValueError, match="call restore first"):

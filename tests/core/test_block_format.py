@@ -13,7 +13,7 @@ from hypothesis.extra.numpy import arrays
 from virtual_nodes import LR, random_run, simulate, train
 
 import jdaso
-from jdaso.core import block_format, error_feedback, fragment_merge, fragment_post, wire
+from jdaso.core import block_format, engine, error_feedback, wire
 
 NODES = 3
 NODE_AXIS = jdaso.axis_exchange("node", NODES)
@@ -201,8 +201,8 @@ def forgetful(monkeypatch):
         means, residual, anchor = error_feedback.decompress(*args)
         return means, [jnp.zeros_like(r) for r in residual], anchor
 
-    monkeypatch.setattr(fragment_post, "compress", compress)
-    monkeypatch.setattr(fragment_merge, "decompress", decompress)
+    monkeypatch.setattr(engine, "compress", compress)
+    monkeypatch.setattr(engine, "decompress", decompress)
 
 
 SCHEDULE = {"period": 4, "delay": 2, "warmup": 20, "cooldown": 20, "total": 200}

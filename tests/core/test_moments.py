@@ -476,7 +476,8 @@ def test_a_copy_of_the_parameters_is_warned_of():
     ["adamw", "sgd", "adagrad", "dog", "dowg", "schedule_free_sgd", "lookahead", "mechanize"],
 )
 def test_an_optimizer_without_such_a_copy_is_not_warned_of(name):
-    params = {"w": jnp.linspace(-1, 1, 4), "zero": jnp.zeros(4)}
+    # Adagrad's sums begin with 0.1.
+    params = {"w": jnp.linspace(-1, 1, 4), "zero": jnp.zeros(4), "scale": jnp.full(4, 0.1)}
     if name == "lookahead":
         optimizer = optax.lookahead(adam(), 5, 0.5)
         assert not warnings_of(optimizer, optax.LookaheadParams.init_synced(params))

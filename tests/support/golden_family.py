@@ -117,6 +117,8 @@ def dasgd(
 def delta(x: np.ndarray, updates: np.ndarray, period: int, delay: int, turn: int = 0) -> Run:
     """Local SGD with hivemind's delta rule, ``x <- x' + mean x'(k-d) - x'(k-d)``.
 
+    Where a post and a merge fall on one step, the merge comes first: what it adds is missing from
+    the parameters, and would otherwise be added once more by the merge of what is posted.
     A node that has posted nothing takes the mean. One that is lost later has skipped its steps
     since, and adds the mean's change to what it has.
     """
@@ -138,10 +140,12 @@ def delta(x: np.ndarray, updates: np.ndarray, period: int, delay: int, turn: int
         sound = is_sound(update)
         out |= ~sound
         x = x + np.where(sound[:, None], update, 0)
+        if delay and k - delay in posted:
+            merge(k - delay)
         if (k + 1) % period == turn:
             post(k)
-        if k - delay in posted:
-            merge(k - delay)
+        if delay == 0 and k in posted:
+            merge(k)
         params.append(x)
         common.append(mean)
     return Run(np.array(params), np.array(common), left_out)

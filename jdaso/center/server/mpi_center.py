@@ -169,7 +169,7 @@ class _MpiCenter:
                 "there is no optimizer for this centre yet: make one, such as "
                 "jdaso.center.async_easgd(center, ...), before you call join."
             )
-        check_finite("center.join", "parameter", params)
+        check_finite("center.join", "parameter", params, 1)
         xs, where = split(jax.tree.map(jnp.asarray, params))
         leaves = state = None
         if self._hosted is not None:
