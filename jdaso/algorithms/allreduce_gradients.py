@@ -2,9 +2,8 @@
 
 from jdaso.algorithms.dasgd import mixing_merge
 from jdaso.algorithms.defaults import averaging_on_one_wire, resolve_wire
-from jdaso.core.engine import GRADIENTS
 from jdaso.core.exchange import Exchange
-from jdaso.core.transformation import Averaging
+from jdaso.core.transformation import GRADIENTS, Averaging
 from jdaso.schedules import constant
 
 

@@ -4,10 +4,9 @@ import warnings
 from typing import NamedTuple
 
 from jdaso.algorithms.defaults import averaging_on_one_wire, resolve_schedule
-from jdaso.core.engine import BEFORE_UPDATE
 from jdaso.core.exchange import Exchange
 from jdaso.core.state import averaging_state
-from jdaso.core.transformation import Averaging
+from jdaso.core.transformation import BEFORE_UPDATE, Averaging
 from jdaso.core.tree import split, widened
 from jdaso.core.types import Arrival, Leaves, Merge, PyTree, Schedule
 from jdaso.core.validation import check_positive, is_concrete

@@ -9,8 +9,7 @@ from jdaso.algorithms.defaults import python_float
 from jdaso.algorithms.eamsgd import check_nesterov, nesterov
 from jdaso.center.rules import check_center, elastic_rule
 from jdaso.center.types import Center
-from jdaso.core.engine import BEFORE_UPDATE
-from jdaso.core.transformation import Averaging, averaging
+from jdaso.core.transformation import BEFORE_UPDATE, Averaging, averaging
 from jdaso.core.tree import split, widened
 from jdaso.core.types import Arrival, Leaves, Merge, PyTree
 from jdaso.core.validation import check_positive, check_share

@@ -7,10 +7,9 @@ from jdaso.algorithms.defaults import python_float
 from jdaso.center.rules import check_center, momentum_rule
 from jdaso.center.types import Center
 from jdaso.core.chain import chain
-from jdaso.core.engine import SyncTarget
 from jdaso.core.transformation import Averaging, averaging
 from jdaso.core.tree import widened
-from jdaso.core.types import Merge
+from jdaso.core.types import Merge, SyncTarget
 from jdaso.core.validation import check_positive, check_share
 from jdaso.schedules import constant
 

@@ -41,15 +41,18 @@ References:
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jdaso.core.block_format import FORMATS
-from jdaso.core.tree import float_leaves
-from jdaso.core.types import Leaves, PyTree
-from jdaso.core.wire import block_bits, round_to, rounded, sum_dtype, wire_dtype
+from jdaso.core.exchange import FINITE, MEMBERS, Exchange
+from jdaso.core.tree import float_leaves, where_tree
+from jdaso.core.types import Leaves, Number, PyTree
+from jdaso.core.wire import Wire, block_bits, round_to, rounded, sum_dtype, wire_dtype
 
 FIRST_WIRE = "float32"
 
@@ -102,6 +105,48 @@ def compress(
     return message, kept
 
 
+def start_with_feedback(
+    exchange: Exchange,
+    state: PyTree,
+    sent: tuple[jax.Array, jax.Array, Leaves, jax.Array],
+    wires: list[str | None],
+    of_leaves: list[Wire],
+    choice: jax.Array,
+    feedback: Feedback,
+    anchor: Leaves,
+) -> tuple[PyTree, Number, Feedback]:
+    """Posts a message on the chosen one of ``wires``, with what the residuals add to it.
+
+    Args:
+        state: of the exchange.
+        sent: number, step, leaves and header, as ``start`` of :class:`jdaso.Exchange` takes them.
+        wires: those of the parameters, of which ``choice`` is an index.
+        of_leaves: for each of ``wires``, the wire of all leaves, or one for each.
+
+    Returns:
+        The state of the exchange, the number of the next one, and the new feedback.
+    """
+    number, step, message, header = sent
+    count = len(feedback.residual)  # of the parameters; moments have no feedback
+
+    def start(wire, of_leaves, state, residual):
+        run = exchange.per_shard(functools.partial(compress, wire), slice(0, count))
+        rounded, residual = run(header[0] > 0, message[:count], residual, anchor)
+        rounded = [*rounded, *message[count:]]
+        return *exchange.start(state, number, step, rounded, header, of_leaves), residual
+
+    if exchange.feedback is not None and all(map(exchange.feedback.supports, of_leaves)):
+        state, following, residual = exchange.feedback.start(
+            state, *sent, of_leaves, choice, feedback.residual, anchor
+        )
+    else:
+        each = zip(wires, of_leaves, strict=True)
+        starts = [functools.partial(start, *pair) for pair in each]
+        state, following, residual = lax.switch(choice, starts, state, feedback.residual)
+    bits = jnp.array([block_bits(wire) for wire in wires], jnp.int32)[choice]
+    return state, following, feedback._replace(residual=residual, block_bits=bits)
+
+
 def decompress(
     total: Leaves, members: jax.Array, bits: jax.Array, residual: Leaves, anchor: Leaves
 ) -> tuple[Leaves, Leaves, Leaves]:
@@ -128,6 +173,30 @@ def decompress(
         means.append(mean)
         moved.append(jnp.where(members > 0, mean, a))
     return means, kept, moved[: len(anchor)]
+
+
+def decompress_part(
+    exchange: Exchange,
+    feedback: Feedback,
+    total: Leaves,
+    header: jax.Array,
+    part: slice,
+    anchor: Leaves,
+) -> tuple[Leaves, list[Leaves]]:
+    """The means of the parameters of a part, and their residual and anchor after the exchange.
+
+    ``total`` and ``header`` are what the exchange has returned for the part. ``anchor`` has the
+    anchors of all parameters, also if the merge rule keeps and moves them. The list of those that
+    the feedback keeps is then empty.
+    """
+    run = exchange.per_shard(decompress, slice(part.start, part.start + len(total)))
+    residual, own_anchor = feedback.residual[part], feedback.anchor[part]
+    means, new_residual, moved = run(
+        total, header[MEMBERS], feedback.block_bits, residual, anchor[part]
+    )
+    new = [new_residual, moved[: len(own_anchor)]]
+    # A sum that is not finite must not stay in the feedback.
+    return means, where_tree(header[FINITE] > 0, new, [residual, own_anchor])
 
 
 def _finite_or_zero(error: jax.Array) -> jax.Array:

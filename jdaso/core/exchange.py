@@ -24,8 +24,8 @@ AGREEMENT_NAMES = ("period", "delay", "phase", "the schedule's state", "the shar
 #: if all are finite, but a step since the last merge was skipped. These count as 0 in the sum.
 HEADER_SIZE = 3 + len(AGREEMENT_NAMES)
 #: Where the header of an exchange that has ended has the number of nodes that have contributed, the
-#: sum and the number of their losses, whether all sums are finite, 1 or 0, and whether this node has
-#: contributed.
+#: sum and the number of their losses, whether all sums are finite (1 or 0), and whether this node
+#: has contributed.
 MEMBERS, LOSSES, FINITE, OWN = 0, slice(1, 3), 3, 4
 #: Number of an exchange that is finished immediately and does not count.
 UNCOUNTED = -1

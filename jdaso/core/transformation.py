@@ -18,22 +18,26 @@ import numpy as np
 import optax
 
 from jdaso.core.block_format import FORMATS
-from jdaso.core.engine import (
-    AFTER_UPDATE,
-    BEFORE_UPDATE,
-    Engine,
-    SyncTarget,
-    finish,
-    guard,
-    init_state,
-    move,
-)
+from jdaso.core.engine import Engine, finish, guard, init_state, move
 from jdaso.core.exchange import Exchange
 from jdaso.core.moments import read_moments, replace_moments
 from jdaso.core.state import AveragingState
 from jdaso.core.tree import Fragments, add_updates, conditional, where_tree
-from jdaso.core.types import Merge, ParamsWithMoments, PyTree, Schedule
+from jdaso.core.types import Merge, ParamsWithMoments, PyTree, Schedule, SyncTarget
 from jdaso.core.validation import check_choice, check_fragments, check_schedule
+
+#: Parameters after the local optimizer's update, for DASO, DaSGD, Local SGD and DiLoCo.
+AFTER_UPDATE = SyncTarget(add_updates, lambda tree, updates: tree)
+#: Parameters before the update, at which the gradient was computed, for EASGD.
+BEFORE_UPDATE = SyncTarget(lambda params, updates: params, add_updates, schedule_lag=1)
+#: Gradients, for synchronous data parallelism.
+GRADIENTS = SyncTarget(
+    add_updates,
+    add_updates,
+    of_gradients=True,
+    fallback=jnp.zeros_like,  # with their own gradients, the nodes would diverge
+    uses_anchor=False,
+)
 
 
 class Averaging(optax.GradientTransformationExtraArgs):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from jdaso.core.types import Leaves, ParamsWithMoments, PyTree
+from jdaso.core.types import JdasoError, Leaves, ParamsWithMoments, PyTree
 from jdaso.core.wire import round_to, sum_dtype
 
 
@@ -124,6 +124,31 @@ def check_finite(name: str, kind: str, tree: PyTree, num_nodes: int) -> None:
             )
 
 
+def raise_unless_finite(
+    name: str, finite: jax.Array, step: jax.Array, names: Sequence[str] = (), narrow: str = ""
+) -> None:
+    """Raises JdasoError in a compiled program unless all of ``finite`` hold.
+
+    ``names`` are those of the leaves to which ``finite`` belongs, and ``narrow`` is what
+    :func:`jdaso.core.wire.describe_narrow_wires` says.
+    """
+
+    def check(finite, step):
+        if finite.all():
+            return
+        each = zip(names, np.atleast_1d(finite), strict=False)  # no names for a sum
+        lost = [leaf or "the array" for leaf, of in each if not of]
+        which = f", namely {', '.join(lost[:4])}{', ...' * (len(lost) > 4)}" if lost else ""
+        raise JdasoError(
+            f"{name}: updates or parameters are not finite at step {int(step)}{which}{narrow}, or "
+            "their sum over the nodes is not. Lower the learning rate, or use nonfinite='skip' to "
+            "skip the step and leave this node out of the next exchange."
+        )
+
+    # io_callback raises in a cond under vmap, so debug.callback.
+    lax.cond(jnp.all(finite), lambda: None, lambda: jax.debug.callback(check, finite, step))
+
+
 #: What to do about a leaf that is not finite by design.
 KEEP_OUT = (
     "If the leaf is not finite by design, such as a mask of -inf, keep it out of the parameters: "
@@ -155,6 +180,41 @@ def split(tree: PyTree) -> tuple[Leaves, Callable[[Leaves], PyTree]]:
         return jax.tree.unflatten(treedef, [next(rest) if is_float(x) else x for x in leaves])
 
     return [x for x in leaves if is_float(x)], replace
+
+
+def split_state(
+    init: Callable[[PyTree], PyTree], state: PyTree
+) -> tuple[list[Leaves], Leaves, Callable[..., PyTree]]:
+    """Takes a state apart that ``init`` has made of parameters.
+
+    Returns:
+        The floating-point leaves of each of its trees like the parameters; all other arrays, such
+        as step counts; and ``(lists, rest, part) -> state``, which puts them together again. If a
+        part is given, the lists hold only the leaves of this part, and :class:`optax.MaskedNode`
+        takes the places of the others.
+    """
+
+    def map_state(of_tree: Callable[[PyTree], Any], of_rest: Callable[[Any], Any]) -> PyTree:
+        return optax.tree_map_params(
+            init, of_tree, state, transform_non_params=of_rest, is_leaf=lambda _: True
+        )
+
+    trees: list[PyTree] = []
+    rest: Leaves = []
+    map_state(trees.append, rest.append)
+
+    def rebuild(lists: list[Leaves], rest: Leaves, part: slice = slice(None)) -> PyTree:
+        new_lists, new_rest = iter(lists), iter(rest)
+
+        def fill(tree: PyTree) -> PyTree:
+            floats, replace = split(tree)
+            new: list[Any] = [optax.MaskedNode()] * len(floats)
+            new[part] = next(new_lists)
+            return replace(new)
+
+        return map_state(fill, lambda _: next(new_rest))
+
+    return [float_leaves(tree) for tree in trees], rest, rebuild
 
 
 def where_tree(condition: jax.Array, x: PyTree, y: PyTree) -> PyTree:

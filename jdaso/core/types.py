@@ -145,6 +145,29 @@ class Merge(NamedTuple):
     base: Callable[[PyTree], Leaves] | None = None
 
 
+class SyncTarget(NamedTuple):
+    """What is exchanged at a step, and what to make of the merged tree.
+
+    Attributes:
+        to_tree: ``(params, updates) -> tree`` to exchange, with updates of the local optimizer.
+        to_params: ``(tree, updates) -> params`` after the step, from the merged tree.
+        of_gradients: whether the tree is that of the gradients, before the local optimizer sees
+            them. Then ``to_tree`` and ``to_params`` are not used.
+        fallback: ``(leaf) -> leaf``, used in place of a merged leaf if no node has contributed.
+        schedule_lag: steps by which the schedule's clock is behind. It is 1 if parameters are
+            exchanged before the update, because they are the result of the previous step.
+        uses_anchor: whether int8 and float4 send differences from an anchor. This requires leaves
+            that stay close to their last mean.
+    """
+
+    to_tree: Callable[[PyTree, PyTree], PyTree]
+    to_params: Callable[[PyTree, PyTree], PyTree]
+    of_gradients: bool = False
+    fallback: Callable[[jax.Array], jax.Array] = lambda leaf: leaf
+    schedule_lag: int = 0
+    uses_anchor: bool = True
+
+
 class ParamsWithMoments(NamedTuple):
     """Parameters, and the optimizer moments that are averaged together with them."""
 
