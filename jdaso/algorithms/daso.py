@@ -39,7 +39,7 @@ def daso(
             Sums are accumulated in float32, or in float64 for float64 wires. ``int8`` and
             ``float4`` send blocks of 64 numbers of 8 or 4 bits with one scale, 65 or 33 bytes. They
             send the difference from the last mean, so the first mean travels in float32. EASGD and
-            DiLoCo send the difference from their centre. The rounding error stays in the state and
+            DiLoCo send the difference from their center. The rounding error stays in the state and
             is added to the next exchange. None selects the wire of the exchange, or float32.
         blocking_wire: Dtype on the network in warm-up and cool-down, where training waits. None
             selects the wire of the exchange, or bfloat16. bfloat16 loses updates below 1/256 of a

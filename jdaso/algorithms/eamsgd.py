@@ -59,7 +59,7 @@ def eamsgd(
 
     Returns:
         An optax transformation. Put nothing after it in a chain. ``update`` requires ``params``.
-        Evaluate and save the centre, ``easgd_center(opt_state)``. The node's own x is
+        Evaluate and save the center, ``easgd_center(opt_state)``. The node's own x is
         ``eamsgd_eval_params(opt_state, params)``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""EASGD: an elastic force pulls the nodes towards a common centre."""
+"""EASGD: an elastic force pulls the nodes towards a common center."""
 
 import warnings
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from jdaso.core.wire import round_to
 
 
 class ElasticState(NamedTuple):
-    """The centre, a tree like the parameters, float32 (float64 for float64 leaves)."""
+    """The center, a tree like the parameters, float32 (float64 for float64 leaves)."""
 
     center: PyTree
 
@@ -32,12 +32,12 @@ def easgd(
     """Synchronous elastic averaging SGD.
 
     Before the update of every ``period``-th step, with x the parameters at which that step's
-    gradient was taken, c the centre, u the local optimizer's update, and P nodes:
+    gradient was taken, c the center, u the local optimizer's update, and P nodes:
 
         x <- x + u - alpha (x - c)                                         (easgd Eq. 5)
         c <- c + alpha sum_i (x_i - c)                                     (easgd Eq. 6)
 
-    Both right sides use the old x and c. The new centre is not needed before the next exchange,
+    Both right sides use the old x and c. The new center is not needed before the next exchange,
     so an exchange may be in flight for a whole period. The arithmetic stays that of the blocking
     algorithm, and nothing is stale.
 
@@ -49,7 +49,7 @@ def easgd(
     finding that EASGD converges alike for periods from 1 to 1000 (Sec. 9.6). So it is the default.
 
     Use it to hide exchanges without staleness, and where nodes should explore different
-    parameters. Evaluate and save the centre, ``easgd_center(opt_state)``.
+    parameters. Evaluate and save the center, ``easgd_center(opt_state)``.
 
     Args:
         exchange: The connection between nodes.
@@ -65,15 +65,15 @@ def easgd(
 
     Returns:
         An optax transformation. Put it last in a chain. ``update`` requires ``params``. The
-        centre starts as the ``params`` given to ``init``, which must be the same on all nodes. An
-        MPI exchange raises an error if centres differ.
+        center starts as the ``params`` given to ``init``, which must be the same on all nodes. An
+        MPI exchange raises an error if centers differ.
 
     Raises:
         ValueError: for an alpha or a beta that is not positive, a period below 1, or an unknown
             wire.
 
     Warns:
-        UserWarning: if the centre diverges for every learning rate (easgd Condition 17).
+        UserWarning: if the center diverges for every learning rate (easgd Condition 17).
 
     References:
         Zhang, Choromanska, LeCun, Deep learning with elastic averaging SGD, NeurIPS 2015.
@@ -85,7 +85,7 @@ def easgd(
 
 
 def easgd_center(opt_state: PyTree) -> PyTree:
-    """Returns the centre of :func:`jdaso.easgd` or :func:`jdaso.eamsgd`, equal on all nodes.
+    """Returns the center of :func:`jdaso.easgd` or :func:`jdaso.eamsgd`, equal on all nodes.
 
     It does not contain exchanges in flight. Call :func:`jdaso.drain` first after training.
 
@@ -105,7 +105,7 @@ def easgd_center(opt_state: PyTree) -> PyTree:
     """
     state = averaging_state(opt_state).fragments[0].merge
     if not isinstance(state, ElasticState):
-        raise ValueError("opt_state has no centre: pass the state of jdaso.easgd or jdaso.eamsgd.")
+        raise ValueError("opt_state has no center: pass the state of jdaso.easgd or jdaso.eamsgd.")
     return state.center
 
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jdaso.cluster.mpi_types import Comm
 from jdaso.core.chain import ChainState
 from jdaso.core.exchange import Shards
-from jdaso.core.mpi_types import Comm
 from jdaso.core.state import AveragingState, map_states
 from jdaso.core.tree import place_like
 from jdaso.core.types import PyTree

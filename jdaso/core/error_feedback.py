@@ -2,7 +2,7 @@
 
 Eight bits are too few for parameters, because rounding would remove their small changes. Node i
 therefore sends the difference of its parameters x_i from an anchor a, plus its residual r_i. The
-anchor has the same bits on all nodes: it is the centre of EASGD, the anchor of DiLoCo, and
+anchor has the same bits on all nodes: it is the center of EASGD, the anchor of DiLoCo, and
 otherwise the mean that arrived last. The residual is the rounding error that the node has not sent
 yet. With C the rounding of ``block_format.py`` and P nodes,
 

@@ -289,7 +289,7 @@ def agreement_numbers(plan: Plan, schedule: PyTree, shared: PyTree) -> jax.Array
     Args:
         plan: what the schedule requests at this step.
         schedule: the schedule's state.
-        shared: what else is the same on all nodes: a centre, an anchor, replicated parameters.
+        shared: what else is the same on all nodes: a center, an anchor, replicated parameters.
 
     Returns:
         float32[5], whole numbers. Those above 2^24 are rounded to float32.

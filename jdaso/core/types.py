@@ -127,7 +127,8 @@ class Merge(NamedTuple):
         shared: whether the state must be the same on all nodes, bit for bit.
         relative: whether the sums are differences from what this node has posted. The host
             subtracts it in the staging buffers, so that the device keeps no copy. It excludes int8
-            and float4. If the node has not contributed, ``leaves`` are zeros.
+            and float4. If the node has not contributed, ``leaves`` are zeros. Where a merge is due
+            at a step that posts, it comes first.
         base: ``(state) -> leaves``, one for each floating-point leaf, in the dtype of its sum. They
             must be the same on all nodes (``shared``) and change only in ``merge``. int8 and float4
             send differences from them. If it is None, int8 and float4 send differences from the

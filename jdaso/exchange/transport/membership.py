@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from jdaso.cluster.mpi_types import Comm
 from jdaso.cluster.roll_call import Call
 from jdaso.cluster.topology import Topology
-from jdaso.core.mpi_types import Comm
 from jdaso.exchange.transport.collectives import AllReduceOptions
 from jdaso.exchange.transport.communicators import ExchangeCommunicators
 from jdaso.exchange.transport.handshake import exit_barrier

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
+from jdaso.cluster.mpi_types import Comm
 from jdaso.cluster.ranks import name_ranks
 from jdaso.cluster.topology import Topology
 from jdaso.core.log import logger
-from jdaso.core.mpi_types import Comm
 from jdaso.exchange.transport.operation import Operation, Repaired, WaitState, wait_for
 from jdaso.exchange.transport.ulfm import is_process_failure
 

@@ -7,8 +7,8 @@ import threading
 
 from jdaso.cluster.abort import at_exit
 from jdaso.cluster.mpi_start import library
+from jdaso.cluster.mpi_types import Comm
 from jdaso.cluster.topology import Topology
-from jdaso.core.mpi_types import Comm
 
 ON_FAILURE = ("stop", "shrink")
 # Set by mpirun --with-ft ulfm.
