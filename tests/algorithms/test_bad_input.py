@@ -148,7 +148,7 @@ def test_an_update_without_parameters_is_refused(factory):
 
 def test_a_state_without_a_centre_is_refused():
     with pytest.raises(
-        ValueError, match=r"no centre: pass the state of jdaso.easgd or jdaso.eamsgd"
+        ValueError, match=r"no center: pass the state of jdaso.easgd or jdaso.eamsgd"
     ):
         jdaso.easgd_center(dasgd().init(jnp.ones(2)))
     with pytest.raises(ValueError, match="holds 0 states of the type AveragingState"):
