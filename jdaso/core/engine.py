@@ -202,7 +202,7 @@ def guard(engine: Engine, grads: PyTree, state: AveragingState) -> jax.Array:
     return _all_finite(engine, finite, state.step, [name for name, _ in named_floats(grads)])
 
 
-def _all_finite(engine: Engine, finite, step, names=(), narrow: str = "") -> jax.Array:
+def _all_finite(engine: Engine, finite, step, names=(), narrow="") -> jax.Array:
     """Whether all of ``finite`` hold. If not, it is an error if ``nonfinite`` is ``raise``."""
     if engine.nonfinite == "raise":
         raise_unless_finite(engine.name, finite, step, names, narrow)
@@ -498,12 +498,12 @@ def _post(
     # The wire is chosen by what is equal on all nodes, so that all choose the same one.
     has_anchor = bool(feedback and feedback.anchor)
     wires = [*dict.fromkeys([engine.wire, engine.blocking_wire, *[FIRST_WIRE] * has_anchor])]
-    bits = jnp.array([block_bits(wire) for wire in wires], jnp.int32)
     choice = jnp.where(
         step.plan.blocking, wires.index(engine.blocking_wire), wires.index(engine.wire)
     )
     if has_anchor:
-        no_mean = (bits[choice] > 0) & ~feedback.anchor_ready
+        differs = jnp.array([block_bits(wire) > 0 for wire in wires])[choice]
+        no_mean = differs & ~feedback.anchor_ready  # which it could differ from
         choice = jnp.where(no_mean, wires.index(FIRST_WIRE), choice)
     of_moments = (engine.moments_wire,) * (len(leaves) - count)
     of_leaves = [(*[wire] * count, *of_moments) if of_moments else wire for wire in wires]
