@@ -1,4 +1,4 @@
-"""Repeats Figure 2 of the EASGD paper in small: the loss of the centre of asynchronous workers.
+"""Repeats Figure 2 of the EASGD paper in small: the loss of the center of asynchronous workers.
 
     python bench/async.py [--steps 1000] [--runs runs/async] [--limit 500]
 
@@ -6,10 +6,10 @@ Trains on digits with the seven methods of the figure, at periods of 1, 4, 16 an
 are 4 workers, each an MPI process, and MSGD has one. MDOWNPOUR and MSGD have no period. As in the
 paper, the momentum is 0.99, beta is 0.9, and the moving rate of MVADOWNPOUR is 0.001. For each
 method and period the table shows the learning rate with the lowest last training loss of the
-centre. (The paper selects by test error.) ADOWNPOUR and MVADOWNPOUR are evaluated at the average of
-their centre.
+center. (The paper selects by test error.) ADOWNPOUR and MVADOWNPOUR are evaluated at the average of
+their center.
 
-Each worker takes the same number of steps at its own pace. Node 0 copies the centre now and then
+Each worker takes the same number of steps at its own pace. Node 0 copies the center now and then
 and, at the end, when all workers have finished. The losses of the copies are computed after the
 run. Runs whose results are in the folder already are skipped, so the script can be called again
 until all runs are done. "Rise" is the largest ratio of a loss to an earlier one.
@@ -87,7 +87,7 @@ METHODS = {
         for method in (jdaso.center.downpour, jdaso.center.adownpour, jdaso.center.mvadownpour)
     },
 }
-COPIES = 20  # copies of the centre in a run
+COPIES = 20  # copies of the center in a run
 
 
 def work(method: str, period: int, rates: list[float], steps: int) -> None:
@@ -118,7 +118,7 @@ def work(method: str, period: int, rates: list[float], steps: int) -> None:
         return data.images[indices], data.labels[indices]
 
     def run(rate: float) -> tuple[list, bool]:
-        """Steps and copies of what is evaluated, and whether the centre has diverged."""
+        """Steps and copies of what is evaluated, and whether the center has diverged."""
         params = center.join(initial)
         state, copies = tx.init(params), [(0, copy())]
         barrier(topology, "the start of a run", 600.0)
@@ -128,9 +128,9 @@ def work(method: str, period: int, rates: list[float], steps: int) -> None:
             try:
                 params, state = jax.block_until_ready(step(params, state, rate, *batch()))
             except jax.errors.JaxRuntimeError as error:
-                if "the centre would overflow" not in str(error):
+                if "the center would overflow" not in str(error):
                     raise
-                break  # the centre accepts no more messages
+                break  # the center accepts no more messages
         barrier(topology, "the end of a run", 600.0)
         if topology.rank == 0:
             copies.append((number + 1, copy()))  # when all workers have finished
@@ -146,10 +146,10 @@ def work(method: str, period: int, rates: list[float], steps: int) -> None:
     first = center.read(initial)
     whole = jax.jit(loss_fn)
     for rate in rates:
-        barrier(topology, "a new centre", 600.0)
+        barrier(topology, "a new center", 600.0)
         if topology.rank == 0:
             center.write(first)
-        barrier(topology, "the new centre", 600.0)
+        barrier(topology, "the new center", 600.0)
         copies, diverged = run(rate)
         if topology.rank == 0:
             losses = [float(whole(c, data.images, data.labels)) for _, c in copies]
@@ -216,7 +216,7 @@ def show(runs: dict[tuple[str, int], list[dict]], out: Path) -> None:
         methods = [m for m, entry in METHODS.items() if period in entry[2] or entry[2] == (1,)]
         last = {m: _last(best(runs[m, period if period in METHODS[m][2] else 1])) for m in methods}
         print(f"\nperiod {period}: {' < '.join(sorted(last, key=last.__getitem__))}", end="")
-    axes[0].set(ylabel="training loss of the centre")
+    axes[0].set(ylabel="training loss of the center")
     axes[0].legend()
     figure.savefig(out, dpi=120)
     print(f"\n\n{out}")

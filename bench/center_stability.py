@@ -53,7 +53,7 @@ def easgd(eta, alpha, workers: int):
     )
     unit = jnp.eye(workers + 1)
     first = init_cluster(tx, unit[0], workers)
-    # Workers do not exchange with the centre before their first step, so begin after it.
+    # Workers do not exchange with the center before their first step, so begin after it.
     elastic = first.opt_state.averaging
     state = first.opt_state._replace(averaging=elastic._replace(step=jnp.ones_like(elastic.step)))
     center = first.center._replace(center=[unit[-1]])

@@ -37,7 +37,7 @@ PHASES = {
     "DaSGD": ("dasgd", 17),
     "EASGD": ("easgd", 18),
 }
-CENTER, CENTER_STEP = "the centre", 17
+CENTER, CENTER_STEP = "the center", 17
 GOES_ON, ENDS, LOST, SAVES = "goes on", "ends", "ends, status 69", "saves, status 75"
 # mpiexec waits for a lost host. The aborting process kills it after some seconds.
 KILLED, STATUS_KILLED = "ends, killed", 9
@@ -87,7 +87,7 @@ CASES = {
 }
 
 
-# For a fault in a worker around a centre: the pattern of the line that shows the detection, and
+# For a fault in a worker around a center: the pattern of the line that shows the detection, and
 # whether the worker itself reaches the end of the training.
 CENTER_CASES = {
     "FAIL_BEFORE_POST": ("rank 1 .* has died; the others continue", False),
@@ -165,7 +165,7 @@ def measure(fault: str, phase: str) -> Row:
 
 
 def measure_center(fault: str) -> Row:
-    """Runs two workers around a centre with a fault in the second one."""
+    """Runs two workers around a center with a fault in the second one."""
     notice, survives = CENTER_CASES[fault]
     text = f"{fault}:1:{CENTER_STEP}:{CASES[fault].seconds}"
     job = run(["--fault", text], PROCESSES, LONGEST_SECONDS, around_center=True)

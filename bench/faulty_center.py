@@ -1,4 +1,4 @@
-"""Runs workers around a centre, with faults in some of them.
+"""Runs workers around a center, with faults in some of them.
 
     mpiexec -disable-auto-cleanup -n 2 sh -c 'trap "" USR1; "$@"; exit $?' - \\
         python bench/faulty_center.py [--fault STUCK:1:17]

@@ -64,7 +64,7 @@ def run(
         seconds: Time limit.
         unnoticed: Whether the death of a process is hidden from the launcher.
         in_lab: Whether each process runs on a host of its own in the network lab.
-        around_center: Whether the processes are workers around a centre. A worker that is stopped
+        around_center: Whether the processes are workers around a center. A worker that is stopped
             is continued when the first worker has ended.
     """
     mark = uuid.uuid4().hex

@@ -31,7 +31,6 @@ import jdaso
 from jdaso.cluster.placement import Placement, Process
 from jdaso.core.exchange import HEADER_SIZE
 from jdaso.exchange.host.layout import LeafSpec, unsharded
-from jdaso.exchange.transport.collectives import AllReduceOptions
 from jdaso.exchange.transport.membership import Membership
 from jdaso.exchange.transport.mpi_transport import MpiTransport
 from jdaso.exchange.transport.progress import Progress
@@ -131,7 +130,7 @@ def stand_in(size: int, kilobytes: float, rounds: int) -> str:
         devices=tuple(jax.local_devices()),
         comm=StandIn(size),
     )
-    membership = Membership(topology, AllReduceOptions(), timeout=60.0)
+    membership = Membership(topology, chunk_bytes=1 << 22)
     progress = Progress(topology, 60.0, lambda progress: None, topology.abort)
     transport = MpiTransport(membership, progress)
     layout = unsharded([LeafSpec((int(kilobytes * 250),), np.dtype("float32"))])

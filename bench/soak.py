@@ -25,7 +25,7 @@ import numpy as np
 from faulty_job import Ended, run
 from machine import machine
 
-from jdaso.faults.inject import Fault, Kind
+from jdaso.faults import Fault, Kind
 
 sys.path.insert(0, str(Path(__file__).parent / "lab"))
 import lab

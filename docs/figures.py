@@ -50,7 +50,7 @@ def figure(width: float, height: float):
 
 
 def box(axes, x, y, width, height, text, colour=INK, size=10, fill=0.15):
-    """A box with rounded corners and centred text."""
+    """A box with rounded corners and centered text."""
     shape = dict(boxstyle="round,pad=0,rounding_size=0.06", linewidth=1.4)
     axes.add_patch(
         FancyBboxPatch((x, y), width, height, facecolor=(colour, fill), edgecolor=colour, **shape)

@@ -19,7 +19,7 @@ class Crop:
 
     ``random_resized_crop`` (Szegedy et al. 2015) resizes a random part of the image. An evaluation
     uses the central square with 7/8 of the shorter side. ``random_crop`` does not scale and is for
-    small images. An evaluation uses the centre. Both mirror the image with probability 1/2 in
+    small images. An evaluation uses the center. Both mirror the image with probability 1/2 in
     training.
 
     Attributes:

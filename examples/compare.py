@@ -35,7 +35,7 @@ OUTER_WARMUP = 10
 HEAD = ("", "final loss", "accuracy", "exchanges", "waits", "bytes/step", "of sync")
 NOTES = """\
 final loss: the training loss, averaged over the last epoch.
-accuracy: on the test images, with the mean of all nodes' parameters; with the centre for easgd \
+accuracy: on the test images, with the mean of all nodes' parameters; with the center for easgd \
 and eamsgd, with one node's parameters for none.
 waits: exchanges for which training waits.
 bytes/step: bytes that one node sends, averaged over all steps.

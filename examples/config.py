@@ -60,7 +60,7 @@ DECAY = {
 #: The period that the first steps of the run choose, see auto_period.py.
 AUTO: Any = "auto"
 #: Keys that do not change the result. A resumed run may change them.
-MAY_CHANGE = {"data", "workers", "out", "keep", "save_every", "resume", "on_failure", "tensorboard"}
+MAY_CHANGE = {"data", "workers", "out", "keep", "save_every", "resume", "tensorboard"}
 
 #: Keys that are paths, or the name of a built-in choice.
 PATHS = {"out", "data", "tokenizer"}
@@ -133,9 +133,6 @@ class Config:
     keep: int = key(3, "number of checkpoints to keep", "[1, inf)")
     save_every: int = key(0, "steps between checkpoints; 0 saves after each epoch", "[0, inf)")
     resume: bool = key(False, "continue from the last checkpoint in the folder")
-    on_failure: str = key(
-        "stop", "if a process dies: stop, or shrink to the others", ("stop", "shrink")
-    )
     tensorboard: bool = key(False, "write files for TensorBoard")
 
 
@@ -357,10 +354,6 @@ def _check_together(config: Config) -> None:
         raise SystemExit(
             f"--moments reset needs --fragments 1, got {config.fragments}: each merge "
             "would reset all moments."
-        )
-    if config.on_failure == "shrink" and config.sync in SHARED:
-        raise SystemExit(
-            f"--on-failure shrink has no effect with --sync {config.sync}; leave it out."
         )
     if config.batch_size % config.accumulate:
         raise SystemExit(

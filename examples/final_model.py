@@ -1,6 +1,6 @@
 """The model that a training ends with, in a folder of its own.
 
-It is what was evaluated last: the mean of the nodes, and with EASGD and EAMSGD the centre. With
+It is what was evaluated last: the mean of the nodes, and with EASGD and EAMSGD the center. With
 ``--sync none`` nodes are not averaged, and it is the model of the first node.
 """
 

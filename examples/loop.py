@@ -70,7 +70,7 @@ def train(
     checkpoints.close()
     watch.close()
     if not stop:
-        final_model.save(out, setup.world.topology() or topology, *mean_model(setup, state))
+        final_model.save(out, topology, *mean_model(setup, state))
     if first and stop:
         print(f"stopped by a signal and saved at step {done} of {setup.total}; --resume continues")
     elif first and line:
@@ -145,7 +145,7 @@ def take_steps(
                 "learning_rate": float(rate),
                 "drift": drift,
                 f"{speed}_per_second": (done - epoch_begin) * count / seconds,
-                "nodes": (setup.world.topology() or setup.topology).num_nodes,
+                "nodes": setup.topology.num_nodes,
                 **numbers(plan, metrics),
             }
             steps = range(epoch_begin, done - 1)  # without the last, whose mean may block

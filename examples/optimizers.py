@@ -130,7 +130,7 @@ def _own_params(params: Any, opt_state: Any) -> Any:
 
 
 def _center(params: Any, opt_state: Any) -> Any:
-    """The centre without the sum that is in flight, which is at most one period old."""
+    """The center without the sum that is in flight, which is at most one period old."""
     centers = jdaso.easgd_center(opt_state)
     return jax.tree.map(lambda x, c: c.astype(x.dtype), params, centers)
 

@@ -26,15 +26,7 @@ def sharded(topology: jdaso.Topology) -> Placement:
     An array with two axes or more is cut along the longest axis that the number of devices
     divides. All others are replicated. The sharding depends on the shape only, so the optimizer's
     moments lie beside their parameters.
-
-    Raises:
-        ValueError: If the devices of a node belong to several JAX programs.
     """
-    if topology.processes_per_node > 1 and not topology.joined:
-        raise ValueError(
-            "shard: the processes of a node must be one JAX program; add --join-processes, or "
-            "start one process per node."
-        )
     mesh = topology.mesh
 
     def place(x: Any) -> NamedSharding:

@@ -38,7 +38,6 @@ class Setup(NamedTuple):
         epoch_steps: Steps of one epoch.
         train_step: The compiled training step, see :func:`steps.make_steps`.
         count: The compiled evaluation of a batch, see :func:`steps.make_steps`.
-        across: Computes the mean over the processes of a node.
         settled: Returns the state with the parameters that all processes share. All processes must
             call it.
     """
@@ -54,7 +53,6 @@ class Setup(NamedTuple):
     epoch_steps: int
     train_step: Callable
     count: Callable
-    across: Callable
     settled: Callable[[TrainState], TrainState]
 
     @property
@@ -68,7 +66,6 @@ def set_up(config: Config, topology: jdaso.Topology, task: Task) -> tuple[Setup,
     place = sharded(topology) if config.shard else replicated(topology)
     world = jdaso.mpi_exchange(
         topology,
-        on_failure=config.on_failure,
         shardings=(lambda path, x: place(x)) if config.shard else None,
     )
     num_processes, num_devices = len(topology.processes), len(topology.devices)
@@ -94,7 +91,6 @@ def set_up(config: Config, topology: jdaso.Topology, task: Task) -> tuple[Setup,
         epoch_steps,
         train_step,
         count,
-        jdaso.exchange.process_mean(topology) or _as_it_is,
         settled,
     )
     check_sizes(setup)
@@ -161,14 +157,12 @@ def evaluate(setup: Setup, params: Any, stats: Any) -> dict[str, float]:
     )  # loaded by threads, because starting worker processes would take longer
     counts = [setup.count(params, stats, *_on_devices(setup, batch)) for batch in parts]
     mine = np.sum(jax.device_get(counts), axis=0, dtype=np.float64)
-    # The counts of joined processes are those of their node.
-    programs = topology.num_nodes if topology.joined else len(topology.processes)
-    return setup.task.score(mean_of(setup, mine) * programs)
+    return setup.task.score(mean_of(setup, mine) * topology.num_nodes)
 
 
 def mean_of(setup: Setup, values: Any) -> np.ndarray:
-    """The mean of a small float32 array over all processes, as float64."""
-    mean = jdaso.consensus(setup.world, setup.across([jnp.asarray(values, jnp.float32)]))[0]
+    """The mean of a small float32 array over all nodes, as float64."""
+    mean = jdaso.consensus(setup.world, jnp.asarray(values, jnp.float32))
     return np.asarray(mean, np.float64)
 
 

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 from placement import Placement
 
 import jdaso
-from jdaso.core.tree import split
 
 
 class Task(NamedTuple):
@@ -81,20 +80,17 @@ def make_steps(
         ``count(params, stats, images, labels) -> counts``.
     """
     graphdef = nnx.graphdef(task.model)
-    across = None
     if place is None:
-        across = jdaso.exchange.process_mean(topology)
         value_and_grad = jdaso.local_value_and_grad(
             loss_of(task),
             topology.mesh,
             has_aux=True,
             in_specs=(P(), P("local"), P("local")),
-            across=across if accumulate == 1 else None,
         )
     else:  # jit averages over the batch, and gathers parameters where they are used
         value_and_grad = jax.value_and_grad(loss_of(task), has_aux=True)
     if accumulate > 1:
-        value_and_grad = accumulated(value_and_grad, accumulate, across)
+        value_and_grad = accumulated(value_and_grad, accumulate)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, rate, images, labels):
@@ -114,11 +110,8 @@ def make_steps(
     return train_step, count
 
 
-def accumulated(value_and_grad: Callable, count: int, across: Callable | None = None) -> Callable:
-    """Averages loss and gradients over micro-batches, one after the other.
-
-    After them, ``across`` averages floating-point arrays over the processes of a node.
-    """
+def accumulated(value_and_grad: Callable, count: int) -> Callable:
+    """Averages loss and gradients over micro-batches, one after the other."""
 
     def over_all(params, stats, images, labels):
         def add(total, batch):
@@ -128,11 +121,7 @@ def accumulated(value_and_grad: Callable, count: int, across: Callable | None = 
 
         zero = (stats, jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
         (stats, loss, grads), _ = jax.lax.scan(add, zero, (images, labels))
-        mean = (loss / count, stats), jax.tree.map(lambda x: x / count, grads)
-        if across is None:
-            return mean
-        floats, replace = split(mean)
-        return replace(across(floats))
+        return (loss / count, stats), jax.tree.map(lambda x: x / count, grads)
 
     return over_all
 

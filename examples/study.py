@@ -82,7 +82,7 @@ def train(
         seed: Seed of the initial parameters and of the batches.
         evaluated: ``(opt_state, params) -> params``, the parameters of the first node to test. By
             default the mean of the parameters over all nodes is tested. For EASGD and EAMSGD it
-            should be the centre.
+            should be the center.
         model: The network. By default the smallest :class:`SmallCNN` for these classes.
 
     Returns:

@@ -18,20 +18,9 @@ from jdaso.core.command_line import text_table
 from jdaso.exchange.host.compiled import unavailable_reason
 from jdaso.perf import predict_command, tune_command
 
-HEAD = (
-    "rank",
-    "host",
-    "node",
-    "local index",
-    "devices",
-    "communicators (index:size)",
-    "threads",
-    "MPI library",
-)
-
 
 def topology_table(topology: Topology) -> str:
-    """The topology as text with one line per process. This is collective.
+    """Returns the topology as text with one line per process. This is collective.
 
     >>> from jdaso.cluster.topology import discover_topology
     >>> topology_table(discover_topology()).split()[:3]
@@ -43,43 +32,37 @@ def topology_table(topology: Topology) -> str:
         from mpi4py import MPI
 
         name, level = library(MPI), thread_level(MPI)
-    groups = topology.group_communicators()
-    sizes = " ".join(
-        f"{index}:{'-' if group is None else group.Get_size()}"
-        for index, group in enumerate(groups)
-    )
-    for group in groups:
-        if group is not None:
-            group.Free()
-    last = topology.local_rank + len(topology.devices) - 1
+    first, last = topology.local_rank, topology.local_rank + len(topology.devices) - 1
+    group = None if topology.comm is None else topology.across_nodes()
+    size = "-" if group is None else str(group.Get_size())
+    if group is not None:
+        group.Free()
     row = (
         str(topology.rank),
         topology.host,
         str(topology.node),
-        str(topology.local_rank) if topology.processes_per_node > 1 else f"0..{last}",
+        str(first) if topology.joined else f"0..{last}",
         ",".join(f"{d.platform}:{d.id}" for d in topology.devices),
-        sizes,
+        " ".join(f"{index}:{size}" for index in range(first, last + 1)),
         level,
         name,
     )
     rows = [row] if topology.comm is None else topology.comm.allgather(row)
-    return text_table([HEAD, *rows], numbers=False)
-
-
-def copy_method(topology: Topology) -> str:
-    """How an ``mpi_exchange`` of this process copies parameters to the host and back."""
-    reason = unavailable_reason(topology.devices[0].platform)
-    return "compiled code" if reason is None else f"host callbacks: {reason}"
+    head = ("rank", "host", "node", "local index", "devices", "communicators (index:size)")
+    return text_table([(*head, "threads", "MPI library"), *rows], numbers=False)
 
 
 def print_topology(arguments: argparse.Namespace) -> None:
     """Runs the command ``topology``."""
     if arguments.devices:
         use_virtual_devices(arguments.devices)
-    topology = discover_topology(arguments.processes_per_node)
+    topology = discover_topology(arguments.processes_per_node, arguments.join_processes)
     text = topology_table(topology)
     if topology.rank == 0:
-        print(f"{text}\n\ncopies by {copy_method(topology)}")
+        # How an mpi_exchange of this process copies parameters to the host and back.
+        reason = unavailable_reason(topology.devices[0].platform)
+        copies = "compiled code" if reason is None else f"host callbacks: {reason}"
+        print(f"{text}\n\ncopies by {copies}")
 
 
 def main() -> None:
@@ -88,6 +71,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     topology = commands.add_parser("topology", help="print nodes, devices and communicators")
     topology.add_argument("--processes-per-node", type=int, default=None)
+    topology.add_argument("--join-processes", action="store_true", help="make them one program")
     topology.add_argument("--devices", type=int, default=0, help="number of virtual CPU devices")
     topology.set_defaults(run=print_topology)
     for module in (predict_command, tune_command, sbatch, verify):

@@ -16,7 +16,7 @@ PHASES = ("warm-up", "cycling", "cool-down")
 
 
 def constant(period: int, delay: int = 0) -> Schedule:
-    """Constant period and delay.
+    """Keeps period and delay constant.
 
     An exchange is posted after the update of every step t with ``(t + 1) mod period == 0`` and
     merged ``delay`` steps later. It ignores the loss and does not merge at ends of epochs. Call
@@ -50,7 +50,7 @@ def constant(period: int, delay: int = 0) -> Schedule:
 
 
 def by_step(function: Callable[[jax.Array], tuple[Number, Number]]) -> Schedule:
-    """Period and delay as a function of the step.
+    """Takes period and delay from a function of the step.
 
     After every exchange, ``function`` is called with the following step. It returns the number of
     steps to the next exchange, and its delay. Post-local SGD, which averages at every step first,
@@ -101,7 +101,7 @@ def by_step(function: Callable[[jax.Array], tuple[Number, Number]]) -> Schedule:
 
 
 def linear(start: tuple[int, int], end: tuple[int, int], steps: int) -> Schedule:
-    """Period and delay that change linearly, and then stay constant.
+    """Changes period and delay linearly, and then keeps them constant.
 
     Args:
         start: ``(period, delay)`` at step 0.
@@ -133,9 +133,10 @@ def linear(start: tuple[int, int], end: tuple[int, int], steps: int) -> Schedule
 
 
 def _interpolation(start: int, end: int, steps: int) -> Callable[[jax.Array], jax.Array]:
-    """``start + floor((end - start) * step / steps)``, from a table of the steps where it changes.
+    """Returns ``start + floor((end - start) * step / steps)`` as a function of the step.
 
-    Neither float32 nor an int32 product is exact for all steps of a long run.
+    It reads a table of the steps where the value changes, because neither float32 nor an int32
+    product is exact for all steps of a long run.
     """
     changes = range(1, abs(end - start) + 1)
     if end > start:
@@ -258,7 +259,7 @@ def cycling(
 
 
 def _cycling_plan(period: Number, delay: Number, clock: Number) -> Plan:
-    """The plan of a schedule without phases and epochs."""
+    """Returns the plan of a schedule without phases and epochs."""
     no = jnp.bool_(False)
     return Plan(
         jnp.int32(CYCLING), jnp.int32(period), jnp.int32(delay), jnp.int32(clock), no, no, no

@@ -82,7 +82,7 @@ class Street:
         self.height, self.width, self.rng = height, width, rng
         self.horizon = height * rng.uniform(0.3, 0.45)
         self.vanishing_point = width * rng.uniform(0.35, 0.65)
-        self.middle = rng.uniform(-0.5, 0.5)  # centre of the road, in units of the camera's height
+        self.middle = rng.uniform(-0.5, 0.5)  # center of the road, in units of the camera's height
         self.road = rng.uniform(0.9, 1.5)  # half the width of the road
         self.labels = np.full((height, width), SKY, np.int32)
         self.image = np.empty((height, width, 3), np.float32)

@@ -1,5 +1,4 @@
 """The synchronous algorithms, one per file. Each combines a schedule with a merge rule.
 
-They import :mod:`jdaso.schedules` and :mod:`jdaso.core`. The entries :mod:`jdaso.center` and
-:mod:`jdaso.perf` may import them. They do not depend on a network.
+They do not depend on a network. ``defaults`` has what several of them share.
 """

@@ -1,7 +1,6 @@
 """Synchronous data parallelism, which averages the gradients at every step."""
 
-from jdaso.algorithms.dasgd import mixing_merge
-from jdaso.algorithms.defaults import averaging_on_one_wire, resolve_wire
+from jdaso.algorithms.defaults import averaging_on_one_wire, mixing_merge, resolve_wire
 from jdaso.core.exchange import Exchange
 from jdaso.core.transformation import GRADIENTS, Averaging
 from jdaso.schedules import constant
@@ -10,7 +9,7 @@ from jdaso.schedules import constant
 def allreduce_gradients(
     exchange: Exchange, wire: str | None = None, nonfinite: str = "skip"
 ) -> Averaging:
-    """Blocking mean of the gradients over all nodes.
+    """Averages the gradients over all nodes at every step, and waits for the mean.
 
     At every step, with P nodes,
 

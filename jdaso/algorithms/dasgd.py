@@ -1,10 +1,10 @@
 """DaSGD: Local SGD with delayed averaging."""
 
-from jdaso.algorithms import defaults
+from jdaso.algorithms.defaults import averaging_on_one_wire, mixing_merge, resolve_schedule
 from jdaso.core.exchange import Exchange
 from jdaso.core.transformation import Averaging
 from jdaso.core.tree import Fragments
-from jdaso.core.types import Arrival, Leaves, Merge, PyTree, Schedule
+from jdaso.core.types import Schedule
 from jdaso.core.validation import check_share
 
 
@@ -65,15 +65,6 @@ def dasgd(
     >>> tx = jdaso.chain(optax.sgd(0.1), jdaso.dasgd(exchange, period=4, delay=3))
     """
     check_share("xi", xi)
-    schedule = defaults.resolve_schedule("dasgd", period, delay, schedule)
+    schedule = resolve_schedule("dasgd", period, delay, schedule)
     merge, options = mixing_merge(xi), {"nonfinite": nonfinite, "fragments": fragments}
-    return defaults.averaging_on_one_wire("dasgd", exchange, schedule, merge, wire, **options)
-
-
-def mixing_merge(own: float) -> Merge:
-    """The merge rule ``x <- own x + (1 - own) mean``."""
-
-    def merge(leaves: Leaves, arrival: Arrival, state: PyTree) -> tuple[Leaves, PyTree]:
-        return defaults.mix_leaves(own, leaves, arrival.mean), state
-
-    return Merge(lambda params: (), merge, own_weight=lambda arrival: own, leafwise=True)
+    return averaging_on_one_wire("dasgd", exchange, schedule, merge, wire, **options)

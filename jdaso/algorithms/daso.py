@@ -25,7 +25,7 @@ def daso(
     In the blocking phases S = 0, and this is the mean. ``x(t+S)`` is taken after the local update
     of that step. The papers write ``x_{t+S-1}`` for it, and call P "the number of GPUs in the
     global network". In Heat, the authors' code, and here P counts the members of one group, which
-    has one GPU of each node: as many values as the sum has. With the default ``senders='one'`` of
+    has one GPU of each node: as many values as the sum has. With
     :func:`jdaso.mpi_exchange`, the devices with local index ``k mod L`` make the k-th exchange.
     Afterwards all devices of the node hold the result.
 

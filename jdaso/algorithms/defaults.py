@@ -1,12 +1,10 @@
-"""Helpers that the factories of the algorithms share: the schedule, the wire and their checks."""
+"""What the factories of the algorithms share: schedule, wire, and the merge that mixes."""
 
 from typing import Any
 
-import jax
-
 from jdaso.core.exchange import Exchange
 from jdaso.core.transformation import Averaging, averaging
-from jdaso.core.types import Merge, Schedule
+from jdaso.core.types import Arrival, Leaves, Merge, PyTree, Schedule
 from jdaso.core.validation import check_schedule, is_concrete
 from jdaso.core.wire import check_wire
 from jdaso.schedules import constant
@@ -40,31 +38,6 @@ def resolve_schedule(
     return constant(period, delay)
 
 
-def averaging_on_one_wire(
-    name: str,
-    exchange: Exchange,
-    schedule: Schedule,
-    merge: Merge,
-    wire: str | None,
-    **options: Any,
-) -> Averaging:
-    """:func:`jdaso.core.averaging` with the same wire in blocking and in other phases."""
-    wire = resolve_wire("wire", wire, exchange, "float32")
-    return averaging(name, exchange, schedule, merge, wire=wire, blocking_wire=wire, **options)
-
-
-def python_float(argument: str, value: Any) -> Any:
-    """Converts a concrete number to float, because NumPy's float64 would widen float32 arrays."""
-    return float(value) if is_concrete(argument, value) else value
-
-
-def mix_leaves(own: float, leaves: list[jax.Array], others: list[jax.Array]) -> list[jax.Array]:
-    """``own x + (1 - own) y``; for the number 0 exactly y, even where x is not finite."""
-    if is_concrete("own", own) and own == 0:
-        return others
-    return [own * x + (1 - own) * y for x, y in zip(leaves, others, strict=True)]
-
-
 def resolve_wire(name: str, wire: str | None, exchange: Exchange, default: str) -> str:
     """Returns the given wire, the one of the exchange, or the algorithm's default.
 
@@ -83,3 +56,32 @@ def resolve_wire(name: str, wire: str | None, exchange: Exchange, default: str) 
             f"wire={exchange.wire!r}; set the wire in one place only."
         )
     return wire or exchange.wire or default
+
+
+def averaging_on_one_wire(
+    name: str,
+    exchange: Exchange,
+    schedule: Schedule,
+    merge: Merge,
+    wire: str | None,
+    **options: Any,
+) -> Averaging:
+    """Calls :func:`jdaso.core.averaging` with the same wire in blocking and in other phases."""
+    wire = resolve_wire("wire", wire, exchange, "float32")
+    return averaging(name, exchange, schedule, merge, wire=wire, blocking_wire=wire, **options)
+
+
+def mixing_merge(own: float) -> Merge:
+    """Returns the merge rule ``x <- own x + (1 - own) mean``."""
+
+    def merge(leaves: Leaves, arrival: Arrival, state: PyTree) -> tuple[Leaves, PyTree]:
+        return mix_leaves(own, leaves, arrival.mean), state
+
+    return Merge(lambda params: (), merge, own_weight=lambda arrival: own)
+
+
+def mix_leaves(own: float, leaves: Leaves, others: Leaves) -> Leaves:
+    """Returns ``own x + (1 - own) y``; for the number 0 exactly y, even where x is not finite."""
+    if is_concrete("own", own) and own == 0:
+        return others
+    return [own * x + (1 - own) * y for x, y in zip(leaves, others, strict=True)]

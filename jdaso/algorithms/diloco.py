@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdaso.algorithms import defaults
+from jdaso.algorithms.defaults import averaging_on_one_wire, mix_leaves, resolve_schedule
 from jdaso.core.exchange import Exchange
 from jdaso.core.state import averaging_state
 from jdaso.core.transformation import Averaging
@@ -124,9 +124,9 @@ def diloco(
     check_whole("warmup", warmup, 0)
     if warmup:
         outer = _with_warmup(outer, warmup)
-    schedule = defaults.resolve_schedule("diloco", period, delay, schedule)
+    schedule = resolve_schedule("diloco", period, delay, schedule)
     merge, options = _outer_merge(outer, mix), {"nonfinite": nonfinite, "fragments": fragments}
-    return defaults.averaging_on_one_wire("diloco", exchange, schedule, merge, wire, **options)
+    return averaging_on_one_wire("diloco", exchange, schedule, merge, wire, **options)
 
 
 def diloco_anchor(params: PyTree, opt_state: PyTree) -> PyTree:
@@ -164,7 +164,7 @@ def diloco_anchor(params: PyTree, opt_state: PyTree) -> PyTree:
 
 
 def _with_warmup(outer: optax.GradientTransformation, rounds: int) -> optax.GradientTransformation:
-    """The outer optimizer. In the first ``rounds`` rounds the anchor becomes the nodes' mean."""
+    """Wraps the outer optimizer: in the first ``rounds`` rounds the anchor becomes the mean."""
 
     def init(params: PyTree) -> WarmupState:
         return WarmupState(jnp.int32(0), outer.init(params))
@@ -203,7 +203,7 @@ def _is_leafwise(outer: optax.GradientTransformation) -> bool:
 
 
 def _outer_merge(outer: optax.GradientTransformation, mix: float) -> Merge:
-    """The outer step of DiLoCo as a merge rule."""
+    """Returns the outer step of DiLoCo as a merge rule."""
 
     def init(params: PyTree) -> DilocoState:
         # Optimizers do not accept integer leaves, which are not exchanged either.
@@ -217,7 +217,7 @@ def _outer_merge(outer: optax.GradientTransformation, mix: float) -> Merge:
         gradient = jax.tree.map(lambda a, m: a - m, state.anchor, mean)
         updates, outer_state = outer.update(gradient, state.outer, state.anchor)
         anchor = optax.apply_updates(state.anchor, updates)
-        mixed = defaults.mix_leaves(mix, leaves, jax.tree.leaves(anchor))
+        mixed = mix_leaves(mix, leaves, jax.tree.leaves(anchor))
         return mixed, DilocoState(anchor, outer_state)
 
     return Merge(

@@ -86,7 +86,7 @@ def check_nesterov(name: str, learning_rate: Any, momentum: Any) -> None:
 
 
 def nesterov(name: str, inner: Averaging, learning_rate: Any, momentum: Any) -> Averaging:
-    """SGD with Nesterov's momentum, where ``inner`` acts on x instead of the look-ahead y."""
+    """Returns Nesterov's SGD, in which ``inner`` acts on x instead of the look-ahead y."""
     scale, engine = optax.scale_by_learning_rate(learning_rate), inner.engine
     assert engine is not None
 
@@ -96,7 +96,7 @@ def nesterov(name: str, inner: Averaging, learning_rate: Any, momentum: Any) -> 
         return EamsgdState(velocity, delta, scale.init(params), inner.init(params))
 
     def accelerate(grads, state, params=None, **extra_args):
-        """The local optimizer, whose updates of x are the velocity."""
+        # The local optimizer: its updates of x are the velocity.
         velocity, before, rate = state  # delta may change between steps
         steps, rate = scale.update(grads, rate)
         delta = jnp.asarray(momentum, before.dtype)
@@ -162,7 +162,7 @@ def eamsgd_eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
 
 
 def _lead(state: EamsgdState) -> PyTree:
-    """``y - x = delta v``."""
+    """Returns ``delta v``, by which the look-ahead y is ahead of x."""
     return _map_floats(lambda v: state.momentum.astype(v.dtype) * v, state.velocity)
 
 

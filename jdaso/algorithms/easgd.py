@@ -119,7 +119,7 @@ def elastic_averaging(
     wire: str | None,
     nonfinite: str,
 ) -> Averaging:
-    """The elastic averaging that :func:`easgd` and :func:`eamsgd` share."""
+    """Makes the elastic averaging that :func:`easgd` and :func:`eamsgd` share."""
     schedule = resolve_schedule(name, period, period, schedule)
     nodes = exchange.num_nodes
     check_positive("beta", beta)
@@ -140,7 +140,7 @@ def elastic_averaging(
 
 
 def _elastic_merge(alpha: float) -> Merge:
-    """Eq. 5 when the exchange is posted; Eq. 6, over the nodes that contributed, when it ends."""
+    """Applies Eq. 5 when it posts, and Eq. 6, over the nodes that contributed, when it merges."""
 
     def merge(leaves: Leaves, arrival: Arrival, state: ElasticState):
         centers, replace = split(state.center)

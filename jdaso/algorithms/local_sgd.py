@@ -2,15 +2,12 @@
 
 import jax.numpy as jnp
 
-from jdaso.algorithms.dasgd import mixing_merge
-from jdaso.algorithms.defaults import averaging_on_one_wire, resolve_schedule
+from jdaso.algorithms.defaults import averaging_on_one_wire, mixing_merge, resolve_schedule
 from jdaso.core.exchange import Exchange
 from jdaso.core.transformation import Averaging
 from jdaso.core.tree import Fragments
 from jdaso.core.types import Arrival, Leaves, Merge, PyTree, Schedule
 from jdaso.core.validation import check_choice
-
-MERGES = ("mean", "delta")
 
 
 def local_sgd(
@@ -67,7 +64,7 @@ def local_sgd(
     >>> import jdaso, optax
     >>> tx = jdaso.chain(optax.sgd(0.1), jdaso.local_sgd(jdaso.single_exchange(), period=8))
     """
-    check_choice("merge", merge, MERGES)
+    check_choice("merge", merge, ("mean", "delta"))
     schedule = resolve_schedule("local_sgd", period, delay, schedule)
     rule = mixing_merge(0.0) if merge == "mean" else _DELTA
     options = {"nonfinite": nonfinite, "fragments": fragments}

@@ -1,4 +1,4 @@
-"""Asynchronous methods: workers exchange messages with a server that keeps the centre.
+"""Asynchronous methods: workers exchange messages with a server that keeps the center.
 
 ``server/`` is the server over MPI. Only ``jdaso/__init__.py`` and ``__main__.py`` may import this
 folder, which imports :mod:`jdaso.algorithms`, :mod:`jdaso.exchange` and entries below them.
@@ -6,16 +6,15 @@ folder, which imports :mod:`jdaso.algorithms`, :mod:`jdaso.exchange` and entries
 
 from jdaso.center.admm import admm
 from jdaso.center.async_easgd import async_eamsgd, async_easgd
-from jdaso.center.downpour import adownpour, downpour, mvadownpour
-from jdaso.center.mdownpour import mdownpour
+from jdaso.center.downpour import adownpour, downpour, mdownpour, mvadownpour
 from jdaso.center.server.mpi_center import mpi_center
-from jdaso.center.simulation import simulated_center
-from jdaso.center.turns import (
+from jdaso.center.simulation import (
     SimulatedCluster,
     init_cluster,
     random_order,
     read_center,
     round_robin,
+    simulated_center,
     take_turns,
 )
 from jdaso.center.types import Center, CenterState, ServerRule

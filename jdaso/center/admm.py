@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdaso.center.rules import check_center, summing_rule
-from jdaso.center.types import Center
+from jdaso.center.downpour import summing_rule
+from jdaso.center.types import Center, check_center
 from jdaso.core.exchange import HEADER_SIZE
 from jdaso.core.tree import split, widened
 from jdaso.core.types import Leaves, PyTree
@@ -15,9 +15,7 @@ from jdaso.core.validation import check_positive
 
 
 class AdmmState(NamedTuple):
-    """lambda, a tree like the parameters, widened, and the state of the exchange."""
-
-    multiplier: PyTree
+    multiplier: PyTree  # lambda, like the parameters but widened
     exchange: PyTree
 
 
@@ -30,9 +28,9 @@ def admm(center: Center, learning_rate: float, rho: float) -> optax.GradientTran
         x <- (x - eta g + eta rho (lambda + c)) / (1 + eta rho)
         c <- (1/p) sum_i (x_i - lambda_i)
 
-    All workers start from x = c and lambda = 0. It serves comparisons only. In turns it diverges
-    for many eta and rho (Fig. 1), although each turn alone is stable, for example for 0.001 and 2.5
-    with 3 workers and ``F = x^2/2``.
+    All workers start from x = c and lambda = 0. It serves comparisons only, because in turns it
+    diverges for many eta and rho (Fig. 1), although each turn alone is stable: for example for
+    0.001 and 2.5 with 3 workers and ``F = x^2/2``.
 
     Args:
         center: A :func:`jdaso.center.simulated_center`, because a turn needs two exchanges.
@@ -43,19 +41,18 @@ def admm(center: Center, learning_rate: float, rho: float) -> optax.GradientTran
         An optax transformation, a complete optimizer. ``update`` requires ``params``.
 
     Raises:
-        ValueError: for numbers that are not positive or a centre over MPI.
+        ValueError: for numbers that are not positive or a center over MPI.
 
     >>> import jdaso
-    >>> center = jdaso.center.simulated_center(3)
-    >>> tx = jdaso.center.admm(center, learning_rate=0.001, rho=2.5)
+    >>> tx = jdaso.center.admm(jdaso.center.simulated_center(3), learning_rate=0.001, rho=2.5)
     """
     check_center("admm", center)
     check_positive("learning_rate", learning_rate)
     check_positive("rho", rho)
     if not center.in_turns:
         raise ValueError(
-            "admm needs a simulated_center, got a centre over MPI: a worker reads and writes the "
-            "centre in one turn, and over MPI others would intervene."
+            "admm needs a simulated_center, got a center over MPI: a worker reads and writes the "
+            "center in one turn, and over MPI others would intervene."
         )
     exchange = center.make_exchange(summing_rule())
     header = jnp.zeros((HEADER_SIZE,), jnp.float32).at[0].set(1.0)
@@ -67,8 +64,7 @@ def admm(center: Center, learning_rate: float, rho: float) -> optax.GradientTran
         return state, reply
 
     def init(params: PyTree) -> AdmmState:
-        zeros = jax.tree.map(jnp.zeros_like, widened(params))
-        return AdmmState(zeros, exchange.init(params))
+        return AdmmState(jax.tree.map(jnp.zeros_like, widened(params)), exchange.init(params))
 
     def update(updates, state, params=None):
         if params is None:

@@ -1,45 +1,50 @@
-"""DOWNPOUR: workers add their updates to the centre and continue from it."""
+"""DOWNPOUR and its relatives: the center moves by the sum of what the workers send.
+
+The functions that end in ``_rule`` are the server's updates, on NumPy or JAX arrays.
+"""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
+import optax
 
-from jdaso.center.rules import averaging_rule, check_center, summing_rule
-from jdaso.center.types import Center, ServerRule
+from jdaso.center.types import (
+    Center,
+    CenterState,
+    ServerRule,
+    check_center,
+    first_state,
+    python_float,
+)
+from jdaso.core.chain import chain
 from jdaso.core.transformation import Averaging, averaging
 from jdaso.core.tree import split, widened
-from jdaso.core.types import Arrival, Leaves, Merge, PyTree
+from jdaso.core.types import Arrival, Leaves, Merge, PyTree, SyncTarget
 from jdaso.core.validation import check_positive, check_share
 from jdaso.core.wire import round_to
 from jdaso.schedules import constant
 
 
-class BaseState(NamedTuple):
-    """The parameters before the updates that the centre lacks, a tree like the parameters."""
-
-    base: PyTree
-
-
 def downpour(center: Center, period: int, *, delay: int = 0, nonfinite: str = "skip") -> Averaging:
-    """DOWNPOUR: every worker adds the sum of its updates to the centre and adopts the centre.
+    """DOWNPOUR: every worker adds the sum of its updates to the center and adopts the center.
 
     After every ``period``-th update of a worker, with v the sum of its last ``period`` updates:
 
         c <- c + v;  x <- c;  v <- 0                                    (easgd Algorithm 3)
 
     The paper exchanges before the next gradient, which is equivalent. Its pull before a worker's
-    first step is :attr:`jdaso.center.Center.join`. With a ``delay``, the worker adopts the reply
-    ``delay`` steps later, as ``x <- c + v`` with v the updates since sending, so no update is lost.
-    At the end, the centre lacks a worker's updates since its last exchange. There are none if
-    ``period`` divides the number of steps and ``delay=0``.
+    first step is ``center.join``. With a ``delay``, the worker adopts the reply ``delay`` steps
+    later, as ``x <- c + v`` with v the updates since sending, so no update is lost. At the end, the
+    center lacks what a worker did since its last exchange: nothing if ``period`` divides the number
+    of steps and ``delay=0``.
 
     Args:
-        center: From :func:`jdaso.center.mpi_center` or :func:`jdaso.center.simulated_center`.
+        center: From :func:`mpi_center` or :func:`simulated_center`.
         period: tau, a worker's optimizer steps between two exchanges. The paper finds DOWNPOUR
             unstable for 16 and more.
-        delay: A worker's steps between sending and adopting, ``0 <= delay <= period``. With 0, the
-            worker waits for the reply.
-        nonfinite: As in :func:`jdaso.center.async_easgd`.
+        delay: A worker's steps between sending and adopting, ``0 <= delay <= period``.
+        nonfinite: As in :func:`async_easgd`.
 
     Returns:
         An optax transformation. Put it last in a chain. ``update`` requires ``params``. Start
@@ -59,27 +64,20 @@ def downpour(center: Center, period: int, *, delay: int = 0, nonfinite: str = "s
 
 
 def adownpour(center: Center, period: int, *, delay: int = 0, nonfinite: str = "skip") -> Averaging:
-    """:func:`downpour` with an average of the centre over time, which is evaluated.
+    """:func:`downpour` with an average of the center over time, which is evaluated.
 
-    At each update of the centre, with t the number of updates before it and c the old centre:
+    At each update of the center, with t the number of updates before it and c the old center:
 
         z <- (1 - a) z + a c,  a = 1 / (t + 1)                                (easgd Sec. 5)
 
-    So z is the mean of all centres but the last. One worker with period 1 is ASGD, whose average
+    So z is the mean of all centers but the last. One worker with period 1 is ASGD, whose average
     is also ``z = optax.incremental_update(x, z, 1 / (t + 1))`` before each step.
 
-    Args:
-        center, period, delay, nonfinite: As in :func:`downpour`.
+    Arguments and errors are those of :func:`downpour`, and so is the returned transformation. z is
+    ``center.read(params).average``.
 
-    Returns:
-        An optax transformation like that of :func:`downpour`. z is ``center.read(params).average``.
-
-    Raises:
-        ValueError: for a period below 1 or a delay outside [0, period].
-
-    >>> import jdaso, optax
-    >>> center = jdaso.center.simulated_center(4)
-    >>> tx = jdaso.chain(optax.sgd(0.1), jdaso.center.adownpour(center, period=4))
+    >>> import jdaso
+    >>> averaging = jdaso.center.adownpour(jdaso.center.simulated_center(4), period=4)
     """
     return _downpour("adownpour", center, period, delay, nonfinite, averaging_rule())
 
@@ -92,46 +90,57 @@ def mvadownpour(
     delay: int = 0,
     nonfinite: str = "skip",
 ) -> Averaging:
-    """:func:`downpour` with a moving average of the centre, which is evaluated.
+    """:func:`downpour` with a moving average of the center, which is evaluated.
 
-    The average is that of :func:`adownpour` with the constant ``a = moving_rate``. With one worker
-    and period 1, this is MVASGD.
+    This is :func:`adownpour` with the constant ``a = moving_rate``, which must be in (0, 1] and is
+    0.001 in the paper. With one worker and period 1, it is MVASGD.
 
-    Args:
-        center, period, delay, nonfinite: As in :func:`downpour`.
-        moving_rate: a, in (0, 1]; 0.001 in the paper.
-
-    Returns:
-        An optax transformation like that of :func:`adownpour`.
-
-    Raises:
-        ValueError: for a moving rate outside (0, 1], a period below 1, or a delay outside
-            [0, period].
-
-    >>> import jdaso, optax
-    >>> center = jdaso.center.simulated_center(4)
-    >>> tx = jdaso.chain(optax.sgd(0.1), jdaso.center.mvadownpour(center, period=4))
+    >>> import jdaso
+    >>> averaging = jdaso.center.mvadownpour(jdaso.center.simulated_center(4), period=4)
     """
     check_positive("moving_rate", moving_rate)
     check_share("moving_rate", moving_rate)
     return _downpour("mvadownpour", center, period, delay, nonfinite, averaging_rule(moving_rate))
 
 
-def _downpour(
-    name: str, center: Center, period: int, delay: int, nonfinite: str, rule: ServerRule
-) -> Averaging:
+def summing_rule() -> ServerRule:
+    """A worker sends v. ``c <- c + v``, and the reply is the new c (easgd Algorithm 3)."""
+
+    def update(state: CenterState, message: Leaves):
+        center = [c + v for c, v in zip(state.center, message, strict=True)]
+        return state._replace(center=center, clock=state.clock + 1), center
+
+    return ServerRule("summing", first_state, update)
+
+
+def averaging_rule(moving_rate: float | None = None) -> ServerRule:
+    """:func:`summing_rule` with an average z of the old centers, which starts as the first."""
+    inner = summing_rule()
+
+    def init(leaves: Leaves) -> CenterState:
+        return first_state(leaves)._replace(average=[1 * x for x in leaves])
+
+    def update(state: CenterState, message: Leaves):
+        a = 1 / (state.clock + 1) if moving_rate is None else np.float64(moving_rate)
+        z = [
+            (1 - a).astype(z.dtype) * z + a.astype(z.dtype) * c
+            for z, c in zip(state.average, state.center, strict=True)
+        ]
+        state, reply = inner.update(state, message)
+        return state._replace(average=z), reply
+
+    return ServerRule(f"averaging, moving_rate={moving_rate}", init, update)
+
+
+class BaseState(NamedTuple):
+    """The parameters before the updates that the center lacks."""
+
+    base: PyTree
+
+
+def _downpour(name, center, period, delay, nonfinite, rule: ServerRule) -> Averaging:
     check_center(name, center)
     schedule = constant(period, delay)
-    return averaging(
-        name, center.make_exchange(rule), schedule, _summing_merge(), nonfinite=nonfinite
-    )
-
-
-def _summing_merge() -> Merge:
-    """Sends x - base, the worker's updates since its last exchange.
-
-    The merge sets x to the centre plus the updates made since sending.
-    """
 
     def message(leaves: Leaves, state: BaseState):
         base, where = split(state.base)
@@ -140,7 +149,7 @@ def _summing_merge() -> Merge:
 
     def merge(leaves: Leaves, arrival: Arrival, state: BaseState):
         base, where = split(state.base)
-        moved = [
+        moved = [  # the center and the updates made since sending
             jnp.where(arrival.healthy, c + (x - b.astype(x.dtype)), c)
             for x, b, c in zip(leaves, base, arrival.total, strict=True)
         ]
@@ -148,4 +157,79 @@ def _summing_merge() -> Merge:
         base = [round_to(c, b.dtype) for b, c in zip(base, arrival.total, strict=True)]
         return moved, BaseState(where(base))
 
-    return Merge(init=BaseState, merge=merge, message=message)
+    rules = Merge(init=BaseState, merge=merge, message=message)
+    return averaging(name, center.make_exchange(rule), schedule, rules, nonfinite=nonfinite)
+
+
+def mdownpour(
+    center: Center, learning_rate: float, momentum: float, *, nonfinite: str = "skip"
+) -> Averaging:
+    """Momentum DOWNPOUR: workers send gradients, and only the server updates the parameters.
+
+    At every step of a worker, with g its gradient:
+
+        v <- delta v - eta g;  c <- c + delta v;  x <- c              (easgd Algorithms 4, 5)
+
+    These are the equations as printed, so ``momentum=0`` would not move the center. There is no
+    period and no delay, because a worker cannot compute without the reply.
+
+    Args:
+        center: From :func:`mpi_center` or :func:`simulated_center`.
+        learning_rate: eta. The paper's are 100 times smaller than for DOWNPOUR, with delta = 0.99.
+        momentum: delta, in (0, 1).
+        nonfinite: With ``skip``, a worker does not contribute gradients that are not finite. With
+            ``raise``, it raises an error.
+
+    Returns:
+        An optax transformation, a complete optimizer. ``update`` requires ``params``. Start from
+        ``center.join(params)``.
+
+    Raises:
+        ValueError: for a learning rate or a momentum out of range.
+
+    >>> import jdaso
+    >>> center = jdaso.center.simulated_center(4)
+    >>> tx = jdaso.center.mdownpour(center, learning_rate=0.01, momentum=0.9)
+    """
+    check_center("mdownpour", center)
+    check_positive("learning_rate", learning_rate)
+    check_positive("momentum", momentum)
+    check_share("momentum", momentum, below_one=True)
+    rate, delta = python_float("learning_rate", learning_rate), python_float("momentum", momentum)
+    adopt_center = Merge(
+        init=lambda params: (),
+        merge=lambda leaves, arrival, state: (arrival.total, state),
+        message=lambda leaves, state: (widened(leaves), state),
+    )
+    # Gradients are sent, and parameters are received.
+    sync_target = SyncTarget(
+        lambda params, updates: updates,
+        lambda tree, updates: tree,
+        fallback=lambda leaf: jnp.full_like(leaf, jnp.nan),  # a gradient cannot replace the reply
+        uses_anchor=False,
+    )
+    steps = averaging(
+        "mdownpour",
+        center.make_exchange(momentum_rule(rate, delta)),
+        constant(period=1, delay=0),
+        adopt_center,
+        nonfinite=nonfinite,
+        sync_target=sync_target,
+    )
+    return chain(optax.identity(), steps)
+
+
+def momentum_rule(learning_rate: float, momentum: float) -> ServerRule:
+    """A worker sends g. ``v <- delta v - eta g``, ``c <- c + delta v``. The reply is the new c."""
+
+    def init(leaves: Leaves) -> CenterState:
+        return first_state(leaves)._replace(velocity=[0 * x for x in leaves])
+
+    def update(state: CenterState, message: Leaves):
+        velocity = [
+            momentum * v - learning_rate * g for v, g in zip(state.velocity, message, strict=True)
+        ]
+        center = [c + momentum * v for c, v in zip(state.center, velocity, strict=True)]
+        return state._replace(center=center, velocity=velocity, clock=state.clock + 1), center
+
+    return ServerRule(f"momentum, learning_rate={learning_rate}, momentum={momentum}", init, update)

@@ -1,4 +1,4 @@
-"""The interface between workers and the centre, and the state of the centre."""
+"""The interface between workers and the center, and the state that the server keeps."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,10 +8,11 @@ import numpy as np
 
 from jdaso.core.exchange import FINITE, HEADER_SIZE, Exchange
 from jdaso.core.types import Leaves, PyTree
+from jdaso.core.validation import is_concrete
 
-#: What is wrong with a collective call of the workers of a centre, and what to do.
+#: What is wrong with a collective call of the workers of a center, and what to do.
 ONLY_WITH_THE_SERVER = (
-    "workers of a centre do not communicate with each other: broadcast and consensus are not "
+    "workers of a center do not communicate with each other: broadcast and consensus are not "
     "available. Use center.join and center.read."
 )
 
@@ -20,10 +21,9 @@ class CenterState(NamedTuple):
     """The state of the server. Fields are lists of leaves on the server, trees for workers.
 
     Attributes:
-        center: The centre c, float32 (float64 for float64 leaves).
-        velocity: v of :func:`jdaso.center.mdownpour`, in the shapes of c; otherwise ().
-        average: z of :func:`jdaso.center.adownpour` and :func:`jdaso.center.mvadownpour`;
-            otherwise ().
+        center: The center c, float32 (float64 for float64 leaves).
+        velocity: v of :func:`mdownpour`, in the shapes of c; otherwise ().
+        average: z of :func:`adownpour` and :func:`mvadownpour`; otherwise ().
         clock: int32, the number of updates of c, the master's clock of the paper.
     """
 
@@ -33,15 +33,19 @@ class CenterState(NamedTuple):
     clock: jax.Array | np.integer
 
 
-def map_state(function: Callable[[Any], Any], state: CenterState) -> CenterState:
-    """Applies a function to the centre, and to velocity and average unless they are ().
+def first_state(leaves: Leaves) -> CenterState:
+    """The state of a server that has only a center, before its first update."""
+    return CenterState([1 * x for x in leaves], (), (), np.int32(0))
 
-    >>> map_state(sum, CenterState([1, 2], (), [3], 7))
-    CenterState(center=3, velocity=(), average=3, clock=7)
-    """
-    fields = {"center": state.center, "velocity": state.velocity, "average": state.average}
-    kept = {name: x for name, x in fields.items() if not (isinstance(x, tuple) and x == ())}
-    return state._replace(**{name: function(x) for name, x in kept.items()})
+
+def map_state(function: Callable[[Any], Any], state: CenterState) -> CenterState:
+    """Applies a function to the center, and to velocity and average unless they are ()."""
+
+    def mapped(tree: Any) -> Any:
+        return () if isinstance(tree, tuple) and tree == () else function(tree)
+
+    center, velocity, average, clock = state
+    return CenterState(mapped(center), mapped(velocity), mapped(average), clock)
 
 
 class ServerRule(NamedTuple):
@@ -49,9 +53,9 @@ class ServerRule(NamedTuple):
 
     Attributes:
         name: Name with all hyperparameters. Workers with another name are refused.
-        init: ``(leaves) -> state``, from the leaves of the first centre.
+        init: ``(leaves) -> state``, from the leaves of the first center.
         update: ``(state, message) -> (state, reply)``. Message and reply are lists of leaves in the
-            shapes and dtypes of the centre. No other update comes in between.
+            shapes and dtypes of the center. The server handles messages one at a time.
     """
 
     name: str
@@ -60,37 +64,32 @@ class ServerRule(NamedTuple):
 
 
 def _join_with_equal_params(params: PyTree, saved: CenterState | None = None) -> PyTree:
-    """The parameters themselves, as all simulated workers start from the same."""
     if saved is not None:
         _not_simulated()
-    return params
+    return params  # all simulated workers start from the same
 
 
 def _not_simulated(*_: Any) -> Any:
     raise ValueError(
-        "the state of a simulated centre is part of the cluster: read cluster.center, replace it "
+        "the state of a simulated center is part of the cluster: read cluster.center, replace it "
         "with cluster._replace(center=...)."
     )
 
 
 class Center(NamedTuple):
-    """The connection of workers to the centre, the asynchronous counterpart of an Exchange.
+    """The connection of workers to the center, the asynchronous counterpart of an Exchange.
 
     Attributes:
         num_workers: p in the papers.
-        in_turns: Whether workers take turns. Then no other worker intervenes between two exchanges
-            of one step.
-        make_exchange: ``(rule) -> Exchange``. The sum that its ``finish`` returns is the server's
-            reply to this worker.
-        join: ``(params, saved=None) -> params``, the current centre. Node 0 creates it from its
+        in_turns: Whether no other worker intervenes between two exchanges of one step.
+        make_exchange: ``(rule) -> Exchange``, whose sum is the server's reply to this worker.
+        join: ``(params, saved=None) -> params``, the current center. Node 0 creates it from its
             parameters or, to resume a training, from ``saved``, a result of ``read``. The other
             nodes wait for node 0, and their values are ignored. A worker that joins again starts
             anew, with ``tx.init``.
-        read: ``(params) -> CenterState``, the current state as trees like ``params`` of NumPy
-            arrays.
+        read: ``(params) -> CenterState``, trees of NumPy arrays like ``params``.
         write: ``(CenterState)``, replaces the state while workers train.
-        wait: ``()``, on node 0, waits until every other worker has ended, failed or is gone. Does
-            nothing on other nodes.
+        wait: ``()``, on node 0, waits until every other worker has ended, failed or is gone.
         report: ``() -> dict``, on node 0, with the exchanges of each of the ``workers``, and lists
             of those that ``ended``, those that ``failed`` by an exception, and those that are
             ``gone``, because they died or have been silent for too long.
@@ -106,17 +105,26 @@ class Center(NamedTuple):
     report: Callable[[], dict[str, Any]] = lambda: dict(workers={}, ended=[], failed=[], gone=[])
 
 
+def check_center(name: str, center: Center) -> None:
+    if not isinstance(center, Center):
+        raise ValueError(
+            f"{name} needs a center, got {type(center).__name__}: make one with "
+            "jdaso.center.mpi_center or jdaso.center.simulated_center."
+        )
+
+
 def no_broadcast(leaves: Leaves, root: int) -> Leaves:
     """Raises ValueError, as workers exchange messages with the server only."""
     raise ValueError(ONLY_WITH_THE_SERVER)
 
 
 def reply_header(finite: Any) -> list[Any]:
-    """The header of a reply. It counts the server as the only contributor.
-
-    Args:
-        finite: whether all numbers of the reply are finite.
-    """
+    """The header of a reply, to which only the server contributes."""
     header = [0.0] * HEADER_SIZE
     header[0], header[FINITE] = 1.0, finite
     return header
+
+
+def python_float(argument: str, value: Any) -> Any:
+    """Converts a concrete number to float, because NumPy's float64 would widen float32 arrays."""
+    return float(value) if is_concrete(argument, value) else value

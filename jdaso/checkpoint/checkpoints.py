@@ -7,18 +7,28 @@ a training, and for no later one.
 
 import contextlib
 import secrets
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jdaso.checkpoint import folder
-from jdaso.checkpoint.agreement import from_first, on_all
-from jdaso.checkpoint.flight_check import averaged_names, exchanges_in_flight, number_exchanges
-from jdaso.checkpoint.host_arrays import gather_shards, to_host_arrays
+import jax.numpy as jnp
+import numpy as np
+
+from jdaso.checkpoint import folder, in_flight
 from jdaso.checkpoint.lock import FolderLock
-from jdaso.checkpoint.node_part import checkpointer, part_tree
-from jdaso.checkpoint.restore import read_checkpoint
+from jdaso.checkpoint.node_part import (
+    averaged_names,
+    checkpointer,
+    from_host_arrays,
+    gather_shards,
+    is_finite,
+    part_tree,
+    read_part,
+    to_host_arrays,
+)
 from jdaso.cluster.barrier import barrier
+from jdaso.cluster.ranks import MAX_NAMES
 from jdaso.cluster.topology import Topology
 from jdaso.core.command_line import local_path
 from jdaso.core.exchange import Exchange
@@ -86,9 +96,10 @@ class Checkpoints:
     ):
         check_whole("keep", keep, 1)
         self._orbax = checkpointer()
-        self._node_comm = topology.node_communicator() if topology.joined else None
+        self._node_comm = topology.within_node() if topology.joined else None
         path = local_path(directory, "directory").absolute()
         self._folder = folder.CheckpointFolder(path, keep)
+        self._purpose = f"the checkpoints in {path}"  # for errors of barriers
         self._topology = topology
         self._exchanges = [exchange] if isinstance(exchange, Exchange) else list(exchange)
         self._last_number: int | None = None  # of the checkpoints of this training
@@ -114,21 +125,20 @@ class Checkpoints:
                 write to it.
             ValueError: If not all nodes see the folder.
         """
-        self._update_topology()
         if self._lock is not None:
             return
         here, path = self._topology, self._folder.path
         barrier(here, self._purpose)
-        lock = FolderLock(path, from_first(here, secrets.randbits(63)))
+        lock = FolderLock(path, _from_first(here, secrets.randbits(63)))
 
         def claimed() -> int:
-            """The newest number that rank 0 finds. Others may look when it has begun to write."""
+            # Only rank 0 looks for checkpoints: others may look when it has begun to write one.
             if here.rank > 0:
                 return 0
             self._acquire(lock)
             return max((saved.number for saved in folder.list_checkpoints(path)), default=0)
 
-        self._newest = from_first(here, on_all(here, self._purpose, claimed))
+        self._newest = _from_first(here, on_all(here, self._purpose, claimed))
         folder.check_shared(path, here)
         self._lock, self._run = lock, lock.run
 
@@ -154,8 +164,6 @@ class Checkpoints:
         if self._lock is not None and self._topology.rank == 0:
             self._acquire(self._lock)  # another job may have taken it
         self.wait()
-        if self._topology.local_rank > 0 and self._node_comm is None:
-            return  # the first has all
         if self._last_number is None and self._newest:
             raise ValueError(
                 f"directory {self._folder.path} holds checkpoints of a training, complete or not. "
@@ -171,15 +179,15 @@ class Checkpoints:
                 "beginning of a training to keep other jobs out."
             )
         path = self._next_path(step)
-        numbered = number_exchanges(state, self._exchanges)
-        in_flight = exchanges_in_flight(state, self._exchanges)
-        own = to_host_arrays(numbered), in_flight, averaged_names(state, self._exchanges)
+        numbered = in_flight.number_exchanges(state, self._exchanges)
+        posted = in_flight.exchanges_in_flight(state, self._exchanges)
+        own = to_host_arrays(numbered), posted, averaged_names(state, self._exchanges)
         whole = gather_shards(self._node_comm, own)
         self._last_number = (self._last_number or 0) + 1
         if whole is not None:
-            arrays, in_flight, averaged = whole
+            arrays, posted, averaged = whole
             with self._write_errors():
-                self._orbax.save(path, part_tree(arrays, in_flight, averaged, self._run))
+                self._orbax.save(path, part_tree(arrays, posted, averaged, self._run))
                 self._has_saved = True
 
     def wait(self) -> None:
@@ -195,7 +203,6 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits until all nodes have written everything, and releases the folder and threads."""
-        self._update_topology()
         self.wait()
         barrier(self._topology, self._purpose)
         self.wait()
@@ -209,7 +216,7 @@ class Checkpoints:
         If another number of nodes saved the checkpoint, floating-point arrays are averaged over
         these nodes and other arrays are those of node 0. Nodes whose averaged parameters are not
         finite are left out. Exchanges in flight are dropped, because the mean of the parameters is
-        newer. The centre of EASGD and the anchor of DiLoCo miss this last update.
+        newer. The center of EASGD and the anchor of DiLoCo miss this last update.
 
         A damaged checkpoint, or one of nodes that were out of step, is skipped with a warning, so
         that a job that restarts by itself does not fail at the same place forever. If no
@@ -228,7 +235,6 @@ class Checkpoints:
                 version of jdaso saved it in another format.
             JdasoError: On all nodes, if complete checkpoints exist and none can be restored.
         """
-        self._update_topology()
         self.wait()
         for _ in range(_MAX_READS):
             with contextlib.suppress(_DeletedError):
@@ -239,31 +245,31 @@ class Checkpoints:
         )
 
     def _restore_newest(self, like: PyTree) -> Restored | None:
-        """Does the work of :meth:`restore`; raises _DeletedError if a training has deleted one."""
-        topology, path = self._topology, self._folder.path
+        here, path = self._topology, self._folder.path
 
         def found() -> list[folder.SavedCheckpoint]:
-            return folder.list_checkpoints(path) if topology.rank == 0 else []
+            return folder.list_checkpoints(path) if here.rank == 0 else []
 
-        checkpoints = from_first(topology, on_all(topology, self._purpose, found))
+        checkpoints = _from_first(here, on_all(here, self._purpose, found))
         # New numbers follow the incomplete ones: a new part must not complete an old checkpoint.
         self._last_number = max((checkpoint.number for checkpoint in checkpoints), default=0)
         problems = []
         for saved in reversed([checkpoint for checkpoint in checkpoints if checkpoint.parts]):
+            same = len(saved.parts) == here.num_nodes
             try:
-                state = read_checkpoint(saved, like, topology, self._exchanges, self._orbax)
+                state = self._own_state(saved, like) if same else self._mean_state(saved, like)
                 return Restored(state, saved.step, len(saved.parts))
             except JdasoError as error:  # on all nodes
-                if from_first(topology, not saved.path.is_dir()):
+                if _from_first(here, not saved.path.is_dir()):
                     raise _DeletedError from error
                 problems.append(str(error))
                 self._folder.unusable.add(saved.number)
-                if topology.rank == 0:
+                if here.rank == 0:
                     logger.warning("%s is skipped: %s", saved.path.name, error)
         if problems:
             raise JdasoError("; ".join(problems))
         self._folder.protected_up_to = self._last_number
-        if checkpoints and topology.rank == 0:
+        if checkpoints and here.rank == 0:
             names = ", ".join(folder.describe_incomplete(c.path) for c in checkpoints)
             logger.warning(
                 "no checkpoint in %s is complete: %s. Training starts at its first step. This run "
@@ -272,9 +278,46 @@ class Checkpoints:
             )
         return None
 
-    @property
-    def _purpose(self) -> str:
-        return f"the checkpoints in {self._folder.path}"
+    def _own_state(self, saved: folder.SavedCheckpoint, like: PyTree) -> PyTree:
+        """Returns this node's state of a checkpoint of as many nodes; posts its exchanges again."""
+        here, source, exchanges = self._topology, str(saved.path), self._exchanges
+        part = on_all(here, self._purpose, lambda: read_part(self._orbax, saved.parts[here.node]))
+        _check_same_run(source, _gathered(here, part.run))
+        first, *others = _gathered(here, in_flight.describe_posted(part.in_flight))
+        for rank, other in enumerate(others, start=1):
+            if other != first:
+                raise JdasoError(
+                    f"{source} was saved when nodes were out of step: {here.describe(rank)} had "
+                    f"the exchanges {other} in flight, and {here.describe(0)} had {first}."
+                )
+        state = from_host_arrays(part.state, like, source)
+        state = in_flight.with_keys_of(like, state, exchanges, source)
+        sent = in_flight.awaited(state, exchanges)
+
+        def check_posted() -> None:
+            texts = in_flight.differences([key for key, _ in sent], part.in_flight)
+            if texts := texts + in_flight.other_bits(part.state, part.in_flight):
+                raise JdasoError(f"{source} cannot be restored: {'; '.join(texts)}")
+
+        on_all(here, self._purpose, check_posted)
+        in_flight.check_leaves(sent, part.in_flight, source)
+        for position, exchange in enumerate(exchanges):
+            own = {n: posted for (at, n), posted in part.in_flight.items() if at == position}
+            exchange.post_again(own, {n: leaves for (at, n), leaves in sent if at == position})
+        return state
+
+    def _mean_state(self, saved: folder.SavedCheckpoint, like: PyTree) -> PyTree:
+        """Returns the mean of a checkpoint of other nodes, with nothing in flight."""
+        here, source = self._topology, str(saved.path)
+
+        def read_mean() -> dict[str, np.ndarray]:
+            return _mean_of_parts(saved.parts, source, self._orbax) if here.rank == 0 else {}
+
+        mean = on_all(here, self._purpose, read_mean)
+        names = _from_first(here, list(mean))
+        mean = {name: _from_first(here, mean.get(name)) for name in names}
+        state = from_host_arrays(mean, in_flight.without_exchange_states(like), source)
+        return in_flight.reset_exchanges(state, like)
 
     def _acquire(self, lock: FolderLock) -> None:
         """Creates and locks the folder, if this process has not done so."""
@@ -292,11 +335,6 @@ class Checkpoints:
         number, here = (self._last_number or 0) + 1, self._topology
         return folder.part_path(self._folder.path, number, step, here.node, here.num_nodes)
 
-    def _update_topology(self) -> None:
-        """Uses the topology of the remaining processes after a death that the job survived."""
-        for exchange in self._exchanges:
-            self._topology = exchange.topology() or self._topology
-
     @contextlib.contextmanager
     def _write_errors(self) -> Iterator[None]:
         """Turns any error of orbax into a JdasoError that names this process."""
@@ -308,3 +346,80 @@ class Checkpoints:
                 f"a checkpoint in {self._folder.path} could not be written by "
                 f"{self._topology.describe(self._topology.rank)}: {error} {kept}"
             ) from error
+
+
+def _from_first(topology: Topology, value: Any) -> Any:
+    """Returns the value of rank 0 on all processes."""
+    return value if topology.comm is None else topology.comm.bcast(value, 0)
+
+
+def _gathered(topology: Topology, value: Any) -> list[Any]:
+    """Returns the values of all processes, in the order of ranks, on all processes."""
+    return [value] if topology.comm is None else topology.comm.allgather(value)
+
+
+def on_all(topology: Topology, purpose: str, function: Callable[[], Any]) -> Any:
+    """Returns this process's result of the function, or raises on all if it raises on one.
+
+    The error is a ValueError if one of theirs is, and otherwise a JdasoError. Errors of the barrier
+    after the calls name the ``purpose``.
+    """
+    value, problem = None, ("", False)
+    try:
+        value = function()
+    except Exception as error:
+        problem = f"{topology.describe(topology.rank)}: {error}", type(error) is ValueError
+    barrier(topology, purpose)
+    if problems := [found for found in _gathered(topology, problem) if found[0]]:
+        texts = [text for text, _ in problems[:MAX_NAMES]]
+        if len(problems) > MAX_NAMES:
+            texts.append(f"and {len(problems) - MAX_NAMES} more processes")
+        raise (ValueError if any(kind for _, kind in problems) else JdasoError)("; ".join(texts))
+    return value
+
+
+def _mean_of_parts(parts: Sequence[Path], source: str, reader: Any) -> dict[str, np.ndarray]:
+    """Returns the mean over the nodes that saved. One part after the other is in memory.
+
+    As in an exchange, a node whose averaged parameters are not finite is left out. Any other array
+    is the mean over the nodes where it is finite. One that is finite nowhere, such as a mask of
+    -inf, is that of the first node, as are arrays of other dtypes than floating point. The states
+    of exchanges are dropped.
+    """
+    first: dict[str, np.ndarray] = {}
+    total: dict[str, np.ndarray] = {}
+    members: Counter[str] = Counter()
+    lost: list[str] = []
+    runs = []
+    for path in parts:
+        part = read_part(reader, path)
+        runs.append(part.run)
+        if lost := part.lost():
+            logger.warning("%s is left out: %s is not finite.", path, lost[0])
+            continue
+        first = first or part.state
+        if {k: v.shape for k, v in part.state.items()} != {k: v.shape for k, v in first.items()}:
+            raise JdasoError(f"{path} holds other arrays than {parts[0]}.")
+        for name, value in part.state.items():
+            if jnp.issubdtype(value.dtype, np.floating) and is_finite(value):
+                total[name] = total.get(name, 0.0) + value.astype(np.float64)
+                members[name] += 1
+    if not first and lost:
+        raise JdasoError(
+            f"no node has saved finite parameters in {source}: on all of them, an array such as "
+            f"{lost[0]} is not finite."
+        )
+    _check_same_run(source, runs)
+    return {
+        k: (total[k] / members[k]).astype(v.dtype) if k in total else v
+        for k, v in first.items()
+        if not in_flight.is_exchange_state(k)
+    }
+
+
+def _check_same_run(source: str, runs: Sequence[int]) -> None:
+    if len(set(runs)) > 1:
+        raise JdasoError(
+            f"{source} has parts of {len(set(runs))} jobs, which wrote to this folder at the same "
+            "time. Give every job a folder of its own."
+        )

@@ -44,7 +44,7 @@ class CheckpointFolder:
         self._keep = keep
 
     def usable(self) -> list[SavedCheckpoint]:
-        """The complete checkpoints, oldest first, without the unusable ones."""
+        """Returns the complete checkpoints, oldest first, without the unusable ones."""
         found = list_checkpoints(self.path)
         return [c for c in found if c.parts and c.number not in self.unusable]
 
@@ -53,25 +53,19 @@ class CheckpointFolder:
         kept = self.usable()[-self._keep :]
         for left in self.path.glob(f"{_DELETED}*"):  # by a job that was killed meanwhile
             shutil.rmtree(left, ignore_errors=True)
-        for other in list_checkpoints(self.path):
-            if kept and self.protected_up_to < other.number < kept[0].number:
-                _delete(other.path)
-
-
-def _delete(checkpoint: Path) -> None:
-    with contextlib.suppress(OSError):
-        if checkpoint.is_symlink():
-            checkpoint.unlink()
-        elif checkpoint.is_dir():
-            renamed = checkpoint.rename(checkpoint.with_name(f"{_DELETED}{checkpoint.name}"))
-            shutil.rmtree(renamed, ignore_errors=True)
+        for number, _, path, _ in list_checkpoints(self.path) if kept else ():
+            if not self.protected_up_to < number < kept[0].number:
+                continue
+            with contextlib.suppress(OSError):
+                if path.is_symlink():
+                    path.unlink()
+                elif path.is_dir():
+                    renamed = path.rename(path.with_name(f"{_DELETED}{path.name}"))
+                    shutil.rmtree(renamed, ignore_errors=True)
 
 
 def list_checkpoints(folder: Path) -> list[SavedCheckpoint]:
-    """All checkpoints of a folder, oldest first, including incomplete ones.
-
-    There are none if the folder does not exist. It raises JdasoError if it cannot be read.
-    """
+    """Returns all checkpoints, oldest first, also incomplete ones; none without a folder."""
     try:
         paths = list(folder.iterdir())
     except FileNotFoundError:
@@ -83,47 +77,6 @@ def list_checkpoints(folder: Path) -> list[SavedCheckpoint]:
         ) from error
     matches = [(_CHECKPOINT.fullmatch(path.name), path) for path in paths]
     return sorted(SavedCheckpoint(int(m[1]), int(m[2]), p, _parts(p)) for m, p in matches if m)
-
-
-def describe_incomplete(checkpoint: Path) -> str:
-    """The name of an incomplete checkpoint and of its parts, for messages."""
-    names = sorted(part.name for part in checkpoint.iterdir()) if checkpoint.is_dir() else []
-    return f"{checkpoint.name} (parts: {', '.join(names[:8]) or 'none'})"
-
-
-def part_path(folder: Path, number: int, step: int, node: int, num_nodes: int) -> Path:
-    """The folder that a node writes its part to; it exists when the whole part is written."""
-    return folder / f"{number:06}_step_{step}" / f"node_{node}_of_{num_nodes}"
-
-
-def check_shared(folder: Path, topology: Topology) -> None:
-    """Raises ValueError on all processes if one cannot see a file of rank 0; collective."""
-    if topology.comm is None:
-        return
-    barrier(topology, f"the checkpoints in {folder}")
-    name = None
-    if topology.rank == 0:
-        file, name = tempfile.mkstemp(prefix=".shared_", dir=folder)
-        os.close(file)
-    name = topology.comm.bcast(name, 0)
-    until = time.monotonic() + _SECONDS_TO_SHOW
-    while not (seen := _contains(folder, Path(name).name)) and time.monotonic() < until:
-        time.sleep(0.2)
-    blind = [rank for rank, sees in enumerate(topology.comm.allgather(seen)) if not sees]
-    if topology.rank == 0:
-        os.unlink(name)
-    if blind:
-        raise ValueError(
-            f"directory must be on a file system that all nodes share, got {folder}: "
-            f"{name_ranks(blind, topology.describe)} cannot see a file that rank 0 wrote."
-        )
-
-
-def _contains(folder: Path, name: str) -> bool:
-    try:
-        return name in os.listdir(folder)
-    except OSError:  # rank 0 has made the folder
-        return False
 
 
 def _parts(checkpoint: Path) -> list[Path]:
@@ -140,3 +93,43 @@ def _parts(checkpoint: Path) -> list[Path]:
         if all(path.name in names for path in parts):
             return parts
     return []
+
+
+def part_path(folder: Path, number: int, step: int, node: int, num_nodes: int) -> Path:
+    """Returns the folder of a node's part, which exists when the whole part is written."""
+    return folder / f"{number:06}_step_{step}" / f"node_{node}_of_{num_nodes}"
+
+
+def describe_incomplete(checkpoint: Path) -> str:
+    """Returns the name of an incomplete checkpoint and of its parts, for messages."""
+    names = sorted(part.name for part in checkpoint.iterdir()) if checkpoint.is_dir() else []
+    return f"{checkpoint.name} (parts: {', '.join(names[:8]) or 'none'})"
+
+
+def check_shared(folder: Path, topology: Topology) -> None:
+    """Raises ValueError on all processes if one cannot see a file of rank 0; collective."""
+    if topology.comm is None:
+        return
+    barrier(topology, f"the checkpoints in {folder}")
+    name = None
+    if topology.rank == 0:
+        file, name = tempfile.mkstemp(prefix=".shared_", dir=folder)
+        os.close(file)
+    name = topology.comm.bcast(name, 0)
+
+    def is_visible() -> bool:
+        with contextlib.suppress(OSError):  # rank 0 has made the folder
+            return Path(name).name in os.listdir(folder)
+        return False
+
+    until = time.monotonic() + _SECONDS_TO_SHOW
+    while not (seen := is_visible()) and time.monotonic() < until:
+        time.sleep(0.2)
+    blind = [rank for rank, sees in enumerate(topology.comm.allgather(seen)) if not sees]
+    if topology.rank == 0:
+        os.unlink(name)
+    if blind:
+        raise ValueError(
+            f"directory must be on a file system that all nodes share, got {folder}: "
+            f"{name_ranks(blind, topology.describe)} cannot see a file that rank 0 wrote."
+        )

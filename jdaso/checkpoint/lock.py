@@ -47,27 +47,19 @@ class Seen(NamedTuple):
 
 
 def this_process(run: int) -> Holder:
-    """This process as the holder of a lock."""
-    info, environ = process_info(os.getpid()), os.environ
-    job, restarts = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_RESTART_COUNT", "")
-    return Holder(
-        run,
-        socket.gethostname(),
-        _kernel(),
-        os.getpid(),
-        info.start if info else 0,
-        f"{job}@{environ.get('SLURM_CLUSTER_NAME', '')}".rstrip("@") if job else "",
-        int(restarts) if restarts.isdecimal() else 0,
-    )
-
-
-def _kernel() -> str:
+    """Describes this process as the holder of a lock."""
+    pid, environ, kernel = os.getpid(), os.environ, ""
     with contextlib.suppress(OSError):
         # In a container, /proc may belong to another namespace, where the numbers mean others.
-        if os.readlink("/proc/self") == str(os.getpid()):
+        if os.readlink("/proc/self") == str(pid):
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    return ""
+            kernel = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    start = info.start if (info := process_info(pid)) else 0
+    job, restarts = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_RESTART_COUNT", "")
+    if job and (cluster := environ.get("SLURM_CLUSTER_NAME")):
+        job = f"{job}@{cluster}"
+    count = int(restarts) if restarts.isdecimal() else 0
+    return Holder(run, socket.gethostname(), kernel, pid, start, job, count)
 
 
 class FolderLock:
@@ -82,15 +74,14 @@ class FolderLock:
         self._renewing = False
 
     def held(self) -> bool:
-        """Whether this process holds the lock."""
-        seen = self._read()
-        return seen is not None and seen.holder == self._own
+        """Returns whether this process holds the lock."""
+        return (seen := self._read()) is not None and seen.holder == self._own
 
     def acquire(self) -> None:
         """Acquires the lock, unless this process holds it already; JdasoError if another job does.
 
-        A lock whose holder may be dead is watched until the holder renews it, at most three
-        minutes: a job that was killed can start again on another host, and is only late.
+        A lock whose holder may be dead is watched until the holder renews it, for at most three
+        minutes. A job that was killed can thus start again on another host, and is only late.
         """
         if self.held():
             return
@@ -110,8 +101,8 @@ class FolderLock:
         self._released.set()
         self._cancel_exit()
         with contextlib.suppress(OSError):
-            seen = self._read()
-            if seen is not None and seen.holder.run == self.run:  # maybe of a process that died
+            # It may be that of a process of this job that has died.
+            if (seen := self._read()) is not None and seen.holder.run == self.run:
                 self._path.unlink()
 
     def _put_in_place(self, candidate: Path) -> None:
@@ -129,8 +120,15 @@ class FolderLock:
                 if max(age, waited) > DEAD_SECONDS or is_dead(seen.holder, self._own):
                     self._path.unlink(missing_ok=True)
                 elif first is None or seen == first:
-                    self._wait(seen, first)
+                    if first is None:
+                        logger.warning(
+                            "%s is locked by %s. This job waits until that one renews the lock, "
+                            "and then ends, or until it is clear that it is dead, which takes up "
+                            "to %g s.",
+                            *(self._folder, _name(seen.holder), DEAD_SECONDS),
+                        )
                     first = seen
+                    time.sleep(_POLL_SECONDS)
                     continue
                 else:
                     raise JdasoError(
@@ -148,15 +146,6 @@ class FolderLock:
                 os.replace(candidate, self._path)
                 return
 
-    def _wait(self, seen: Seen, first: Seen | None) -> None:
-        if first is None:
-            logger.warning(
-                "%s is locked by %s. This job waits until that one renews the lock, and then ends, "
-                "or until it is clear that it is dead, which takes up to %g s.",
-                *(self._folder, _name(seen.holder), DEAD_SECONDS),
-            )
-        time.sleep(_POLL_SECONDS)
-
     def _renew(self) -> None:
         while not self._released.wait(RENEW_SECONDS):
             with contextlib.suppress(OSError):  # the next time will do
@@ -164,7 +153,7 @@ class FolderLock:
                     os.utime(self._path)
 
     def _read(self) -> Seen | None:
-        """The lock, or None if there is none."""
+        """Returns the lock, or None if there is none."""
         try:
             # Opening a file makes NFS ask its server, which its status alone does not.
             with open(self._path, "rb") as file:
@@ -181,7 +170,7 @@ class FolderLock:
 
 
 def is_dead(holder: Holder, own: Holder) -> bool:
-    """Whether it is certain that a holder does not write any more.
+    """Returns whether it is certain that a holder does not write any more.
 
     It is an earlier run of the same requeued job, a process of this host that has ended, or this
     process, which has then opened the folder a second time.

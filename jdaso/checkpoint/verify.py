@@ -13,11 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdaso.checkpoint.checksums import raw_bytes
-from jdaso.checkpoint.flight_check import differences
 from jdaso.checkpoint.folder import SavedCheckpoint, describe_incomplete, list_checkpoints
-from jdaso.checkpoint.in_flight import awaited_names, describe_posted, other_bits
-from jdaso.checkpoint.node_part import NodePart, checkpointer, read_part
+from jdaso.checkpoint.in_flight import awaited_names, describe_posted, differences, other_bits
+from jdaso.checkpoint.node_part import NodePart, checkpointer, raw_bytes, read_part
 from jdaso.core.command_line import path_option, text_table
 from jdaso.core.types import JdasoError
 
@@ -42,7 +40,7 @@ class Summary(NamedTuple):
 
 
 def verify(path: Path) -> tuple[str, list[str]]:
-    """A table with a row for each node, and a text for each defect of a checkpoint.
+    """Returns a table with a row for each node, and a text for each defect of a checkpoint.
 
     In a folder, it verifies the newest complete checkpoint. It raises ValueError if there is none.
     """
@@ -79,8 +77,8 @@ def run(arguments: argparse.Namespace) -> None:
     except (ImportError, JdasoError, OSError, ValueError) as error:
         raise SystemExit(f"jdaso verify: {error}") from error
     print(table)
-    if defects and (sound := _sound_before(arguments.checkpoint)):
-        defects.append(f"the newest earlier checkpoint without a defect is {sound}")
+    if defects and (healthy := _healthy_before(arguments.checkpoint)):
+        defects.append(f"the newest earlier checkpoint without a defect is {healthy}")
     if defects:
         raise SystemExit("\n".join(f"jdaso verify: {defect}" for defect in defects))
     print("A training can continue from this checkpoint.")
@@ -99,7 +97,7 @@ def _chosen(path: Path) -> SavedCheckpoint:
 
 
 def _incomplete(chosen: SavedCheckpoint, asked: Path) -> list[str]:
-    """The incomplete checkpoints to report: the chosen one, or those of a folder that are newer."""
+    """Names the incomplete checkpoints to report: the chosen one, or the newer ones of a folder."""
     folder = chosen.path.parent
     if asked.absolute() != folder:
         return [] if chosen.parts else [describe_incomplete(chosen.path)]
@@ -108,8 +106,8 @@ def _incomplete(chosen: SavedCheckpoint, asked: Path) -> list[str]:
     return [describe_incomplete(x.path) for x in incomplete]
 
 
-def _sound_before(path: Path) -> str | None:
-    """The newest checkpoint without a defect that is older than the chosen one."""
+def _healthy_before(path: Path) -> str | None:
+    """Names the newest checkpoint without a defect that is older than the chosen one."""
     chosen = _chosen(path)
     others = list_checkpoints(chosen.path.parent)
     before = [x for x in others if x.parts and x.number < chosen.number]
@@ -152,7 +150,7 @@ def _digest(array: np.ndarray) -> str:
 
 
 def _differences(first: Summary, other: Summary) -> list[str]:
-    """The defects of a part that must equal the first part in some respects."""
+    """Returns what differs between two parts and must be equal."""
     who = f"node {other.row[0]} differs from node {first.row[0]}"
     if different := sorted({name for name, _ in first.shapes.items() ^ other.shapes.items()}):
         name = different[0]

@@ -4,11 +4,9 @@ An entry is a top-level folder or module of jdaso. This one imports only the ent
 :mod:`jdaso.core`. The entries checkpoint, exchange, passm, center and perf may import it.
 
 When a process dies, its ``heartbeat`` connection closes, and ``abort`` ends all other processes.
-There are two exceptions. With ``on_failure="shrink"``, the folder ``exchange/transport`` continues
-without the dead node: ``ulfm`` checks MPI, ``peers`` finds the death, ``shrink`` makes a smaller
-communicator, and ``membership`` replaces the others. With a centre, ``center/server/liveness``
-marks the worker as gone, and the others continue. With a centre, the death of node 0, which runs
-the server, ends the job. ``sbatch`` writes the job script that starts a job again after a death.
+With a centre, ``center/server/liveness`` marks a dead worker as gone, and the others continue. Only
+the death of node 0, which runs the server, ends the job. ``sbatch`` writes the job script that
+starts a job again after a death.
 """
 
 from jdaso.cluster.heartbeat import EXIT_NODE_LOST

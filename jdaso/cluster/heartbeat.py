@@ -61,7 +61,6 @@ class Heartbeat:
     ):
         self._links, self._describe, self._abort = links, describe, abort
         self._on_death: list[Callable[[int], None]] = []
-        self._tolerates_silence = False
         self._needed: frozenset[int] = frozenset()
         self._dead: frozenset[int] = frozenset()
         self._exited: frozenset[int] = frozenset()
@@ -95,16 +94,15 @@ class Heartbeat:
         return bool(self._reports.connected().all())
 
     def tolerate_deaths(
-        self, on_death: Callable[[int], None], silence: bool, needed: frozenset[int] = frozenset()
+        self, on_death: Callable[[int], None], needed: frozenset[int] = frozenset()
     ) -> None:
-        """From now on a death, and with ``silence`` a long silence, does not abort the job.
+        """From now on neither a death nor a long silence aborts the job.
 
         All processes must call it. A death calls ``on_death`` with the rank. The death of a rank
         in ``needed`` still aborts all that learn of it. Those that reported to a dead process
         report to another one from then on.
         """
         self._on_death.append(on_death)
-        self._tolerates_silence |= silence
         self._needed |= needed
         self._dead = frozenset()  # tells again of deaths that were known before
 
@@ -147,7 +145,7 @@ class Heartbeat:
         )
         for peer in self._links.peers:
             lost = peer.rank in self._silent_peers and now - peer.last_received > LOST_SECONDS
-            if lost and (not self._tolerates_silence or peer.rank in self._needed):
+            if lost and (not self._on_death or peer.rank in self._needed):
                 reason = f"{self._describe(peer.rank)} {_SILENT.format(LOST_SECONDS)}"
                 self._abort_all(reason, EXIT_NODE_LOST, source=peer)
 

@@ -30,7 +30,6 @@ def local_value_and_grad(
     mesh: Mesh,
     has_aux: bool = False,
     in_specs: Sequence[PartitionSpec] | None = None,
-    across: Callable[[PyTree], PyTree] | None = None,
 ) -> Callable:
     """Like ``jax.value_and_grad``, averaged over the node's local devices.
 
@@ -49,8 +48,6 @@ def local_value_and_grad(
         has_aux: As in ``jax.value_and_grad``.
         in_specs: A ``PartitionSpec`` for each of args, e.g. ``(P(), P("local"))`` for a
             replicated model state and a batch; None to split all along their leading axis.
-        across: ``jdaso.exchange.process_mean(topology)`` if a node has several processes, to
-            average over them as well, and to sum integers.
 
     Returns:
         ``(params, *args) -> (loss, grads)``, or ``((loss, aux), grads)``; all replicated.
@@ -74,7 +71,7 @@ def local_value_and_grad(
 
     def on_device(params, *args):
         value, grads = value_and_grad(params, *args)
-        return _reduced((jax.tree.map(_countable, value), grads), _over_devices)
+        return _over_devices((jax.tree.map(_countable, value), grads))
 
     def call(params, *args):
         specs = (PartitionSpec(LOCAL_AXIS),) * len(args) if in_specs is None else tuple(in_specs)
@@ -84,14 +81,13 @@ def local_value_and_grad(
             )
         # With check_vma=True the gradient of replicated parameters is already summed over the
         # devices, and its mean would be L times too large.
-        averaged = jax.shard_map(
+        return jax.shard_map(
             on_device,
             mesh=mesh,
             in_specs=(PartitionSpec(), *specs),
             out_specs=PartitionSpec(),
             check_vma=False,
         )(params, *args)
-        return averaged if across is None else _reduced(averaged, across)
 
     return call
 
@@ -195,14 +191,21 @@ def use_enough_threads() -> None:
     os.environ.setdefault("NPROC", _POOL_THREADS)
 
 
-def _is_inexact(leaf: jax.Array) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
-def _over_devices(leaves: list[jax.Array]) -> list[jax.Array]:
+def _over_devices(tree: PyTree) -> PyTree:
     """The means of floating-point numbers, by one collective, and the sums of integers."""
-    means = iter(lax.pmean([x for x in leaves if _is_inexact(x)], LOCAL_AXIS))
-    return [next(means) if _is_inexact(x) else lax.psum(x, LOCAL_AXIS) for x in leaves]
+    leaves, treedef = jax.tree.flatten(tree)
+    inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
+    means = iter(
+        lax.pmean([x for x, mean in zip(leaves, inexact, strict=True) if mean], LOCAL_AXIS)
+    )
+
+    def reduced(x: jax.Array, mean: bool) -> jax.Array:
+        if mean:
+            return next(means)
+        # Keys are no numbers.
+        return lax.psum(x, LOCAL_AXIS) if jnp.issubdtype(x.dtype, jnp.integer) else x
+
+    return jax.tree.unflatten(treedef, map(reduced, leaves, inexact))
 
 
 def _countable(leaf: jax.Array) -> jax.Array:
@@ -212,12 +215,3 @@ def _countable(leaf: jax.Array) -> jax.Array:
         return leaf
     unsigned = jnp.issubdtype(leaf.dtype, jnp.unsignedinteger)
     return leaf.astype(jnp.promote_types(leaf.dtype, jnp.uint32 if unsigned else jnp.int32))
-
-
-def _reduced(tree: PyTree, reduce: Callable[[PyTree], PyTree]) -> PyTree:
-    """Applies ``reduce`` to the list of all leaves of a tree that are numbers."""
-    leaves, treedef = jax.tree.flatten(tree)
-    number = [jnp.issubdtype(x.dtype, jnp.number) for x in leaves]
-    reduced = iter(reduce([x for x, n in zip(leaves, number, strict=True) if n]))
-    merged = [next(reduced) if n else x for x, n in zip(leaves, number, strict=True)]
-    return jax.tree.unflatten(treedef, merged)

@@ -83,23 +83,5 @@ class Comm(Protocol):
     def bcast(self, value: Any, /, root: int = 0) -> Any:
         """The picklable value of rank ``root``."""
 
-    def Revoke(self) -> None:
-        """Makes all operations on the communicator fail on all processes (ULFM)."""
-
-    def Is_revoked(self) -> bool:
-        """Whether the communicator was revoked (ULFM)."""
-
-    def Get_failed(self) -> Any:
-        """The group of processes that are known to have failed (ULFM)."""
-
-    def Shrink(self) -> Comm:
-        """A communicator over the processes that have not failed; collective over them (ULFM)."""
-
-    def Agree(self, flag: int) -> int:
-        """The bitwise AND of the flags, equal on all processes that have not failed (ULFM)."""
-
-    def Iagree(self, buffer: Any) -> MpiRequest:
-        """Starts an agreement on the flags in ``buffer`` (ULFM)."""
-
     def Abort(self, errorcode: int) -> None:
         """Ends all processes of the job."""

@@ -1,5 +1,6 @@
 """Assigns processes to nodes. A pure function of what all processes report about themselves."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -36,28 +37,36 @@ def assign_nodes(
     about = {
         name: np.array(values) for name, *values in zip(Process._fields, *processes, strict=True)
     }
-    _, first, on_host = np.unique(about["memory_group"], return_index=True, return_inverse=True)
+    # A program of several hosts is an error, which the last check explains.
+    on_a_host = np.bincount(about["memory_group"]).max()
+    per_node = processes_per_node or int(min(about["program_size"].max(), on_a_host))
+    placements = fill_nodes(about["memory_group"], about["host"].tolist(), per_node)
+    by_node = np.lexsort(np.array(placements).T[::-1])
+    about = {name: values[by_node].reshape(-1, per_node) for name, values in about.items()}
+    _check_devices(about)
+    _check_programs(about, processes_per_node)
+    return per_node, placements
+
+
+def fill_nodes(
+    memory_groups: np.ndarray, hosts: Sequence[str], per_node: int
+) -> tuple[Placement, ...]:
+    """Places the processes of each host in nodes of ``per_node``, in the order of ranks.
+
+    Raises JdasoError unless the number of processes on every host is a multiple of ``per_node``.
+    """
+    _, first, on_host = np.unique(memory_groups, return_index=True, return_inverse=True)
     counts = np.bincount(on_host)
-    per_node = processes_per_node
-    if per_node is None:
-        on_cpu = bool((about["platform"] == "cpu").all())
-        per_node = int(np.max(about["program_size"] if on_cpu else counts))
-    if per_node < 1:
-        raise ValueError(f"processes_per_node must be at least 1, got {processes_per_node}.")
     if (counts % per_node).any():
-        kinds = [f"{counts[i]} on {processes[first[i]].host}" for i in _examples(counts)]
+        kinds = [f"{counts[i]} on {hosts[first[i]]}" for i in _examples(counts)]
         raise JdasoError(
             f"nodes of {per_node} processes require a multiple of {per_node} processes on every "
             f"host, got {', '.join(kinds)}. Start the same number on every host, or pass "
             "processes_per_node=1 to make each process a node."
         )
-    by_node = np.argsort(on_host, kind="stable")
-    places = np.argsort(by_node)
-    about = {name: values[by_node].reshape(-1, per_node) for name, values in about.items()}
-    _check_devices(about)
-    _check_programs(about)
+    places = np.argsort(np.argsort(on_host, kind="stable"))
     nodes, local_ranks = (places // per_node).tolist(), (places % per_node).tolist()
-    return per_node, tuple(map(Placement, nodes, local_ranks))
+    return tuple(map(Placement, nodes, local_ranks))
 
 
 def _examples(values: np.ndarray) -> list[int]:
@@ -88,29 +97,35 @@ def _check_devices(about: dict[str, np.ndarray]) -> None:
             )
             + ". Make the same number visible on every node (CUDA_VISIBLE_DEVICES)."
         )
-    visible, per_node = counts[0, 0], counts.shape[1]
-    joined = about["program_size"][0, 0] > 1
-    if per_node > 1 and visible not in (1, 1 if joined else per_node):
-        problem = "more ranks than devices" if visible < per_node else "more devices than ranks"
-        raise JdasoError(
-            f"{problem}: {per_node} processes of node 0 ({first_hosts[0]}) see {visible} devices "
-            "each, but several processes of a node must have one device each. Start one process "
-            f"per node, or {visible} processes per node. If each process has devices to itself, "
-            "pass processes_per_node=1."
-        )
 
 
-def _check_programs(about: dict[str, np.ndarray]) -> None:
-    """Raises JdasoError unless a JAX program is one process, or the processes of one node."""
+def _check_programs(about: dict[str, np.ndarray], processes_per_node: int | None) -> None:
+    """Raises JdasoError unless each node is one JAX program, of one process or several."""
     sizes, indices = about["program_size"], about["program_index"]
-    per_node = sizes.shape[1]
+    per_node, hosts = sizes.shape[1], about["host"]
     wrong = (sizes != per_node) | (indices != np.arange(per_node))
     if (sizes > 1).any() and wrong.any():
-        node, local_rank = np.argwhere(wrong)[0]
-        place = node, local_rank
+        place = tuple(np.argwhere(wrong)[0])
         raise JdasoError(
-            f"rank {about['rank'][place]} ({about['host'][place]}) is process {indices[place]} of "
-            f"{sizes[place]} of a JAX program, but process {local_rank} of {per_node} of its node. "
+            f"rank {about['rank'][place]} ({hosts[place]}) is process {indices[place]} of "
+            f"{sizes[place]} of a JAX program, but process {place[1]} of {per_node} of its node. "
             "A JAX program must consist of the processes of one node: leave out "
             "jax.distributed.initialize, and call discover_topology(join_processes=True)."
+        )
+    _, groups, together = np.unique(about["memory_group"], return_index=True, return_counts=True)
+    unclear = processes_per_node is None and about["platform"][0, 0] != "cpu"
+    if (sizes == 1).all() and (per_node > 1 or (unclear and together.max() > 1)):
+        shared = int(np.argmax(together))
+        raise JdasoError(
+            f"the {together[shared]} processes on {hosts.flat[groups[shared]]} are JAX programs of "
+            "their own, but a node is one program. If several processes are meant to be one node, "
+            "start one process per node, which uses all of its devices, or join them with "
+            "discover_topology(join_processes=True), before anything uses JAX's devices. If each "
+            "process is meant to be a node, with devices of its own, pass processes_per_node=1."
+        )
+    if per_node > 1 and (visible := about["num_devices"][0, 0]) > 1:
+        raise JdasoError(
+            f"the {per_node} processes of node 0 ({hosts[0, 0]}) have {visible} devices each, but "
+            "joined processes must have one device each: start one process for each device, or one "
+            "for each node."
         )

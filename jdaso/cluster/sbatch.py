@@ -1,7 +1,6 @@
 """``python -m jdaso sbatch`` writes a Slurm job script that saves at the time limit and resumes."""
 
 import argparse
-import itertools
 import re
 import shlex
 from collections.abc import Sequence
@@ -142,13 +141,6 @@ def check_options(job: JobOptions) -> None:
         )
     if not job.requeue and job.retries != JobOptions._field_defaults["retries"]:
         raise ValueError(f"remove --retries {job.retries}, which has no effect with --no-requeue.")
-    words = [part for word in job.command for part in word.split("=")]
-    if ("--on-failure", "shrink") in itertools.pairwise(words):
-        raise ValueError(
-            "--on-failure shrink requires mpirun --with-ft ulfm, but the script starts the program "
-            "with srun, which ends all processes when one dies. Use --min-nodes instead: the job "
-            "starts again on the remaining nodes."
-        )
     first = Path(job.command[0]).name if job.command else "-"
     if not first or first in _LAUNCHERS or first.startswith("-"):
         raise ValueError(

@@ -19,18 +19,18 @@ from jdaso.cluster.join_node import join_node
 from jdaso.cluster.local_devices import LOCAL_AXIS, use_enough_threads
 from jdaso.cluster.mpi_start import start_mpi
 from jdaso.cluster.mpi_types import Comm
-from jdaso.cluster.placement import Placement, Process, assign_nodes
+from jdaso.cluster.placement import Placement, Process, assign_nodes, fill_nodes
 from jdaso.cluster.process_records import DEVICES, HOST, gather, memory_group, processes_of
 from jdaso.core.types import JdasoError
+from jdaso.core.validation import check_whole
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
     """The cluster as one process sees it.
 
-    A node is either one process with all its devices, or several processes with one device
-    each. These processes may be joined into one JAX program. The devices of a node are numbered by
-    their local index.
+    A node is one JAX program: one process with all its devices, or several joined processes with
+    one device each. The devices of a node are numbered by their local index.
 
     Attributes:
         processes: Host and devices of every process, by rank.
@@ -48,7 +48,6 @@ class Topology:
     devices: tuple[jax.Device, ...]
     comm: Comm | None
     heartbeat: Heartbeat | None = None
-    joined: bool = False  # whether the processes of a node are one JAX program
 
     @property
     def host(self) -> str:
@@ -69,6 +68,11 @@ class Topology:
     def local_rank(self) -> int:
         """Index of this process among those of its node."""
         return self.placements[self.rank].local_rank
+
+    @property
+    def joined(self) -> bool:
+        """Whether several processes are joined into the program of a node."""
+        return self.processes_per_node > 1
 
     @property
     def num_local_devices(self) -> int:
@@ -117,34 +121,25 @@ class Topology:
 
     def duplicate_comm(self) -> Comm:
         """A new communicator over all processes, with messages of its own; collective."""
+        return _created(self._comm().Dup)
+
+    def across_nodes(self) -> Comm:
+        """A new communicator of one process of each node, in the order of nodes; collective.
+
+        It connects the processes with the local rank of this one.
+        """
+        comm = self._comm()
+        return _created(lambda: comm.Split(color=self.local_rank, key=self.node))
+
+    def within_node(self) -> Comm:
+        """A new communicator of the processes of this node; collective over all processes."""
+        comm = self._comm()
+        return _created(lambda: comm.Split(color=self.node, key=self.local_rank))
+
+    def _comm(self) -> Comm:
         if self.comm is None:
             raise JdasoError("this requires MPI: install mpi4py, and start with mpiexec or srun.")
-        return _created(self.comm.Dup)
-
-    def group_communicators(self, count: int | None = None) -> list[Comm | None]:
-        """New communicators, one for each local index below ``count``; collective over all.
-
-        ``count`` is the number of local devices unless it is given. The l-th one connects the
-        devices of local index l of all nodes, in the order of nodes. It is None if this process
-        does not have that device. Every caller gets its own communicators.
-        """
-        indices = range(self.num_local_devices if count is None else count)
-        if self.comm is None:
-            return [None for _ in indices]
-        split = self.comm.Split
-        if self.processes_per_node == 1:
-            return [_created(lambda: split(color=0, key=self.node)) for _ in indices]
-        own = _created(lambda: split(color=self.local_rank, key=self.node))
-        if self.local_rank not in indices:
-            own.Free()
-        return [own if i == self.local_rank else None for i in indices]
-
-    def node_communicator(self) -> Comm | None:
-        """A new communicator of the processes of this node; collective over all processes."""
-        if self.comm is None:
-            return None
-        split = self.comm.Split
-        return _created(lambda: split(color=self.node, key=self.local_rank))
+        return self.comm
 
 
 def _created(create: Callable[[], Comm]) -> Comm:
@@ -167,10 +162,10 @@ def discover_topology(
     Processes that share memory are on one host.
 
     - A process alone on its host is a node with all its devices (``srun --ntasks-per-node=1``).
-    - Several processes on a host are one node with one accelerator each (``--ntasks-per-node=4``
-      on hosts with 4 GPUs). Join them with ``join_processes``, or average their gradients with
-      ``local_value_and_grad(..., across=process_mean(topology))``.
-    - On CPU every process is a node, unless ``processes_per_node`` or ``join_processes`` is given.
+    - With ``join_processes``, the processes of a host are one node, with one device each
+      (``--ntasks-per-node=4`` on hosts with 4 GPUs).
+    - Otherwise every process is a node. Where several processes of a host have accelerators,
+      ``processes_per_node=1`` must say so.
 
     From now on, all processes are aborted when one fails, because the others would wait for it
     forever. Each prints the reason to stderr. The exit status is 1 after an uncaught exception. It
@@ -179,7 +174,8 @@ def discover_topology(
     has another status, such as 9 or 137. Only workers of :func:`jdaso.center.mpi_center` end alone.
 
     Args:
-        processes_per_node: Number of processes that make a node; None decides as described.
+        processes_per_node: Number of processes that make a node; None decides as described. It is 1
+            if each process is a node. If it is more, these processes must be joined.
         join_processes: Whether to join the processes of each node into one JAX program, as
             ``jax.distributed.initialize`` does. ``mesh`` then has all devices of the node,
             ``jax.devices()`` those of the node, and ``jax.local_devices()`` that of the process. It
@@ -193,13 +189,16 @@ def discover_topology(
     Raises:
         ValueError: If ``processes_per_node`` is below 1.
         JdasoError: If the launcher's MPI plugin does not match, if MPI does not support threads,
-            if nodes have unequal numbers of devices, if processes and devices do not match, or if
-            a JAX program has other processes than those of one node.
+            if nodes have unequal numbers of devices, if processes and devices do not match, if a
+            JAX program has other processes than those of one node, or if the processes of a node
+            are not joined. The message then says what to do.
 
     >>> import jdaso
     >>> jdaso.discover_topology().num_nodes
     1
     """
+    if processes_per_node is not None:
+        check_whole("processes_per_node", processes_per_node, 1)
     use_enough_threads()
     comm = start_mpi()
     rank = comm.Get_rank() if comm is not None else 0
@@ -207,22 +206,17 @@ def discover_topology(
     # Before JAX, because a process that finds no device must not leave the others waiting.
     heartbeat = _start_heartbeat(comm, hosts) if comm is not None and len(hosts) > 1 else None
     if join_processes and comm is not None:
-        # Without a platform, all processes of a host are a node. Each will have one device.
-        alike = np.zeros(len(hosts), DEVICES)
-        alike["num_devices"] = alike["program_size"] = 1
-        per_node, placements = assign_nodes(processes_of(hosts, alike), processes_per_node)
-        join_node(comm, placements[rank], per_node)
+        groups, names = hosts["memory_group"], [name.decode() for name in hosts["host"]]
+        per_node = processes_per_node or int(np.bincount(groups).max())
+        join_node(comm, fill_nodes(groups, names, per_node)[rank], per_node)
     visible = tuple(jax.local_devices())
     program = jax.process_count(), jax.process_index()
     devices = gather(comm, DEVICES, visible[0].platform.encode(), len(visible), *program)
     processes = processes_of(hosts, devices)
     per_node, placements = assign_nodes(processes, processes_per_node)
-    joined = program[0] > 1
-    if per_node > 1 and len(visible) > 1:
-        visible = (visible[placements[rank].local_rank],)
     if len(processes) == 1 and (warning := launch_environment.missing_srun(os.environ)):
         warnings.warn(f"jdaso: {warning}", RuntimeWarning, stacklevel=2)
-    return Topology(rank, processes, placements, per_node, visible, comm, heartbeat, joined)
+    return Topology(rank, processes, placements, per_node, visible, comm, heartbeat)
 
 
 def _start_heartbeat(comm: Comm, hosts: np.ndarray) -> Heartbeat:

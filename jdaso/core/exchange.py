@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -223,9 +223,6 @@ class Exchange(NamedTuple):
         compares: whether the exchange compares the agreement numbers of the nodes. If not, the
             engine does not compute them.
         same_bits: whether the last agreement number, the shared state's, must be equal.
-        topology: ``() -> Topology`` of the processes that are left, the same on all nodes, or None
-            where processes cannot leave. All nodes call it, on the host. ``num_nodes`` and the root
-            of a broadcast keep counting the nodes that the exchange started with.
         bind: ``(names, leaves) -> Exchange`` whose ``start``, ``finish``, ``per_shard``, ``parts``
             and ``feedback`` are for these leaves. It differs from this exchange where leaves may be
             sharded over devices.
@@ -258,7 +255,6 @@ class Exchange(NamedTuple):
     keeps_sums: bool = False
     compares: bool = False
     same_bits: bool = True
-    topology: Callable[[], Any] = lambda: None  # the core must not import Topology
     bind: Callable[[Sequence[str], Leaves], Exchange] | None = None
     parts: PartOperations | None = None
     feedback: FeedbackOperations | None = None

@@ -6,6 +6,6 @@ over MPI, and ``host/`` moves arrays between devices and host memory.
 """
 
 from jdaso.core.exchange import ExchangeRecord
-from jdaso.exchange.mpi4jax import mpi4jax_exchange, process_mean
+from jdaso.exchange.mpi4jax import mpi4jax_exchange
 
-__all__ = ["ExchangeRecord", "mpi4jax_exchange", "process_mean"]
+__all__ = ["ExchangeRecord", "mpi4jax_exchange"]

@@ -19,12 +19,10 @@ from jdaso.core.exchange import (
     FeedbackOperations,
     HostState,
     PartOperations,
-    fingerprint,
 )
 from jdaso.core.types import Leaves
 from jdaso.exchange.host.jit_interface import Bound, JitInterface
 from jdaso.exchange.settings import check_feedback
-from jdaso.exchange.transport.handshake import WITHIN_NODE
 from jdaso.exchange.transport.host_collectives import HostCollectives
 from jdaso.exchange.transport.mpi_transport import MpiTransport
 
@@ -86,9 +84,6 @@ class LeafFunctions(NamedTuple):
         uncounted = isinstance(number, int) and number == UNCOUNTED
         if uncounted and isinstance(leaves[0], jax.core.Tracer):
             self.means.check()
-        several = self.topology.processes_per_node > 1 and not self.topology.joined
-        if several and uncounted:
-            header = header.at[WITHIN_NODE].set(fingerprint(leaves).astype(jnp.float32))
         sent = state.key, number, step, leaves, header, wire
         token, number = self.program.start(*sent, self.bound, relative)
         return HostState(token), number

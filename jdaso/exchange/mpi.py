@@ -25,12 +25,10 @@ from jdaso.exchange.host.keys import Keys
 from jdaso.exchange.host.shardings import Shardings
 from jdaso.exchange.leaf_functions import LeafFunctions, OncePerProgram
 from jdaso.exchange.settings import Settings, check_same_settings, check_settings
-from jdaso.exchange.transport.collectives import AllReduceOptions
 from jdaso.exchange.transport.host_collectives import HostCollectives
 from jdaso.exchange.transport.membership import Membership
 from jdaso.exchange.transport.mpi_transport import MpiTransport
 from jdaso.exchange.transport.progress import Progress
-from jdaso.exchange.transport.ulfm import prepare_to_shrink
 
 
 def mpi_exchange(
@@ -39,8 +37,6 @@ def mpi_exchange(
     chunk_bytes: int = 1 << 22,
     timeout: float = 600.0,
     native: bool | None = None,
-    senders: str = "one",
-    on_failure: str = "stop",
     same_bits: bool = True,
     shardings: Any = None,
 ) -> Exchange:
@@ -58,14 +54,9 @@ def mpi_exchange(
     whatever P is, so all exchanges of jdaso compute the same bits. MPI chooses how its collectives
     use the network.
 
-    On nodes with L local devices, ``senders`` chooses which of them send. The bits do not depend
-    on it:
-
-    - ``"one"``: the communicator of local index ``k mod L`` carries exchange k, with the shards of
-      all devices of the process.
-    - ``"all"``: each local index sends 1/L of every exchange over its own communicator, all at
-      the same time. With several processes per node, each process sends its part. If they are
-      joined into one program, it is an error.
+    With L local devices, the communicator of local index ``k mod L`` carries exchange k, with the
+    shards of all devices of the process. If a node is several processes that are joined into one
+    program, each sends its own shards over the communicator of its local rank.
 
     Each device of a node copies its own shards to the host and back. A shard that several devices
     hold is sent by one of them, in turn: exchange k is sent by copy k mod n of n. No device gathers
@@ -90,12 +81,6 @@ def mpi_exchange(
         native: Whether compiled code copies the parameters. None uses it if it was built and the
             devices are CPUs, and warns once otherwise. True also uses it on CUDA devices, where it
             has not been measured. For float64 leaves, host callbacks copy.
-        senders: ``one`` or ``all``; see above.
-        on_failure: What happens when a process dies. ``stop`` ends the job. ``shrink`` continues
-            with the remaining nodes. It requires Open MPI 5, started with
-            ``mpirun --with-ft ulfm``, and one process per node.
-            Exchanges in flight are summed again over the remaining nodes, which ``topology()`` of
-            the exchange returns. Exceptions, disagreements and silent processes still end the job.
         same_bits: Whether it is an error if a centre, an anchor, or the parameters of synchronous
             training differ between nodes in any bit. Pass False if the nodes' hardware rounds
             differently. Schedules and steps are compared in any case. The wires ``int8`` and
@@ -114,7 +99,7 @@ def mpi_exchange(
 
     Raises:
         ValueError: For an unknown name, a number out of range, or a combination of arguments that
-            is excluded above; if ``native=True`` or ``shrink`` is not available; if the arguments,
+            is excluded above; if ``native=True`` is not available; if the arguments,
             except for ``timeout`` and ``native``, differ between processes; for a mesh of other
             devices. In ``init``, for shardings that do not fit the parameters.
         JdasoError: If a process does not call ``mpi_exchange`` within ``timeout``. In ``init``, if
@@ -128,9 +113,9 @@ def mpi_exchange(
     1
     """
     wire = check_wire("wire", wire)
-    settings = Settings(wire, chunk_bytes, senders, on_failure, same_bits)
+    settings = Settings(wire, chunk_bytes, same_bits)
     check_number("timeout", timeout, above=True)
-    check_settings(settings, topology.joined)
+    check_settings(settings)
     sharded = Shardings(shardings, topology.mesh)
     # The collectives that follow have no deadline.
     barrier(topology, "the creation of an exchange", timeout)
@@ -138,13 +123,8 @@ def mpi_exchange(
         return _single_node(topology, wire, sharded if shardings is not None else None)
     check_same_settings(topology, settings)
     native = use_native(native, topology.devices[0].platform)
-    shrinks = on_failure == "shrink"
-    if shrinks:
-        topology = prepare_to_shrink(topology)
-    options = AllReduceOptions(senders, chunk_bytes)
-    membership = Membership(topology, options, timeout, shrinks)
-    recovery = membership if shrinks else None
-    progress = Progress(topology, timeout, membership.announce_exit, topology.abort, recovery)
+    membership = Membership(topology, chunk_bytes)
+    progress = Progress(topology, timeout, membership.announce_exit, topology.abort)
     transport = MpiTransport(membership, progress)
     program = JitInterface(transport, native, sharded)
     collectives = HostCollectives(membership, progress)
@@ -188,7 +168,6 @@ def mpi_exchange(
         any_node=collectives.any_node,
         compares=True,
         same_bits=same_bits,
-        topology=collectives.topology,
         bind=bind,
         all_devices=program.all_devices,
         close=once(program.close, progress.close, membership.free, transport.forget),

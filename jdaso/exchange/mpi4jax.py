@@ -6,7 +6,7 @@ import functools
 import operator
 import warnings
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jdaso.core.block_format import FORMATS, format_of
 from jdaso.core.exchange import Exchange
 from jdaso.core.tree import is_placeholder, outline
 from jdaso.core.types import Leaves, PyTree
-from jdaso.core.wire import check_wire, pack_sum, round_to, sum_dtype, unpack_sum
+from jdaso.core.wire import check_wire, pack_sum, sum_dtype, unpack_sum
 from jdaso.exchange.axis import one_node
 from jdaso.exchange.closing import once
 from jdaso.exchange.synchronous import stored_exchange
@@ -60,14 +60,14 @@ def mpi4jax_exchange(topology: Topology, wire: str | None = None) -> Exchange:
     if topology.mesh.size > 1:
         raise ValueError(
             f"mpi4jax_exchange requires one device per JAX program, got {topology.mesh.size}: use "
-            "mpi_exchange, or start one process per device, without join_processes."
+            "mpi_exchange, or start one process per device, each of them a node."
         )
     if check_wire("wire", wire) in FORMATS:
         raise ValueError(_NO_BLOCKS)
     if topology.num_nodes == 1:
         return one_node(wire)
     mpi4jax, size = _library(), topology.num_nodes
-    comm = topology.group_communicators()[topology.local_rank]
+    comm = topology.across_nodes()
 
     def all_reduce(arrays: Leaves) -> Leaves:
         if any(format_of(x.dtype) for x in arrays):
@@ -87,41 +87,8 @@ def mpi4jax_exchange(topology: Topology, wire: str | None = None) -> Exchange:
     complete = functools.partial(await_programs, topology.devices)
     return exchange._replace(
         any_node=lambda flag: any(host_comm.allgather(flag)),
-        close=once(complete, cast(Comm, comm).Free, host_comm.Free),
+        close=once(complete, comm.Free, host_comm.Free),
     )
-
-
-def process_mean(topology: Topology) -> Callable[[PyTree], PyTree] | None:
-    """The mean over the processes of a node that consists of one process per device.
-
-    The call is collective over all processes.
-
-    Args:
-        topology: The result of :func:`jdaso.discover_topology`.
-
-    Returns:
-        A function of a list of arrays, for the argument ``across`` of
-        :func:`jdaso.local_value_and_grad`. It returns the means of floating-point arrays and the
-        sums of integers. It blocks, and calls collectives for each dtype. None if a node is one
-        process, or if its processes are joined into one JAX program.
-
-    >>> import jdaso
-    >>> jdaso.exchange.process_mean(jdaso.discover_topology()) is None
-    True
-    """
-    if topology.processes_per_node == 1 or topology.joined:
-        return None
-    mpi4jax, size = _library(), topology.processes_per_node
-    comm = topology.node_communicator()
-
-    def mean(arrays: Leaves) -> Leaves:
-        sums = _fused(functools.partial(_all_reduce, mpi4jax, comm, size), arrays)
-        return [
-            round_to(s / size, x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else s
-            for s, x in zip(sums, arrays, strict=True)
-        ]
-
-    return mean
 
 
 def _library() -> Any:
@@ -149,14 +116,11 @@ def _fused(all_reduce: Callable[[jax.Array], jax.Array], arrays: Leaves) -> Leav
     return result
 
 
-def _all_reduce(mpi4jax: Any, comm: Comm | None, size: int, vector: jax.Array) -> jax.Array:
+def _all_reduce(mpi4jax: Any, comm: Comm, size: int, vector: jax.Array) -> jax.Array:
     """As ``mpi_exchange``: shards go to their owners, and sums to all."""
     dtype, length = vector.dtype, vector.size
     shards = jnp.pad(vector, (0, -length % size)).reshape(size, -1)
     pieces = _from_bits(mpi4jax.alltoall(_bits(shards), comm=comm), dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):  # integers are not rounded
-        total = sum(pieces[1:], start=pieces[0])
-        return _from_bits(mpi4jax.allgather(_bits(total), comm=comm), dtype).reshape(-1)[:length]
     # The bits of the result depend on the order of the ranks.
     total = functools.reduce(operator.add, list(pieces.astype(sum_dtype(dtype))))
     back = _bits(pack_sum(total, dtype, size))

@@ -6,12 +6,9 @@ from typing import NamedTuple
 
 from jdaso.cluster.topology import Topology
 from jdaso.core.block_format import FORMATS
-from jdaso.core.validation import check_choice, check_whole
+from jdaso.core.validation import check_whole
 from jdaso.exchange.transport.collectives import different
 from jdaso.exchange.transport.operation import run
-from jdaso.exchange.transport.ulfm import ON_FAILURE
-
-SENDERS = ("one", "all")
 
 
 class Settings(NamedTuple):
@@ -19,25 +16,16 @@ class Settings(NamedTuple):
 
     wire: str | None
     chunk_bytes: int
-    senders: str
-    on_failure: str
     same_bits: bool
 
 
-def check_settings(settings: Settings, joined: bool) -> None:
+def check_settings(settings: Settings) -> None:
     """Raises ValueError for arguments that a process can see to be invalid."""
     check_whole("chunk_bytes", settings.chunk_bytes, 16)
     if settings.chunk_bytes >= 2**31:
         raise ValueError(f"chunk_bytes must be below 2**31, got {settings.chunk_bytes}.")
-    check_choice("senders", settings.senders, SENDERS)
-    check_choice("on_failure", settings.on_failure, ON_FAILURE)
     if settings.wire in FORMATS:
         check_feedback(settings.wire, settings.same_bits)
-    if joined and settings.senders == "all":
-        raise ValueError(
-            "senders='all' is for processes that are not joined: joined processes send their own "
-            "shards all at once, and replicated parameters in turn. Use senders='one'."
-        )
 
 
 def check_feedback(wire: str, same_bits: bool) -> None:

@@ -1,6 +1,5 @@
 """The steps of all methods: read shared parameters, compute, write (passm Algorithm 1)."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypedDict
@@ -16,10 +15,8 @@ from jdaso.core.tree import all_finite, is_masked, part_of
 from jdaso.core.types import JdasoError, Leaves, Number, PyTree
 from jdaso.core.validation import check_choice, check_positive, check_share, check_whole
 from jdaso.core.wire import sum_dtype
-from jdaso.passm.block_gradient import restricted_value_and_grad, with_leaves
-from jdaso.passm.layer_blocks import Block, check_blocks
+from jdaso.passm.blocks import Block, check_blocks, restricted_value_and_grad, with_leaves
 from jdaso.passm.memory import Memory
-from jdaso.passm.switching import Phase
 
 _IDENTITY = optax.identity()
 
@@ -54,6 +51,18 @@ class Training(NamedTuple):
     step: Callable[..., tuple[State, Any]]
 
 
+class Phase(NamedTuple):
+    """The kind of update of a step.
+
+    Attributes:
+        whole: Whether the step updates the whole model (ASSM) or the process's block (PASSM).
+        factor: Factor of the learning rate.
+    """
+
+    whole: bool
+    factor: float
+
+
 class Method(NamedTuple):
     """The differences between the methods."""
 
@@ -64,7 +73,7 @@ class Method(NamedTuple):
 
 
 class Options(TypedDict, total=False):
-    """The keyword arguments of all methods; see :func:`jdaso.passm.assm`."""
+    """The keyword arguments of all methods, which :func:`jdaso.passm.assm` explains."""
 
     before: optax.GradientTransformation
     group: Exchange | None
@@ -91,7 +100,7 @@ def make_training(
     nonfinite: str = "skip",
     seed: int = 0,
 ) -> Training:
-    """The training of a method; the other arguments are those of :func:`jdaso.passm.assm`."""
+    """The training of a method, with the arguments of :func:`jdaso.passm.assm`."""
     check_share("momentum", momentum, below_one=True)
     if not callable(learning_rate):
         check_positive("learning_rate", learning_rate)
@@ -99,7 +108,12 @@ def make_training(
     check_choice("nonfinite", nonfinite, ("skip", "raise"))
     check_whole("seed", seed, 0)
     check_blocks(blocks, memory.params, memory.processes)
-    _check_before(before, memory.params)
+    if jax.tree.leaves(jax.eval_shape(before.init, memory.params)):
+        raise ValueError(
+            "before must be a transformation without a state, such as optax.add_decayed_weights or "
+            "optax.clip_by_global_norm, because the method has its own momentum; got one with a "
+            "state."
+        )
     _check_group(memory, group, batch_size)
     blocks, each = [tuple(sorted(block)) for block in blocks], len(blocks) // memory.processes
     lines = [f"{method.name}, block {i}: leaves {block}" for i, block in enumerate(blocks)]
@@ -110,41 +124,65 @@ def make_training(
     leaves_of = [tuple(sorted(i for block in share for i in block)) for share in shares]
     everything = tuple(sorted(i for share in leaves_of for i in share))
     own = shares[memory.process]
-    computes = {
-        inside: jax.jit(
-            _compute(
-                _accumulated(restricted_value_and_grad(loss_fn, inside, has_aux), accumulate),
-                inside,
-                momentum,
-                before,
-                group,
-                batch_size or 1,
-            )
-        )
+    # Each process starts with its own leaves, so that they do not queue for the same locks.
+    turns = [(memory.process + i) % memory.processes for i in range(memory.processes)]
+
+    def computation(inside: Block) -> Callable:
+        """The computation of a step: momentum and update of the leaves at these positions."""
+        value_and_grad = restricted_value_and_grad(loss_fn, inside, has_aux)
+        if accumulate > 1:
+            value_and_grad = _mean_over_minibatches(value_and_grad, accumulate)
+
+        @jax.jit
+        def compute(params: PyTree, old: Leaves, rate: jax.Array, *args: PyTree):
+            if group is not None:
+                params = broadcast(group, params)  # those that the server has read
+            value, grads = value_and_grad(params, *args)
+            if group is not None:
+                grads = group_mean(group, grads, batch_size or 1)
+            within = part_of(params, list(inside))
+            grads, _ = before.update(grads, before.init(within), within)
+            subgradient = jax.tree.leaves(grads)
+            finite = all_finite(subgradient)
+            # Algorithm 1, lines 7 and 8; with the new u, as in Algorithm 2 and Eq. 2.
+            new = [momentum * u + g.astype(u.dtype) for u, g in zip(old, subgradient, strict=True)]
+            new = [jnp.where(finite, after, u) for after, u in zip(new, old, strict=True)]
+            return value, new, [(-(1 - momentum) * rate * u).astype(u.dtype) for u in new], finite
+
+        return compute
+
+    computations = {
+        inside: computation(inside)
         for whole in method.kinds
         for inside in ([everything] if whole else own)
     }
-    # Each process starts with its own leaves, so that they do not queue for the same locks.
-    turns = [(memory.process + i) % memory.processes for i in range(memory.processes)]
 
     def init(*args: PyTree) -> State:
         written = everything if True in method.kinds else leaves_of[memory.process]
         zeros = jax.tree.map(jnp.zeros_like, part_of(memory.params, list(written)))
         if args:
             leaves = jax.tree.leaves(zeros, is_leaf=is_masked)
-            for inside, compute in computes.items():
+            for inside, compute in computations.items():
                 compute(memory.read(), [leaves[i] for i in inside], 0.0, *args)
             memory.barrier()
         return State(0, zeros, 0)
 
     def step(state: State, *args: PyTree) -> tuple[State, Any]:
-        phase = method.phase(state.step)
-        inside = everything if phase.whole else _drawn(own, (seed, memory.process, state.step))
-        rate = _rate_at(learning_rate, state.step) * phase.factor
+        phase, inside = method.phase(state.step), own[0]
+        if phase.whole:
+            inside = everything
+        elif each > 1:  # Algorithm 1, line 3; the block depends on nothing but its seed
+            drawn = np.random.default_rng((seed, memory.process, state.step)).integers(each)
+            inside = own[int(drawn)]
+        rate = float(learning_rate(state.step) if callable(learning_rate) else learning_rate)
+        if not 0 <= rate < math.inf:
+            raise ValueError(
+                f"learning_rate must be at least 0 and finite, got {rate} at step {state.step}."
+            )
         params = memory.read()
         leaves, structure = jax.tree.flatten(state.momentum, is_leaf=is_masked)
         old = [leaves[i] for i in inside]
-        value, new, updates, finite = computes[inside](params, old, rate, *args)
+        value, new, updates, finite = computations[inside](params, old, rate * phase.factor, *args)
         if not (finite := bool(finite)) and nonfinite == "raise":
             raise JdasoError(
                 f"{method.name}: a subgradient of process {memory.process} is not finite at its "
@@ -164,15 +202,6 @@ def make_training(
     return Training(init, step)
 
 
-def _check_before(before: optax.GradientTransformation, params: PyTree) -> None:
-    if jax.tree.leaves(jax.eval_shape(before.init, params)):
-        raise ValueError(
-            "before must be a transformation without a state, such as optax.add_decayed_weights or "
-            "optax.clip_by_global_norm, because the method has its own momentum; got one with a "
-            "state."
-        )
-
-
 def _check_group(memory: Memory, group: Exchange | None, batch_size: int | None) -> None:
     members = 1 if group is None else group.num_nodes
     if members != memory.members:
@@ -181,32 +210,22 @@ def _check_group(memory: Memory, group: Exchange | None, batch_size: int | None)
             f"{members}: pass the same num_servers to shared_memory and server_group, and use "
             "group=jdaso.mpi_exchange(server_group(...))."
         )
-    if group is None:
-        if batch_size is not None:
-            raise ValueError(
-                f"batch_size weighs the subgradients of a group, got {batch_size} without a group; "
-                "give it together with group, or leave it out."
-            )
-    elif batch_size is None:
+    if group is None and batch_size is not None:
         raise ValueError(
-            "group requires batch_size, the number of samples that this process computes in a "
-            "step, because the mean of the group is weighted by it; got None."
+            f"batch_size weighs the subgradients of a group, got {batch_size} without a group; "
+            "give it together with group, or leave it out."
         )
-    else:
+    if group is not None:
+        if batch_size is None:
+            raise ValueError(
+                "group requires batch_size, the number of samples that this process computes in a "
+                "step, because the mean of the group is weighted by it; got None."
+            )
         check_whole("batch_size", batch_size, 1)
 
 
-def _drawn(blocks: Sequence[Block], seed: tuple[int, ...]) -> Block:
-    """The block of a step (passm Algorithm 1, line 3). It depends on nothing but its seed."""
-    if len(blocks) == 1:
-        return blocks[0]
-    return blocks[int(np.random.default_rng(seed).integers(len(blocks)))]
-
-
-def _accumulated(value_and_grad: Callable, count: int) -> Callable:
+def _mean_over_minibatches(value_and_grad: Callable, count: int) -> Callable:
     """The mean of loss and subgradient over ``count`` stacked minibatches, one after the other."""
-    if count == 1:
-        return value_and_grad
 
     def means(params: PyTree, *args: PyTree):
         for leaf in jax.tree.leaves(args):
@@ -216,10 +235,14 @@ def _accumulated(value_and_grad: Callable, count: int) -> Callable:
                     f"axis of each array, got an array of shape {jnp.shape(leaf)}; reshape a batch "
                     f"to ({count}, rows of a minibatch, ...)."
                 )
+
+        def add(total: PyTree, args: PyTree):
+            value, grads = value_and_grad(params, *args)
+            return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), value
+
         first = jax.tree.map(lambda x: x[0], args)
         like = jax.eval_shape(value_and_grad, params, *first)[1]
         zeros = jax.tree.map(lambda g: jnp.zeros(g.shape, sum_dtype(g.dtype)), like)
-        add = functools.partial(_add_subgradient, value_and_grad, params)
         total, values = jax.lax.scan(add, zeros, args, length=count)
         grads = jax.tree.map(lambda g, t: (t / count).astype(g.dtype), like, total)
         if isinstance(values, tuple):
@@ -227,11 +250,6 @@ def _accumulated(value_and_grad: Callable, count: int) -> Callable:
         return jnp.mean(values), grads
 
     return means
-
-
-def _add_subgradient(value_and_grad: Callable, params: PyTree, total: PyTree, args: PyTree):
-    value, grads = value_and_grad(params, *args)
-    return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), value
 
 
 def group_mean(group: Exchange, grads: PyTree, batch_size: Number) -> PyTree:
@@ -247,41 +265,3 @@ def group_mean(group: Exchange, grads: PyTree, batch_size: Number) -> PyTree:
     sent = jax.tree.map(lambda x: jnp.where(finite, x, jnp.nan), (weighted, weight))
     total, weights = consensus(group, sent)
     return jax.tree.map(lambda g, t: (t / weights).astype(g.dtype), grads, total)
-
-
-def _compute(
-    value_and_grad: Callable,
-    inside: Block,
-    m: float,
-    before: optax.GradientTransformation,
-    group: Exchange | None,
-    batch_size: int,
-) -> Callable:
-    """The computation of a step: momentum and update of the leaves at positions ``inside``."""
-
-    def compute(params: PyTree, momentum: Leaves, rate: jax.Array, *args: PyTree):
-        if group is not None:
-            params = broadcast(group, params)  # those that the server has read
-        value, grads = value_and_grad(params, *args)
-        if group is not None:
-            grads = group_mean(group, grads, batch_size)
-        within = part_of(params, list(inside))
-        grads, _ = before.update(grads, before.init(within), within)
-        subgradient = jax.tree.leaves(grads)
-        finite = all_finite(subgradient)
-        # Algorithm 1, lines 7 and 8; with the new u, as in Algorithm 2 and Eq. 2.
-        after = [m * u + g.astype(u.dtype) for u, g in zip(momentum, subgradient, strict=True)]
-        after = [jnp.where(finite, new, u) for new, u in zip(after, momentum, strict=True)]
-        updates = [(-(1 - m) * rate * u).astype(u.dtype) for u in after]
-        return value, after, updates, finite
-
-    return compute
-
-
-def _rate_at(learning_rate: float | Callable[[int], float], step: int) -> float:
-    if not callable(learning_rate):
-        return float(learning_rate)
-    rate = float(learning_rate(step))
-    if not 0 <= rate < math.inf:
-        raise ValueError(f"learning_rate must be at least 0 and finite, got {rate} at step {step}.")
-    return rate

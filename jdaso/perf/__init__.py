@@ -1,22 +1,27 @@
-"""The cost model of exchanges, and measurements for it.
+"""The cost model of exchanges, measurements for it, and the choice of wire, period and delay.
 
-It imports :mod:`jdaso.exchange`, :mod:`jdaso.algorithms`, :mod:`jdaso.cluster` and
-:mod:`jdaso.core`. Only ``jdaso/__init__.py`` and ``__main__.py`` may import it. Its commands are
-``python -m jdaso tune`` and ``python -m jdaso predict``. In all of its modules, times are in
-seconds, sizes in bytes, bandwidths in bytes per second.
+- ``model``: the time of an exchange and of a step. ``choice``: the best setting, in numbers and
+  in words.
+- ``predict_command``, ``tune_command``: ``python -m jdaso predict`` and ``tune``.
+
+Times are in seconds, sizes in bytes, and bandwidths in bytes per second.
 """
 
 from jdaso.perf.choice import Recommendation, WireCosts, recommend, taken_back
 from jdaso.perf.model import (
     ALGORITHMS,
+    MODELLED_PATTERNS,
     Algorithm,
+    Network,
     PeriodAndDelay,
     Prediction,
+    allreduce_time,
+    fit,
     hiding_schedule,
     mean_step_time,
     predict,
+    wire_bytes,
 )
-from jdaso.perf.network import MODELLED_PATTERNS, Network, allreduce_time, fit, wire_bytes
 
 __all__ = [
     "ALGORITHMS",

@@ -9,9 +9,15 @@ from jdaso import perf
 from jdaso.core.block_format import FORMATS
 from jdaso.core.chain import MOMENTS_WIRES
 from jdaso.core.command_line import path_option, text_table, wrapped
-from jdaso.perf.advice import COMPARED_WIRES, advice
-from jdaso.perf.model import Network, Prediction, exchange_seconds
-from jdaso.perf.network import FLOAT32_WIRES, MODELLED_PATTERNS, WITHOUT_FORMATS
+from jdaso.perf.choice import COMPARED_WIRES, advice
+from jdaso.perf.model import (
+    FLOAT32_WIRES,
+    MODELLED_PATTERNS,
+    WITHOUT_FORMATS,
+    Network,
+    Prediction,
+    exchange_seconds,
+)
 
 ALGORITHMS = ("allreduce_gradients", "local_sgd", "dasgd", "easgd", "daso", "diloco")
 DILOCO_PERIOD = 500  # H of its paper, arXiv:2311.08105
@@ -156,7 +162,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def node_counts(most: int) -> list[int]:
-    """1, 2, 4, ... and the largest number of nodes.
+    """Returns 1, 2, 4, ... and the largest number of nodes.
 
     >>> node_counts(12)
     [1, 2, 4, 8, 12]
@@ -197,7 +203,7 @@ def predict_all(args: argparse.Namespace) -> dict[str, list[Prediction]]:
 
 
 def wire_costs(args: argparse.Namespace) -> dict[str, perf.WireCosts]:
-    """The costs of an exchange between all nodes, on each wire."""
+    """Returns the costs of an exchange between all nodes on each wire."""
     network = Network(args.latency, args.bandwidth * 1e9 / 8)
     wires = (args.wire,) if args.wire else COMPARED_WIRES
     return {

@@ -146,7 +146,7 @@ def test_an_update_without_parameters_is_refused(factory):
         averaging.update(jnp.ones(2), averaging.init(jnp.ones(2)))
 
 
-def test_a_state_without_a_centre_is_refused():
+def test_a_state_without_a_center_is_refused():
     with pytest.raises(
         ValueError, match=r"no center: pass the state of jdaso.easgd or jdaso.eamsgd"
     ):

@@ -107,7 +107,7 @@ def run(build, grads, params=PARAMS, damage=None, **options):
 
 
 def shared(state):
-    """The states of the merges (centres and anchors), which are equal on all nodes."""
+    """The states of the merges (centers and anchors), which are equal on all nodes."""
     return [fragment.merge for fragment in jdaso.core.averaging_state(state).fragments]
 
 

@@ -1,4 +1,4 @@
-"""EAMSGD against easgd Algorithm 2 in its own variables: x, v and the centre."""
+"""EAMSGD against easgd Algorithm 2 in its own variables: x, v and the center."""
 
 import golden_family
 import jax
@@ -20,7 +20,7 @@ def gradient(y, noise):
 
 
 def observed(tx):
-    """x and v of this node, the centre, and the centre with the exchange in flight."""
+    """x and v of this node, the center, and the center with the exchange in flight."""
 
     def look(state, params):
         _, drained = jdaso.drain(tx, state, params)
@@ -114,7 +114,7 @@ def test_drain_gives_a_lost_node_the_mean_of_the_others():
         assert np.abs(own[t, 1] - mean).max() > 0.01  # its own x was different
         np.testing.assert_array_equal(
             drained[t, others], params[t, others]
-        )  # only the centre moved
+        )  # only the center moved
 
 
 def test_drain_with_nothing_in_flight_changes_no_bit():

@@ -25,7 +25,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 def looking(averaging):
-    """The centre, the centre with the exchange in flight, and the engine's state."""
+    """The center, the center with the exchange in flight, and the engine's state."""
 
     def look(state, params):
         _, drained = jdaso.drain(averaging, state, params)
@@ -187,7 +187,7 @@ def test_a_node_that_is_not_finite_takes_the_mean_of_the_others(
     assert state.skipped[-1].sum() == state.skipped[-1][node] == 1
 
 
-def test_the_centre_starts_as_the_parameters():
+def test_the_center_starts_as_the_parameters():
     params = {"w": np.arange(3, dtype=np.float32), "n": np.int32(7)}
     averaging = jdaso.easgd(jdaso.single_exchange(), period=4)
     center = jdaso.easgd_center(averaging.init(params))
@@ -195,7 +195,7 @@ def test_the_centre_starts_as_the_parameters():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_centre_of_16_bit_parameters_has_32(dtype):
+def test_the_center_of_16_bit_parameters_has_32(dtype):
     averaging = jdaso.easgd(jdaso.single_exchange(), period=1)
     center = jdaso.easgd_center(averaging.init(np.ones(3, dtype=jax.numpy.dtype(dtype))))
     assert center.dtype == np.float32

@@ -11,14 +11,14 @@ import jdaso
 
 
 def roots(nodes, eta_h, alpha):
-    """gamma and phi of easgd Lemma 7.1, the eigenvalues of the centre's motion."""
+    """gamma and phi of easgd Lemma 7.1, the eigenvalues of the center's motion."""
     a = eta_h + (nodes + 1) * alpha
     root = np.sqrt(a**2 - 4 * eta_h * nodes * alpha)
     return 1 - (a - root) / 2, 1 - (a + root) / 2
 
 
 def lemma(t, x0, c0, eta, alpha, h, sigma):
-    """Mean and variance of the centre after t steps, easgd Eq. 15 and 16, with x* = 0."""
+    """Mean and variance of the center after t steps, easgd Eq. 15 and 16, with x* = 0."""
     p = len(x0)
     gamma, phi = roots(p, eta * h, alpha)
     u0 = (x0 - alpha / (1 - p * alpha - phi) * c0).sum()
@@ -56,7 +56,7 @@ def test_lemma_7_1_agrees_with_its_recursion(nodes, eta, beta):
 
 
 @pytest.mark.parametrize(("nodes", "eta", "beta"), NOISY)
-def test_the_centre_of_noisy_quadratics_has_the_mean_and_variance_of_lemma_7_1(nodes, eta, beta):
+def test_the_center_of_noisy_quadratics_has_the_mean_and_variance_of_lemma_7_1(nodes, eta, beta):
     # Each parameter is an independent run, because EASGD does not couple them.
     runs, steps, h, sigma, start, optimum = 10_000, 60, 1.3, 2.0, 1.5, 0.5
     noise = sigma * np.random.default_rng(1).standard_normal((steps, nodes, runs), np.float32)
@@ -85,7 +85,7 @@ def test_the_centre_of_noisy_quadratics_has_the_mean_and_variance_of_lemma_7_1(n
 
 
 @pytest.mark.parametrize(("nodes", "alpha"), [(1, 0.5), (4, 0.3), (8, 0.9 / 8)])
-def test_the_centre_is_stable_just_inside_condition_17_and_not_just_outside(nodes, alpha):
+def test_the_center_is_stable_just_inside_condition_17_and_not_just_outside(nodes, alpha):
     # (2 - eta h)(2 - P alpha) > 2 alpha, solved for eta h.
     bound = 2 - 2 * alpha / (2 - nodes * alpha)
     eta_h = bound * np.array([0.98, 1.02])

@@ -4,7 +4,7 @@ import faults
 import pytest
 from faulty_training import SAVE_EVERY
 
-from jdaso.faults.inject import Kind
+from jdaso.faults import Kind
 
 
 def test_every_fault_is_measured():

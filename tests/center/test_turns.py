@@ -37,7 +37,7 @@ def random_run(seed=0):
 
 
 def run(tx, start, noise, order, workers=WORKERS, in_place=False):
-    """The centre after every turn, as one CenterState with a leading axis, and the cluster."""
+    """The center after every turn, as one CenterState with a leading axis, and the cluster."""
 
     def step(params, opt_state, noise):
         # A quadratic, whose gradient depends on where it is taken.
@@ -197,7 +197,7 @@ def test_one_worker_of_downpour_is_the_optimizer_alone():
 @pytest.mark.parametrize(
     ("make", "turn"), [(jdaso.center.async_easgd, 37), (jdaso.center.downpour, 40)]
 )
-def test_a_worker_with_nonfinite_parameters_starts_again_from_the_centre(make, turn):
+def test_a_worker_with_nonfinite_parameters_starts_again_from_the_center(make, turn):
     start, noise, _ = random_run()
     noise[turn, 3] = np.nan
     tx = optax.chain(optax.sgd(LR), make(jdaso.center.simulated_center(WORKERS), 2, delay=1))
@@ -246,7 +246,7 @@ def test_gradients_that_are_not_finite_are_an_error_where_that_is_asked_for(meth
 
 
 def test_drain_applies_the_force_in_flight():
-    """The worker moves back by as much as the centre moved."""
+    """The worker moves back by as much as the center moved."""
     start, noise, _ = random_run()
     averaging = jdaso.center.async_easgd(jdaso.center.simulated_center(1), 4, alpha=0.3, delay=4)
     tx = optax.chain(optax.sgd(LR), averaging)
@@ -260,7 +260,7 @@ def test_drain_applies_the_force_in_flight():
     assert not jdaso.core.averaging_state(state).fragments[0].posted.any()
 
 
-def test_rounding_of_bfloat16_parameters_does_not_move_the_centre():
+def test_rounding_of_bfloat16_parameters_does_not_move_the_center():
     averaging = jdaso.center.downpour(jdaso.center.simulated_center(2), period=1)
 
     def step(params, opt_state, update):
@@ -275,7 +275,7 @@ def test_rounding_of_bfloat16_parameters_does_not_move_the_centre():
     assert cluster.params.tolist() == [256.0, 256.0]
 
 
-def test_the_centre_is_read_as_the_parameters_tree():
+def test_the_center_is_read_as_the_parameters_tree():
     params = {"w": jnp.ones((2, 3), jnp.bfloat16), "n": jnp.int32(7), "b": jnp.zeros(2)}
     cluster = init_cluster(jdaso.center.adownpour(jdaso.center.simulated_center(2), 1), params, 2)
     seen = read_center(cluster)
@@ -321,9 +321,9 @@ def turns(center, order, batches=None):
         (lambda c: init_cluster(optax.sgd(0.1), jnp.ones(2), 2), "holds 0 states"),
         (
             lambda c: jdaso.center.downpour(jdaso.single_exchange(), 2),
-            "needs a centre, got Exchange",
+            "needs a center, got Exchange",
         ),
-        (lambda c: jdaso.center.async_easgd(jdaso.single_exchange(), 2), "needs a centre"),
+        (lambda c: jdaso.center.async_easgd(jdaso.single_exchange(), 2), "needs a center"),
         (
             lambda c: jdaso.center.async_eamsgd(c, 4, 0.0, 0.9),
             "learning_rate must be positive and finite, got 0.0",

@@ -5,7 +5,7 @@ import types
 import pytest
 
 from jdaso import JdasoError
-from jdaso.checkpoint.agreement import on_all
+from jdaso.checkpoint.checkpoints import on_all
 
 
 class Comm:

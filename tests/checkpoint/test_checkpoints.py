@@ -14,7 +14,7 @@ import pytest
 import jdaso
 from jdaso import JdasoError
 from jdaso.checkpoint import Checkpoints, node_part
-from jdaso.checkpoint.checksums import checksums
+from jdaso.checkpoint.node_part import checksums
 from jdaso.checkpoint.verify import verify
 
 TOPOLOGY = jdaso.discover_topology()

@@ -11,7 +11,8 @@ import pytest
 
 import jdaso
 from jdaso import JdasoError
-from jdaso.checkpoint import Checkpoints, restore
+from jdaso.checkpoint import Checkpoints
+from jdaso.checkpoint import checkpoints as module
 
 TOPOLOGY = jdaso.discover_topology()
 EXCHANGE = jdaso.single_exchange()
@@ -73,7 +74,7 @@ def test_a_checkpoint_that_a_training_deletes_while_it_is_read_is_no_damage(
     fill(tmp_path, [1])
     training, reader = opened(tmp_path, keep=1), opened(tmp_path)
     training.restore(state())
-    original, left = restore.read_part, [2, 3]
+    original, left = module.read_part, [2, 3]
 
     def slow_read(*arguments):
         for step in left:
@@ -82,7 +83,7 @@ def test_a_checkpoint_that_a_training_deletes_while_it_is_read_is_no_damage(
         left.clear()
         return original(*arguments)
 
-    monkeypatch.setattr(restore, "read_part", slow_read)
+    monkeypatch.setattr(module, "read_part", slow_read)
     restored = reader.restore(state())
     assert (restored.step, restored.state["w"].tolist()) == (3, [3.0] * 3)
     assert "is skipped" not in caplog.text
@@ -94,7 +95,7 @@ def test_a_training_that_deletes_faster_than_a_program_reads_is_named(tmp_path, 
     training, reader = opened(tmp_path, keep=1), opened(tmp_path)
     training.restore(state())
     steps = iter(range(2, 100))
-    original = restore.read_part
+    original = module.read_part
 
     def slow_read(*arguments):
         step = next(steps)
@@ -102,7 +103,7 @@ def test_a_training_that_deletes_faster_than_a_program_reads_is_named(tmp_path, 
         training.wait()
         return original(*arguments)
 
-    monkeypatch.setattr(restore, "read_part", slow_read)
+    monkeypatch.setattr(module, "read_part", slow_read)
     with pytest.raises(JdasoError, match="deletes its checkpoints while this program reads them"):
         reader.restore(state())
     training.close()

@@ -9,9 +9,14 @@ import pytest
 import jdaso
 from jdaso import JdasoError
 from jdaso.checkpoint import Checkpoints
-from jdaso.checkpoint.flight_check import averaged_names
-from jdaso.checkpoint.host_arrays import from_host_arrays, to_host_arrays
-from jdaso.checkpoint.node_part import checkpointer, part_tree, read_part
+from jdaso.checkpoint.node_part import (
+    averaged_names,
+    checkpointer,
+    from_host_arrays,
+    part_tree,
+    read_part,
+    to_host_arrays,
+)
 from jdaso.checkpoint.verify import verify
 from jdaso.core.exchange import HEADER_SIZE, PostedExchange
 

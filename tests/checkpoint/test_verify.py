@@ -11,8 +11,7 @@ import optax
 import pytest
 
 import jdaso
-from jdaso.checkpoint.host_arrays import to_host_arrays
-from jdaso.checkpoint.node_part import checkpointer, part_tree
+from jdaso.checkpoint.node_part import checkpointer, part_tree, to_host_arrays
 from jdaso.checkpoint.verify import run, verify
 from jdaso.core.exchange import HEADER_SIZE, HostState, PostedExchange
 from jdaso.core.wire import block_bits
@@ -93,7 +92,7 @@ CHANGES = {
         put(AT + "step", lambda x: x + 1),
         f"node 1 differs from node 0: {AT}step is 10, not 9",
     ),
-    "centre": (
+    "center": (
         put(AT + "fragments.0.merge.center.w", lambda x: x + 1e-7),
         f"node 1 differs from node 0: {AT}fragments.0.merge.center.w is",
     ),

@@ -114,7 +114,7 @@ def test_a_death_aborts_all(tree, dead):
 
 def test_rank_0_tolerates_a_death_but_its_own_aborts_the_others():
     star, died = star_of(4), queue.Queue()
-    star.heartbeats[0].tolerate_deaths(died.put, silence=False)
+    star.heartbeats[0].tolerate_deaths(died.put)
     star.dies(2)
     assert died.get(timeout=TIMEOUT) == 2
     assert star.heartbeats[0].states(frozenset({2})) == "rank 2 (has died)"
@@ -127,7 +127,7 @@ def test_rank_0_tolerates_a_death_but_its_own_aborts_the_others():
 def test_the_death_of_a_needed_rank_aborts_all_although_others_are_tolerated():
     star, died = star_of(4), queue.Queue()
     for heartbeat in star.heartbeats:
-        heartbeat.tolerate_deaths(died.put, silence=True, needed=frozenset({0}))
+        heartbeat.tolerate_deaths(died.put, needed=frozenset({0}))
     star.dies(2)
     for _ in (0, 1, 3):
         assert died.get(timeout=TIMEOUT) == 2
@@ -142,7 +142,7 @@ def test_a_long_silence_is_tolerated(fast, monkeypatch):
     monkeypatch.setattr(heartbeat_module, "LOST_SECONDS", 0.6)
     (ours, _theirs), aborts, died = socket.socketpair(), queue.Queue(), queue.Queue()
     first = beating(0, (ours, 1), abort=lambda *abort: aborts.put(abort))
-    first.tolerate_deaths(died.put, silence=True)
+    first.tolerate_deaths(died.put)
     wait_until(lambda: first.silent_ranks() == {1})
     time.sleep(0.5)
     assert aborts.empty()
@@ -176,17 +176,9 @@ def test_a_process_that_closes_a_connection_before_its_first_message_is_not_dead
         assert aborts.empty()
 
 
-def test_a_long_silence_is_not_tolerated_where_only_deaths_are(fast, monkeypatch):
-    monkeypatch.setattr(heartbeat_module, "LOST_SECONDS", 0.6)
-    (ours, _theirs), aborts = socket.socketpair(), queue.Queue()
-    first = beating(0, (ours, 1), abort=lambda *abort: aborts.put(abort))
-    first.tolerate_deaths(lambda rank: None, silence=False)
-    assert aborts.get(timeout=TIMEOUT)[1] == EXIT_NODE_LOST
-
-
 def test_without_rank_0_a_rank_that_does_not_connect_to_another_one_is_silent(fast):
     job, died = Job([0, 0, 0, 1]), queue.Queue()
-    job.heartbeats[1].tolerate_deaths(died.put, silence=False)
+    job.heartbeats[1].tolerate_deaths(died.put)
     job.dies(0)
     assert died.get(timeout=TIMEOUT) == 0
     wait_until(lambda: job.heartbeats[1].silent_ranks() == {2})
@@ -397,7 +389,7 @@ def test_those_below_a_dead_process_report_to_the_next_one_above_it(fast, monkey
     heartbeats, aborts = started(9)  # 1 and 2 report to 0, 3 and 4 to 1, 5 and 6 to 2, 7 and 8 to 3
     told, left = {rank: queue.Queue() for rank in heartbeats}, set(heartbeats)
     for rank, heartbeat in heartbeats.items():
-        heartbeat.tolerate_deaths(told[rank].put, silence=False)
+        heartbeat.tolerate_deaths(told[rank].put)
     # Each with those that report to another process then. At last nobody above them is left.
     deaths = [({1}, {3: 0, 4: 0}), ({7}, {}), ({3}, {8: 0})]
     deaths += [({0, 2}, {4: None, 5: 4, 6: 4, 8: 4}), ({6}, {})]
@@ -441,7 +433,7 @@ def test_one_that_can_report_to_nobody_says_so_and_is_not_called_alive(fast, mon
     monkeypatch.setattr(links_module, "connect", lambda *_: time.sleep(0.01))
     monkeypatch.setattr(links_module, "CONNECT_SECONDS", 0.1)
     for heartbeat in heartbeats.values():
-        heartbeat.tolerate_deaths(lambda rank: None, silence=False)
+        heartbeat.tolerate_deaths(lambda rank: None)
     dies(heartbeats[1])
     wait_until(lambda: heartbeats[0].silent_ranks() == {2})
     assert heartbeats[0].states(frozenset({2, 3})) == (
@@ -480,7 +472,7 @@ def test_one_that_reports_to_another_process_than_expected_is_not_called_silent(
     contacts = heartbeats[7]._links.contacts
     heartbeats[7]._links.contacts = [contact for contact in contacts if contact.rank == 2]
     for heartbeat in heartbeats.values():
-        heartbeat.tolerate_deaths(lambda rank: None, silence=False)
+        heartbeat.tolerate_deaths(lambda rank: None)
     dies(heartbeats[3])
     wait_until(lambda: parent_of(heartbeats[7]) == 2)
     time.sleep(1)  # so that rank 1, which expects it, has missed it for long

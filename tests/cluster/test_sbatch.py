@@ -174,8 +174,6 @@ def test_arguments_are_quoted(tmp_path_factory, words):
         ({"command": ["--resume"]}, "must be the program that each process runs"),
         ({"command": []}, "must be the program that each process runs"),
         ({"command": [""]}, "must be the program that each process runs"),
-        ({"command": ["a", "--on-failure", "shrink"]}, "Use --min-nodes"),
-        ({"command": ["a", "--on-failure=shrink"]}, "Use --min-nodes"),
     ],
 )
 def test_bad_options_are_named(options, message):

@@ -22,10 +22,29 @@ def test_a_process_alone_on_its_host_is_a_node():
     assert [place.node for place in placements] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-def test_processes_that_share_a_host_with_accelerators_are_one_node(devices):
+def joined(processes, size):
+    """The processes, joined into programs of ``size`` consecutive ones."""
+    return tuple(p._replace(program_size=size, program_index=p.rank % size) for p in processes)
+
+
+@pytest.mark.parametrize(("devices", "per_node"), [(1, None), (4, None), (1, 4), (4, 4)])
+def test_processes_of_a_host_that_are_not_joined_are_told_what_to_do(devices, per_node):
     """Each process sees its own device only, or all devices of the host."""
-    per_node, placements = assign_nodes(hosts(4, 4, devices=devices), None)
+    advice = r"4 processes on host0 .* one process per node.*join_processes=True.*_per_node=1"
+    with pytest.raises(JdasoError, match=advice):
+        assign_nodes(hosts(4, 4, devices=devices), per_node)
+
+
+def test_each_process_of_a_host_can_be_a_node():
+    per_node, placements = assign_nodes(hosts(2, 2), 1)
+    assert per_node == 1
+    assert [place.node for place in placements] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("given", [None, 4])
+def test_joined_processes_of_a_host_are_one_node(platform, given):
+    per_node, placements = assign_nodes(joined(hosts(4, 4, platform=platform), 4), given)
     assert per_node == 4
     assert [tuple(place) for place in placements] == [(n, i) for n in range(2) for i in range(4)]
 
@@ -38,34 +57,32 @@ def test_on_cpu_every_process_is_a_node(devices):
 
 
 def test_round_robin_ranks_are_grouped_by_host():
-    processes = tuple(Process(r, f"host{r % 2}", r % 2, "gpu", 1) for r in range(4))
+    processes = tuple(Process(r, f"host{r % 2}", r % 2, "gpu", 1, 2, r // 2) for r in range(4))
     _, placements = assign_nodes(processes, None)
     assert [place.node for place in placements] == [0, 1, 0, 1]
     assert [place.local_rank for place in placements] == [0, 0, 1, 1]
 
 
 def test_processes_per_node_can_be_given():
-    per_node, placements = assign_nodes(hosts(4, 4), 2)
+    per_node, placements = assign_nodes(joined(hosts(4, 4), 2), 2)
     assert per_node == 2
     assert [place.node for place in placements] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_joined_processes_are_one_node_on_cpu():
-    processes = [p._replace(program_size=2, program_index=p.rank % 2) for p in hosts(4)]
-    per_node, placements = assign_nodes(tuple(p._replace(platform="cpu") for p in processes), None)
+def test_a_host_can_have_several_nodes_of_joined_processes():
+    per_node, placements = assign_nodes(joined(hosts(4), 2), None)
     assert per_node == 2
     assert [place.local_rank for place in placements] == [0, 1, 0, 1]
 
 
 def test_jax_program_of_several_nodes_is_an_error():
-    processes = [p._replace(program_size=4, program_index=p.rank) for p in hosts(2, 2)]
     with pytest.raises(JdasoError, match=r"rank 0 .* process 0 of 4.*\(join_processes=True\)"):
-        assign_nodes(tuple(processes), None)
+        assign_nodes(joined(hosts(2, 2), 4), None)
 
 
 def test_unequal_numbers_of_processes_name_the_hosts():
     with pytest.raises(JdasoError, match=r"got 4 on host0, 3 on host1"):
-        assign_nodes(hosts(4, 3), None)
+        assign_nodes(hosts(4, 3), 4)
 
 
 def test_unequal_numbers_of_devices_name_the_nodes():
@@ -80,19 +97,14 @@ def test_a_node_that_fell_back_to_the_cpu_is_named():
         assign_nodes(processes, None)
 
 
-def test_more_ranks_than_devices_is_an_error():
-    with pytest.raises(JdasoError, match="more ranks than devices: 4 processes of node 0"):
-        assign_nodes(hosts(4, 4, devices=2), None)
-
-
-def test_more_devices_than_ranks_is_an_error():
-    with pytest.raises(JdasoError, match="more devices than ranks"):
-        assign_nodes(hosts(2, 2, devices=4), None)
+def test_joined_processes_with_several_devices_each_are_an_error():
+    with pytest.raises(JdasoError, match=r"4 processes of node 0 \(host0\) have 2 devices each"):
+        assign_nodes(joined(hosts(4, 4, devices=2), 4), None)
 
 
 def test_no_processes_per_node_is_an_error():
-    with pytest.raises(ValueError, match="processes_per_node must be at least 1, got 0"):
-        assign_nodes(hosts(2), 0)
+    with pytest.raises(ValueError, match=r"processes_per_node must be .* at least 1, got 0"):
+        discover_topology(0)
 
 
 def test_without_a_launcher_there_is_one_node():

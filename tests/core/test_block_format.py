@@ -321,8 +321,8 @@ def test_an_exchange_may_force_it():
 
 
 @pytest.mark.parametrize("name", ["easgd", "diloco"])
-def test_the_centre_of_the_algorithm_is_the_anchor(name):
-    """What is sent is the difference to the centre, so the first exchange is rounded as well."""
+def test_the_center_of_the_algorithm_is_the_anchor(name):
+    """What is sent is the difference to the center, so the first exchange is rounded as well."""
     x, grads = scattered_run(5, 8, NODES)
     averaging = BUILD[name]("float4")
     _, (residual, anchor) = simulate(averaging, x, grads, look=feedback)

@@ -18,42 +18,6 @@ def averaging():
     return jdaso.dasgd(EXCHANGE, period=2, delay=1)
 
 
-def eamsgd():
-    return jdaso.eamsgd(EXCHANGE, period=2, learning_rate=0.1, momentum=0.9)
-
-
-def decay():
-    return optax.add_decayed_weights(1e-4)
-
-
-@pytest.mark.parametrize(
-    ("build", "place"),
-    [
-        (lambda: optax.chain(averaging(), optax.sgd(0.1)), "2 members with dasgd at position 1"),
-        (lambda: optax.chain(optax.sgd(0.1), averaging(), decay()), "3 members with dasgd at .* 2"),
-        (lambda: optax.chain(optax.chain(optax.sgd(0.1), averaging()), decay()), "at position 1"),
-        (lambda: optax.chain(jdaso.chain(optax.sgd(0.1), averaging()), decay()), "at position 1"),
-        (lambda: optax.chain(optax.apply_if_finite(averaging(), 5), decay()), "at position 1"),
-        (lambda: optax.named_chain(("mean", averaging()), ("sgd", optax.sgd(0.1))), "position 1"),
-        (lambda: optax.chain(eamsgd(), decay()), "2 members with eamsgd at position 1"),
-    ],
-)
-def test_an_averaging_that_is_not_last_in_a_chain(build, place):
-    with pytest.raises(
-        ValueError, match=rf"must be the last member of an optax.chain, got.*{place}"
-    ):
-        build().init(PARAMS)
-    with pytest.raises(ValueError, match=r"must be the last"):
-        jax.jit(build().init)(PARAMS)
-
-
-def test_what_may_stand_in_a_chain():
-    optax.chain(jdaso.allreduce_gradients(EXCHANGE), optax.sgd(0.1)).init(PARAMS)
-    optax.chain(optax.chain(optax.sgd(0.1), averaging())).init(PARAMS)
-    optax.chain(decay(), jdaso.chain(optax.sgd(0.1), averaging())).init(PARAMS)
-    optax.named_chain(("decay", decay()), ("last", eamsgd())).init(PARAMS)
-
-
 @pytest.mark.parametrize(
     "call",
     [

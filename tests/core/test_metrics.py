@@ -119,3 +119,23 @@ def test_drift_is_the_distance_from_the_mean(nodes):
 
 def test_parameters_that_are_not_floats_do_not_drift():
     assert jdaso.drift(jdaso.single_exchange(), {"steps": jnp.arange(3)}) == 0
+
+
+@pytest.mark.parametrize("behind", [None, optax.add_decayed_weights(-0.01), optax.scale(0.5)])
+def test_drift_after_a_blocking_merge_shows_what_stands_behind_the_averaging(behind):
+    exchange = jdaso.axis_exchange("node", 2)
+    members = [optax.sgd(0.1), jdaso.local_sgd(exchange, period=2)]
+    tx = optax.chain(*members, *([] if behind is None else [behind]))
+    targets = jnp.array([[1.0, 2.0, 3.0], [4.0, -5.0, 6.0]])
+
+    @functools.partial(jax.vmap, axis_name="node")
+    def step(params, state, target):
+        updates, state = tx.update(params - target, state, params)
+        params = optax.apply_updates(params, updates)
+        return params, state, jdaso.drift(exchange, params)
+
+    params = jnp.zeros_like(targets)
+    state = jax.vmap(tx.init)(params)
+    for _ in range(4):
+        params, state, drift = jax.jit(step)(params, state, targets)
+    assert (drift > 1e-3).all() if behind else (drift < 1e-6).all()

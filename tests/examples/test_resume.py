@@ -92,7 +92,7 @@ def test_signal_saves_and_ends_with_a_status_of_its_own(tmp_path, straight):
 
 
 def test_processes_of_one_node_stop_together(tmp_path):
-    node = ("--processes-per-node", 2, "--devices", 1, "--accumulate", 2)
+    node = ("--join-processes", "--devices", 1, "--accumulate", 2)
     ended = train(tmp_path, *node, SIGNAL="SIGUSR1:000002_*/node_0_of_1:0")
     assert ended.returncode == jdaso.cluster.EXIT_TRY_AGAIN, ended.output
     ended = train(tmp_path, *node, "--resume")

@@ -167,7 +167,7 @@ def test_convolution_is_that_of_lax():
     images = jax.random.normal(jax.random.key(0), (2, 8, 6, 3))
     ours, variables = Convolution(5).init_with_output(jax.random.key(1), images)
     kernel = variables["params"]["kernel"].reshape(3, 3, 3, 5)
-    # Rows and columns 0, 2, 4 ... are the centres of the windows.
+    # Rows and columns 0, 2, 4 ... are the centers of the windows.
     theirs = jax.lax.conv_general_dilated(
         images, kernel, (2, 2), ((1, 1), (1, 1)), dimension_numbers=("NHWC", "HWIO", "NHWC")
     )

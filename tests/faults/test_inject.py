@@ -11,8 +11,8 @@ import optax
 import pytest
 
 import jdaso
-from jdaso.faults import fault, inject
-from jdaso.faults.inject import Fault, FaultyCheckpoints, Kind, faulty, faulty_gradients
+from jdaso import faults as module
+from jdaso.faults import Fault, FaultyCheckpoints, Kind, faulty, faulty_gradients
 
 PERIOD, DELAY, STEPS = 3, 2, 12  # posted after steps 2, 5, 8, 11; collected after 4, 7, 10
 
@@ -26,8 +26,8 @@ def happened(monkeypatch):
         assert pid == os.getpid()
         events.append(signal.Signals(number).name)
 
-    monkeypatch.setattr(fault, "os", SimpleNamespace(getpid=os.getpid, kill=kill))
-    monkeypatch.setattr(fault, "time", SimpleNamespace(sleep=events.append))
+    monkeypatch.setattr(module, "os", SimpleNamespace(getpid=os.getpid, kill=kill))
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=events.append))
     return events
 
 
@@ -130,7 +130,7 @@ def test_killed_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     def look():
         seen.append([path.name for path in tmp_path.glob("*/*")])
 
-    monkeypatch.setattr(inject, "die", look)
+    monkeypatch.setattr(module, "_die", look)
     for step in (1, 2, 3):
         checkpoints.save(step, {"x": np.random.default_rng(step).normal(size=1000)})
     checkpoints.close()

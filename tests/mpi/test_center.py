@@ -1,4 +1,4 @@
-"""A centre over MPI: results of the simulation, and workers that are late, stopped or dead."""
+"""A center over MPI: results of the simulation, and workers that are late, stopped or dead."""
 
 import pytest
 from launch import Batch, mpiexec, passes
@@ -16,7 +16,7 @@ def test_a_worker_of_two_devices_is_the_simulation_of_one():
     passes(mpiexec(1, "center.py", "devices"))
 
 
-def test_workers_go_on_from_a_centre_that_was_saved():
+def test_workers_go_on_from_a_center_that_was_saved():
     TOGETHER.passes("resumed")
 
 

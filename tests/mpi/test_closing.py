@@ -15,7 +15,7 @@ def test_too_many_open_exchanges_are_an_error_that_says_what_has_run_out():
     assert "call exchange.close()" in ended.output
 
 
-@pytest.mark.parametrize("what", ["an exchange", "a centre"])
+@pytest.mark.parametrize("what", ["an exchange", "a center"])
 def test_what_only_one_process_creates_is_an_error(what):
     ended = mpiexec(2, "closing.py", "one alone", what)
     assert ended.returncode != 0

@@ -19,7 +19,7 @@ TWO_OF_TWO_DEVICES = Batch(
     2,
     {
         "two devices": ("parity.py", "--devices", 2),
-        "senders all": ("parity.py", "--devices", 2, "--senders", "all", "--chunk-bytes", 16),
+        "chunks smaller than a leaf": ("parity.py", "--devices", 2, "--chunk-bytes", 16),
         "update inside shard_map": ("inside_shard_map.py",),
         "large arrays bit for bit": ("rounding.py",),
         "consensus and broadcast": ("collectives.py",),
@@ -44,37 +44,6 @@ THREE = Batch(
         },
     },
 )
-IN_FLIGHT = ("--devices", 2, "--algorithms", "all in flight", "--dtypes", "float32", "float64")
-# Of two devices per node, so that many fragments take turns on two communicators.
-THREE_OF_TWO_DEVICES = Batch(
-    3,
-    {
-        "many fragments in flight": ("parity.py", *IN_FLIGHT, "--chunk-bytes", 16),
-        "many fragments, senders all": ("parity.py", *IN_FLIGHT, "--senders", "all"),
-    },
-)
-PER_DEVICE = ("--processes-per-node", 2)
-FOUR = Batch(
-    4,
-    {
-        "one process per device": ("parity.py", *PER_DEVICE, *LATE),
-        "gradients of a node": ("data_parallel.py", "--devices", 1, *PER_DEVICE),
-        "senders all": (
-            *("parity.py", "--senders", "all", *PER_DEVICE),
-            *("--wires", "int8", "bfloat16"),
-        ),
-        **{
-            f"bytes of {wire}, senders all": (
-                "wire_bytes.py",
-                wire,
-                "--senders",
-                "all",
-                *PER_DEVICE,
-            )
-            for wire in ("float32", "int8")
-        },
-    },
-)
 
 
 @pytest.mark.parametrize("case", TWO.names)
@@ -94,14 +63,13 @@ def test_three_nodes(case):
         assert ") is left out of exchange" in output
 
 
-@pytest.mark.parametrize("case", THREE_OF_TWO_DEVICES.names)
-def test_three_nodes_of_two_devices(case):
-    THREE_OF_TWO_DEVICES.passes(case)
+def test_many_fragments_in_flight_take_turns_on_two_communicators():
+    in_flight = ("--algorithms", "all in flight", "--dtypes", "float32", "float64")
+    passes(mpiexec(3, "parity.py", "--devices", 2, *in_flight, "--chunk-bytes", 16))
 
 
-@pytest.mark.parametrize("case", FOUR.names)
-def test_four_processes(case):
-    FOUR.passes(case)
+def test_joined_processes_train_on_one_large_batch():
+    passes(mpiexec(4, "data_parallel.py", "--joined"))
 
 
 def test_mixed_dtypes_cross_in_one_tree():

@@ -14,7 +14,6 @@ THREE = Batch(
     {
         "bfloat16": ("command.py", "tune", *SMALL, "--wire", "bfloat16"),
         "float16": ("command.py", "tune", *SMALL, "--wire", "float16"),
-        "senders": ("command.py", "tune", *SMALL, "--senders", "all"),
     },
 )
 
@@ -53,10 +52,6 @@ def test_no_time_leaves_two_sizes_and_an_estimate():
     number = 2 + len(WIRES) - 1
     assert f"1 MB in float32; {number} exchanges in the background" in ended.output
     assert "extrapolated from 0.0156 MB" in ended.output
-
-
-def test_senders_are_those_of_the_exchange():
-    assert "3 nodes; 60000 parameters, 0.24 MB in float32" in THREE.passes("senders")
 
 
 def test_one_process_has_nothing_to_measure():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jdaso import JdasoError
-from jdaso.passm.file_locks import NO_HOLDER, Locks
+from jdaso.passm.memory import NO_HOLDER, Locks
 
 HOLDER = Path(__file__).parents[1] / "support" / "lock_holder.py"
 

@@ -24,7 +24,7 @@ TOPOLOGY = [sys.executable, "-m", "jdaso", "topology"]
 # layout -> processes per node, and arguments of the program
 LAYOUTS = {
     "one process per node": (1, ("--devices", 2)),
-    "one process per device": (2, ("--devices", 1, "--processes-per-node", 2)),
+    "one process per device": (2, ("--devices", 1, "--join-processes")),
 }
 
 
@@ -167,10 +167,10 @@ def test_no_process_is_left_when_the_owner_is_killed(cluster):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_processes_connect_to_each_other(cluster, layout):
-    per_node, _ = LAYOUTS[layout]
+    per_node, arguments = LAYOUTS[layout]
     # --quiet suppresses messages about waiting for nodes.
     options = ["--quiet", f"--nodes={NODES}", f"--ntasks-per-node={per_node}", "--mpi=pmi2"]
-    command = [*TOPOLOGY, "--processes-per-node", per_node]
+    command = [*TOPOLOGY, *arguments]
     done = cluster.run("srun", *options, *command, timeout=120, JAX_PLATFORMS="cpu")
     assert done.returncode == 0, done.stdout
     table, copies = done.stdout.split("\n\n")

@@ -3,9 +3,9 @@
 Written from easgd.txt (Algorithms 1 to 5, Sec. 4 and 5), not from the library: no jax, no jdaso.
 ``order`` says whose turn it is; a turn is one optimizer step. ``gradient(turn, x)`` is that of the
 turn's minibatch. The exchange before a worker's very first step is left out, as the library's is,
-where a worker starts from the centre as it is. With a delay, which the papers do not have, a worker
+where a worker starts from the center as it is. With a delay, which the papers do not have, a worker
 gets a reply so many of its own steps later: EASGD's force as it was computed from what was sent,
-DOWNPOUR's centre plus what the worker has added since.
+DOWNPOUR's center plus what the worker has added since.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Gradient = Callable[[int, np.ndarray], np.ndarray]
 
 
 class Trajectory(NamedTuple):
-    """Centre and its average after every turn, (T, n); workers' x in the end, (p, n)."""
+    """Center and its average after every turn, (T, n); workers' x in the end, (p, n)."""
 
     centers: np.ndarray
     averages: np.ndarray

@@ -21,7 +21,7 @@ class Run(NamedTuple):
     """A run of T steps of P nodes, each entry as it is after the step.
 
     ``params`` is (T, P, n); ``common`` (T, n), what all nodes agree on: the last mean, the anchor,
-    the centre; ``left_out`` (P,), how often a node could not contribute to a mean.
+    the center; ``left_out`` (P,), how often a node could not contribute to a mean.
     """
 
     params: np.ndarray

@@ -33,7 +33,7 @@ class Ended(NamedTuple):
 # and is killed itself when the others end, which mpiexec may take for the status of the job.
 WHEN_IT_ENDS = "status=$?; echo exit status $status; [ $status = 137 ] && kill -STOP $$"
 UNNOTICED = ["sh", "-c", f'"$@"; {WHEN_IT_ENDS}; exit $status', "-"]
-# As the page of the centre says: mpiexec lets the others live, but ends them when one prints after
+# As the page of the center says: mpiexec lets the others live, but ends them when one prints after
 # a death by a signal. A shell makes a status of that; mpiexec tells the others by SIGUSR1, which
 # would end it.
 OUTLIVED = ["sh", "-c", 'trap "" USR1; "$@"; exit $?', "-"]

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-from jdaso.passm.file_locks import Locks
+from jdaso.passm.memory import Locks
 
 path, case = sys.argv[1:]
 holders = np.memmap(path, np.int64, "r+", shape=(2,))

@@ -83,7 +83,7 @@ class Connection:
                 return frames.decode(end.value)
             time.sleep(1e-3)
         self._policy.abort(
-            f"exit without the centre: {self._server} has not replied for {self._timeout:g} s."
+            f"exit without the center: {self._server} has not replied for {self._timeout:g} s."
         )
         return []
 

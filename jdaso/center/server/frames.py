@@ -52,7 +52,7 @@ def pack(
     length = sum(len(content) for content in contents)
     if _HEAD.size + length > _MOST_BYTES and not _has_large_counts():
         raise ValueError(
-            f"a message between a worker and the centre would have {length} bytes, and this MPI "
+            f"a message between a worker and the center would have {length} bytes, and this MPI "
             f"sends at most {_MOST_BYTES}: use an MPI of version 4, such as MPICH, or fewer "
             "parameters."
         )
@@ -154,7 +154,7 @@ def decode_state(content: np.ndarray) -> CenterState:
 def to_state(fields: Any) -> CenterState:
     """Converts the decoded fields of a state; raises ValueError for any other value."""
     if not isinstance(fields, list) or len(fields) != len(CenterState._fields):
-        raise ValueError("the message does not contain a state of the centre")
+        raise ValueError("the message does not contain a state of the center")
     center, velocity, average, clock = fields
     return CenterState(center, velocity or (), average or (), clock)
 

@@ -1,4 +1,4 @@
-"""A centre over MPI: a thread of node 0 is the server, and every process is a worker."""
+"""A center over MPI: a thread of node 0 is the server, and every process is a worker."""
 
 import dataclasses
 import math
@@ -51,14 +51,14 @@ def mpi_center(
       At exit, it waits until all workers have ended, because MPI requires that.
     - If a worker is killed, node 0 logs it and the others continue, provided that the launcher
       does not stop them: use ``srun`` without ``-K``, or MPICH's ``mpiexec
-      -disable-auto-cleanup`` with a shell in between, see the page of the centre in the
+      -disable-auto-cleanup`` with a shell in between, see the page of the center in the
       documentation. MPI cannot be finalized after that. All others therefore exit abruptly at the
       end, with status 0, or 1 after an exception, and an argument of ``sys.exit`` is ignored. Node
       0 must survive.
-    - A worker that starts late calls ``join`` at that time, and starts from the current centre.
+    - A worker that starts late calls ``join`` at that time, and starts from the current center.
 
-    This function is collective over all processes; ``join`` and all later calls are not. A centre
-    serves one optimizer. Make another centre for another optimizer.
+    This function is collective over all processes; ``join`` and all later calls are not. A center
+    serves one optimizer. Make another center for another optimizer.
 
     Args:
         topology: The result of :func:`jdaso.discover_topology`, with one process per node.
@@ -68,7 +68,7 @@ def mpi_center(
             sends heartbeats, also while the worker computes.
         native: As for :func:`jdaso.mpi_exchange`.
         record: ``(worker, message)``, called in order by the server's thread on node 0 for each
-            message that it applies. These messages and the rule determine all centres, bit for bit.
+            message that it applies. These messages and the rule determine all centers, bit for bit.
 
     Returns:
         A :class:`jdaso.center.Center`. ``report()`` contains this worker's exchanges, bytes sent
@@ -79,7 +79,7 @@ def mpi_center(
         ValueError: without MPI, for several processes per node, for numbers that are not positive,
             or for ``native=True`` where compiled code cannot be used.
         JdasoError: If a process does not call ``mpi_center`` within ``timeout``. In ``join`` and
-            ``update``, if the worker's parameters or arguments are not those of the centre, or if
+            ``update``, if the worker's parameters or arguments are not those of the center, or if
             the server does not reply.
 
     >>> import jdaso
@@ -100,7 +100,7 @@ def mpi_center(
             f"mpi_center needs one process per node, got {topology.processes_per_node}: a node is "
             "one worker. Use discover_topology(processes_per_node=1)."
         )
-    barrier(topology, "the creation of a centre", timeout)  # duplicate_comm has no deadline
+    barrier(topology, "the creation of a center", timeout)  # duplicate_comm has no deadline
     native = use_native(native, topology.devices[0].platform)
     comm = topology.duplicate_comm()
     serves = topology.rank == frames.SERVER
@@ -109,7 +109,7 @@ def mpi_center(
         # Only the server handles deaths, but all forward them.
         on_death = hosted.liveness.set_died if hosted else lambda worker: None
         needed = frozenset({frames.SERVER})
-        topology.heartbeat.tolerate_deaths(on_death, silence=True, needed=needed)
+        topology.heartbeat.tolerate_deaths(on_death, needed)
     policy = (worker_exit.server_policy if serves else worker_exit.worker_policy)(topology)
     worker_exit.ignore_death_signal()
     connection = Connection(topology, comm, timeout, gone_after / _HEARTBEATS, policy)
@@ -148,7 +148,7 @@ class _MpiCenter:
     def make_exchange(self, rule: ServerRule) -> Exchange:
         if self._rule is not None:
             raise ValueError(
-                f"this centre already serves '{self._rule.name}': make a centre for each optimizer."
+                f"this center already serves '{self._rule.name}': make a center for each optimizer."
             )
         _check_keeps_dtypes(rule)
         self._rule = rule
@@ -166,7 +166,7 @@ class _MpiCenter:
     def join(self, params: PyTree, saved: CenterState | None = None) -> PyTree:
         if self._rule is None:
             raise ValueError(
-                "there is no optimizer for this centre yet: make one, such as "
+                "there is no optimizer for this center yet: make one, such as "
                 "jdaso.center.async_easgd(center, ...), before you call join."
             )
         check_finite("center.join", "parameter", params, 1)
@@ -243,9 +243,9 @@ def _start_server(
             yield from serve(comm, server, liveness)
         except Exception as error:
             # Otherwise the workers would wait for the server.
-            topology.abort(f"the centre failed: {type(error).__name__}: {error}")
+            topology.abort(f"the center failed: {type(error).__name__}: {error}")
             raise
 
     at_exit = worker_exit.server_exit(topology, liveness)
-    Progress(topology, math.inf, at_exit, topology.abort).submit(operation(), "the centre")
+    Progress(topology, math.inf, at_exit, topology.abort).submit(operation(), "the center")
     return _HostedServer(server, liveness)

@@ -23,7 +23,7 @@ Record = Callable[[int, list[np.ndarray]], None]
 
 
 class CenterServer:
-    """The state of the centre, and the number of exchanges of each worker.
+    """The state of the center, and the number of exchanges of each worker.
 
     ``describe(worker)`` names a worker in errors. ``record(worker, message)`` is called in order
     for each message that the rule has applied.
@@ -55,7 +55,7 @@ class CenterServer:
     def _execute(self, worker: int, frame: Frame) -> list[np.ndarray]:
         """Executes any other request than to join, and returns the content of the reply."""
         if self._state is None or self.rule is None:
-            raise ValueError("there is no centre yet; call center.join(params) first.")
+            raise ValueError("there is no center yet; call center.join(params) first.")
         if frame.kind == frames.EXCHANGE:
             return self._exchange(worker, frame, self._state, self.rule)
         if frame.kind == frames.READ:
@@ -74,7 +74,7 @@ class CenterServer:
         if frame.fingerprint != self._fingerprint or size != expected:
             same = "the same size, but another rule or other shapes"
             raise ValueError(
-                f"rule or shapes are not those of the centre ({rule.name}; {len(self._outline)} "
+                f"rule or shapes are not those of the center ({rule.name}; {len(self._outline)} "
                 f"leaves, {expected} bytes), got {same if size == expected else f'{size} bytes'}. "
                 "Use the same model and the same arguments on all workers."
             )
@@ -90,7 +90,7 @@ class CenterServer:
                 updated, reply = rule.update(state, self._staging.leaves)
             if lost := self._not_finite(updated.center):
                 raise ValueError(
-                    f"the centre would overflow with this worker's message, in {lost}. The message "
+                    f"the center would overflow with this worker's message, in {lost}. The message "
                     "was ignored: lower the learning rate or alpha."
                 )
             if self._record is not None:
@@ -102,11 +102,11 @@ class CenterServer:
         return [sums for _, sums in self._staging.pairs]
 
     def _join(self, worker: int, frame: Frame) -> Replies:
-        """Replies with the current centre, also to workers that asked before it was created."""
+        """Replies with the current center, also to workers that asked before it was created."""
         rule_name, outline, leaves, saved = frames.decode(frame.content)
         if self.rule is not None and rule_name != self.rule.name:
             raise ValueError(
-                f"its rule is '{rule_name}', that of the centre is '{self.rule.name}'. Use the "
+                f"its rule is '{rule_name}', that of the center is '{self.rule.name}'. Use the "
                 "same algorithm with the same arguments on all workers."
             )
         if self._state is None and (leaves is None or worker != frames.SERVER):
@@ -140,7 +140,7 @@ class CenterServer:
         check_alike([self._outline, outline], lambda index: self._describe((0, worker)[index]))
 
     def _refusal(self, worker: int, frame: Frame, error: Exception) -> np.ndarray:
-        text = f"the centre refuses a message of {self._describe(worker)}: {error}"
+        text = f"the center refuses a message of {self._describe(worker)}: {error}"
         return frames.pack(frames.REFUSAL, frame.request, frames.encode(text))
 
 
@@ -159,7 +159,7 @@ def _checked(new: CenterState, old: CenterState) -> CenterState:
 
     if outline(new) != outline(old):
         raise ValueError(
-            f"the saved state must have the shapes and dtypes of the centre, {outline(old)}, got "
+            f"the saved state must have the shapes and dtypes of the center, {outline(old)}, got "
             f"{outline(new)}. Pass what center.read returned for the same model."
         )
     named = jax.tree_util.tree_leaves_with_path(new)

@@ -1,4 +1,4 @@
-"""A worker's side of a centre over MPI: posts messages to the server, and collects its replies."""
+"""A worker's side of a center over MPI: posts messages to the server, and collects its replies."""
 
 import time
 from collections.abc import Callable
@@ -52,7 +52,7 @@ class WorkerTransport:
 
     def ask(self, kind: int, content: Any) -> np.ndarray:
         """Sends a request other than an exchange, and waits for the content of its reply."""
-        description = f"a request to the centre, sent by {self._name},"
+        description = f"a request to the center, sent by {self._name},"
         return self._connection.wait(
             self._connection.submit(kind, description, frames.encode(content))
         )
@@ -61,8 +61,8 @@ class WorkerTransport:
         if number == UNCOUNTED:
             raise ValueError(ONLY_WITH_THE_SERVER)
         posted_twice = (
-            f"exchange {number} with the centre was posted twice in {self._name}: one optimizer "
-            "state was stepped twice (as optax.MultiSteps does), or two states share this centre. "
+            f"exchange {number} with the center was posted twice in {self._name}: one optimizer "
+            "state was stepped twice (as optax.MultiSteps does), or two states share this center. "
             "To return to an earlier state, call tx.init first."
         )
         return self._table.reserve(number, layout, posted_twice)
@@ -73,7 +73,7 @@ class WorkerTransport:
                 return
             request = self._connection.submit(
                 frames.EXCHANGE,
-                f"exchange {number} with the centre, posted by {self._name} after step {step},",
+                f"exchange {number} with the center, posted by {self._name} after step {step},",
                 [vector for vector, _ in staging.pairs],
                 contributes=bool(header[0] > 0),
                 fingerprint=frames.fingerprint(self.rule_name, staging.specs),
@@ -81,7 +81,7 @@ class WorkerTransport:
             size = sum(vector.nbytes for vector, _ in staging.pairs)
             self._report["bytes_sent"] += size
             self._table.post(number, _Posted(request, staging))
-        text = "%s posted exchange %d with the centre after step %d, %d bytes"
+        text = "%s posted exchange %d with the center after step %d, %d bytes"
         logger.debug(text, self._name, number, step, size)
 
     def collect(self, number: int, readers: int) -> tuple[StagingBuffers, np.ndarray]:
@@ -91,7 +91,7 @@ class WorkerTransport:
         """
         if (posted := self._table.find(number, readers)) is None:
             raise JdasoError(
-                f"exchange {number} with the centre is not in flight in {self._name}: the "
+                f"exchange {number} with the center is not in flight in {self._name}: the "
                 "optimizer state is from before a restart, or was stepped twice. Call jdaso.drain "
                 "before saving."
             )
@@ -108,7 +108,7 @@ class WorkerTransport:
             if last:
                 self._table.pool.release(posted.staging, readers, reuse=True)
         if first:
-            text = "%s completed exchange %d with the centre; reply after %.6f s, blocked %.6f s"
+            text = "%s completed exchange %d with the center; reply after %.6f s, blocked %.6f s"
             logger.debug(text, self._name, number, posted.request.seconds, seconds)
         return posted.staging, np.array(reply_header(posted.staging.finite()), np.float32)
 

@@ -136,14 +136,6 @@ class StagingBuffers:
             for start in range(0, len(sums), _CHECKED_AT_ONCE)
         )
 
-    def reallocate(self) -> None:
-        """Moves the leaves to new memory. Messages that arrive late are written to the old one."""
-        moved = StagingBuffers(self.specs)
-        for place, leaf in zip(moved.leaves, self.leaves, strict=True):
-            np.copyto(place, leaf)
-        self.pairs, self.leaves, self.sums = moved.pairs, moved.leaves, moved.sums
-        for computed in ("places", "arrived"):
-            self.__dict__.pop(computed, None)
         _ = self.places  # computed here, because several threads may ask for them later
 
     def reset(self) -> None:

@@ -8,7 +8,6 @@ that may import :mod:`jdaso.exchange`.
 - ``collectives``: sums a staging buffer. ``handshake``: compares nodes before that.
 - ``all_reduce``: the sum on MPI's collectives.
 - ``host_collectives``: collective calls outside of exchanges.
-- ``communicators``, ``membership``: the communicators, and the processes that are alive.
-- ``peers``: processes that are late, dead, or have exited.
-- ``shrink``, ``ulfm``: repair after a death, with MPI's fault tolerance.
+- ``communicators``, ``membership``: the communicators.
+- ``peers``: processes that are late, silent, or have exited.
 """

@@ -61,16 +61,6 @@ def shards(length: int, size: int) -> Pieces:
     return Pieces(bounds[:-1], np.diff(bounds))
 
 
-def part(owned: Pieces, index: int, parts: int) -> Pieces:
-    """One part of each member's shard. The parts do not change which member sums an element.
-
-    >>> part(shards(12, 2), 2, 3)
-    Pieces(starts=array([ 4, 10]), counts=array([2, 2]))
-    """
-    first, end = owned.counts * index // parts, owned.counts * (index + 1) // parts
-    return Pieces(owned.starts + first, end - first)
-
-
 def segments(vector: np.ndarray) -> list[slice]:
     """Consecutive parts of a vector, short enough for MPI's counts. Each has its own shards."""
     rows = max(1, _SEGMENT_BYTES // row_bytes(vector))
@@ -87,20 +77,19 @@ def all_reduce(
     vector: np.ndarray,
     sums: np.ndarray,
     arrived: np.ndarray,
-    owned: Pieces,
     chunk_bytes: int,
 ) -> Operation:
-    """Sums the owned elements over the members of a communicator; returns the bytes sent.
+    """Sums a vector over the members of a communicator; returns the bytes sent.
 
     Args:
         comm: Communicator that nothing else uses meanwhile.
         vector: This member's contribution in its wire dtype, one-dimensional or rows of bytes.
         sums: With int8 and float4, receives the sums of the own pieces, which are not rounded.
         arrived: Receives the rounded sums. It is ``sums`` if the wire dtype is that of sums.
-        owned: The elements that each member sums. Elements of no member are not exchanged.
         chunk_bytes: Largest size of one message in bytes.
     """
     size, rank, row = comm.Get_size(), comm.Get_rank(), row_bytes(vector)
+    owned = shards(len(vector), size)
     message = max(chunk_bytes // max(1, size - 1), min(chunk_bytes, _LEAST_MESSAGE_BYTES))
     together = _CHUNKS_BYTES // (size * message)
     ahead = min(max(together, _LEAST_CHUNKS), _MOST_CHUNKS)

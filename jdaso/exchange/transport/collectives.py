@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import zip_longest
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,10 +12,7 @@ from jdaso.core.block_format import format_of
 from jdaso.core.types import JdasoError
 from jdaso.exchange.host.buffers import StagingBuffers
 from jdaso.exchange.transport.all_reduce import (
-    Pieces,
     all_reduce,
-    part,
-    row_bytes,
     segments,
     shards,
     subtract_product,
@@ -25,13 +22,6 @@ from jdaso.exchange.transport.operation import Operation, wait_for
 
 _BROADCAST_BYTES = 1 << 26
 _OUTLINE = np.dtype([("digest", "V32"), ("length", "<i8")])
-
-
-class AllReduceOptions(NamedTuple):
-    """How the bytes of an exchange travel; see :func:`jdaso.mpi_exchange`."""
-
-    senders: str = "one"
-    chunk_bytes: int = 1 << 22
 
 
 class _Segment(NamedTuple):
@@ -50,32 +40,15 @@ def _segments(staging: StagingBuffers) -> list[_Segment]:
     ]
 
 
-def sum_staged(
-    comm: Comm, staging: StagingBuffers, options: AllReduceOptions, index: int = 0, parts: int = 1
-) -> Operation:
-    """Sums one part of a staging buffer over a communicator; returns the bytes sent.
+def sum_staged(comm: Comm, staging: StagingBuffers, chunk_bytes: int) -> Operation:
+    """Sums a staging buffer over a communicator; returns the bytes sent.
 
     The sums are rounded to the wire dtype until ``widen_staged`` has converted them.
     """
     sent = 0
     for segment in _segments(staging):
-        owned = part(shards(len(segment.vector), comm.Get_size()), index, parts)
-        sent += yield from all_reduce(comm, *segment, owned, options.chunk_bytes)
+        sent += yield from all_reduce(comm, *segment, chunk_bytes)
     return sent
-
-
-def share_sums(
-    comm: Comm, staging: StagingBuffers, root: int, node: int, nodes: int, index: int, parts: int
-) -> Operation:
-    """Broadcasts the sums of one part from local rank ``root`` to the processes of a node."""
-    requests = []
-    for segment in _segments(staging):
-        pieces = part(shards(len(segment.vector), nodes), index, parts)
-        requests.append(_broadcast_pieces(comm, segment.arrived, pieces, root))
-        if format_of(segment.vector.dtype):  # those of the own pieces are not rounded
-            own = _countable(segment.sums[pieces.of(node)])
-            requests += [comm.Ibcast(piece, root=root) for piece in own]
-    yield from wait_for(requests)
 
 
 def widen_staged(staging: StagingBuffers, node: int, nodes: int) -> Operation:
@@ -170,14 +143,3 @@ def _countable(array: np.ndarray) -> Iterator[np.ndarray]:
     raw = _bytes(array)
     for start in range(0, len(raw), _BROADCAST_BYTES):
         yield raw[start : start + _BROADCAST_BYTES]
-
-
-def _broadcast_pieces(comm: Comm, array: np.ndarray, pieces: Pieces, root: int) -> MpiRequest:
-    """Starts a broadcast of the pieces of an array."""
-    from mpi4py import MPI
-
-    starts, counts = (cast(Sequence[int], row_bytes(array) * numbers) for numbers in pieces)
-    datatype = MPI.BYTE.Create_hindexed(counts, starts).Commit()
-    request = comm.Ibcast([_bytes(array), 1, datatype], root=root)
-    datatype.Free()  # MPI keeps it until the broadcast completes
-    return request

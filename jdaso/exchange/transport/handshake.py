@@ -1,13 +1,11 @@
 """Compares what the processes are about to exchange, and sums the headers."""
 
-import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jdaso.cluster.mpi_types import Comm
 from jdaso.core.exchange import AGREEMENT_NAMES, HEADER_SIZE, UNCOUNTED
-from jdaso.core.log import logger
 from jdaso.core.types import JdasoError
 from jdaso.exchange.transport.all_reduce import add_in_order
 from jdaso.exchange.transport.collectives import gather
@@ -44,9 +42,6 @@ _EXIT = -2
 # The last entries of a header are agreement numbers, which are compared and not summed.
 _AGREEMENT = slice(-len(AGREEMENT_NAMES), None)
 _SUMMED = slice(None, -len(AGREEMENT_NAMES))
-#: Index in the header of a consensus. If a node consists of several programs, the fingerprint of
-#: this program's leaves stands there. A consensus has no losses, which stand there otherwise.
-WITHIN_NODE = 1
 
 
 def exchange_name(number: int) -> str:
@@ -68,7 +63,6 @@ def handshake(
     step: int,
     header: np.ndarray,
     contributors: np.ndarray,
-    same_node: np.ndarray,
     describe: Callable[[int], str],
     content: int = 0,
 ) -> Operation:
@@ -82,8 +76,6 @@ def handshake(
         fingerprint: Checksum of the shapes and dtypes of the exchanged arrays.
         step: Optimizer step after which it was posted.
         contributors: Ranks whose headers are summed, one per node.
-        same_node: Ranks of the processes of this node. If their arrays differ in a consensus, this
-            is logged.
         content: what :class:`Watch` has found about the arrays.
 
     Returns:
@@ -110,8 +102,6 @@ def handshake(
     for rank in np.flatnonzero(differs.any(axis=1))[:1]:
         other = records["header"][rank]
         _raise_disagreement(name, header, other, [describe(own), describe(rank)])
-    if number == UNCOUNTED:
-        _warn_if_different(records["header"][same_node, WITHIN_NODE], same_node, describe)
     total = header.copy()
     # All members add in the same order and therefore get the same bits.
     headers = records["header"][contributors]
@@ -132,25 +122,6 @@ def exit_barrier(comm: Comm) -> Operation:
         records = yield from gather(comm, record)
         if (records["number"] == _EXIT).all():
             return
-
-
-def _warn_if_different(
-    fingerprints: np.ndarray, ranks: np.ndarray, describe: Callable[[int], str]
-) -> None:
-    """Logs the first process of a node whose arrays differ from those of the node's first one."""
-    for i in np.flatnonzero(fingerprints != fingerprints[0])[:1]:
-        _log_once(describe(int(ranks[0])), describe(int(ranks[i])))
-
-
-@functools.cache
-def _log_once(first: str, other: str) -> None:
-    logger.warning(
-        "in a consensus or drift, the arrays of %s differ from those of %s, which belongs to the "
-        "same node. The result is the mean over the first process of each node. If the arrays are "
-        "parameters, pass across=jdaso.exchange.process_mean(topology) to "
-        "jdaso.local_value_and_grad, or call discover_topology(join_processes=True).",
-        *(other, first),
-    )
 
 
 def _plan(header: np.ndarray) -> str:

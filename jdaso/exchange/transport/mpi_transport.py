@@ -1,6 +1,5 @@
 """Posts and collects the exchanges of one process."""
 
-import itertools
 import math
 import time
 from collections.abc import Mapping
@@ -21,7 +20,6 @@ from jdaso.exchange.host.layout import Layout
 from jdaso.exchange.host.transport_protocol import abort_on_error
 from jdaso.exchange.transport.handshake import exchange_name
 from jdaso.exchange.transport.membership import Membership
-from jdaso.exchange.transport.operation import Operation
 from jdaso.exchange.transport.progress import Progress
 from jdaso.exchange.transport.request import Request
 from jdaso.exchange.transport.statistics import Statistics
@@ -102,21 +100,11 @@ class MpiTransport:
             if number != UNCOUNTED and step >= self._total:
                 logger.warning(_PAST_THE_END, self._name, self._total)
                 self._total = math.inf
-            queue = self._membership.exchanges.queue(number)
-            attempts, before = itertools.count(), self._last_of_queue.get(queue)
-            watch = self._watch
-
-            def exchange() -> Operation:
-                if next(attempts):
-                    staging.reallocate()
-                communicators = self._membership.exchanges
-                return communicators.exchange(number, step, header, staging, before, watch)
-
-            operation = self._membership.repeated(
-                exchange, lambda: self._membership.exchanges.agreement(number), f"queue {queue}"
-            )
+            communicators = self._membership.exchanges
+            queue = communicators.queue(number)
+            before = self._last_of_queue.get(queue)
             request = self._progress.submit(
-                operation,
+                communicators.exchange(number, step, header, staging, before, self._watch),
                 _description(number, step, self._name),
                 measured=number != UNCOUNTED,
                 call=self._membership.call("exchanges"),

@@ -19,11 +19,6 @@ class WaitState(NamedTuple):
     ranks: frozenset[int] = frozenset()  # whose messages are missing, where that is known
     progressed: bool = False  # since its previous state
     requests: tuple[MpiRequest, ...] = ()  # if not empty, it waits for one of them to complete
-    needs_repair: bool = False  # it can continue only after the communicators are repaired
-
-
-class Repaired(Exception):
-    """Thrown into running operations after the communicators have been repaired."""
 
 
 Operation = Generator[WaitState, None, Any]
@@ -45,24 +40,3 @@ def run(operation: Operation) -> Any:
         except StopIteration as end:
             return end.value
         time.sleep(_POLL_SECONDS)
-
-
-def interleave(operations: Iterable[Operation]) -> Operation:
-    """Runs operations interleaved, and returns the sum of their results."""
-    active, result = list(operations), 0
-    while active:
-        states, waiting = [], []
-        for operation in active:
-            try:
-                states.append(next(operation))
-                waiting.append(operation)
-            except StopIteration as end:
-                result += end.value
-        progressed = len(waiting) < len(active) or any(state.progressed for state in states)
-        active = waiting
-        if active:
-            requests = [state.requests for state in states]
-            yield WaitState(
-                progressed=progressed, requests=sum(requests, ()) if all(requests) else ()
-            )
-    return result

@@ -1,6 +1,4 @@
-"""The other processes, as a progress thread sees them: late, dead, or exited."""
-
-import time
+"""The other processes, as a progress thread sees them: late, silent, or exited."""
 
 from jdaso.cluster.ranks import name_ranks
 from jdaso.cluster.roll_call import Answer
@@ -8,10 +6,8 @@ from jdaso.cluster.topology import Topology
 from jdaso.core.log import logger
 from jdaso.core.types import JdasoError
 from jdaso.exchange.transport.handshake import closed_without
-from jdaso.exchange.transport.membership import Membership
 from jdaso.exchange.transport.request import Request
 
-_POLL_SECONDS = 0.5
 _ASK_SECONDS = 1.0
 _UNKNOWN = "other processes (unknown which)"
 # Two processes that wait for each other are given this time, because their reports may be outdated.
@@ -19,13 +15,11 @@ _DEADLOCK_SECONDS = 10.0
 
 
 class Peers:
-    """The processes of a topology that have not died. Without a recovery, a death is an error."""
+    """The other processes of a topology: those that are late, and those that have exited."""
 
-    def __init__(self, topology: Topology, recovery: Membership | None = None):
+    def __init__(self, topology: Topology):
         self.topology = topology
-        self._describe = topology.describe  # of the ranks at the start
-        self.recovery = recovery
-        self._poll_after = 0.0
+        self._describe = topology.describe
         heartbeat = topology.heartbeat
         self._roll_call = heartbeat.roll_call if heartbeat is not None else None
 
@@ -33,13 +27,6 @@ class Peers:
     def own_name(self) -> str:
         """Rank and host of this process."""
         return self.topology.describe(self.topology.rank)
-
-    def poll(self) -> bool:
-        """Whether a death is to be repaired. Looks twice per second."""
-        if self.recovery is None or time.monotonic() < self._poll_after:
-            return False
-        self._poll_after = time.monotonic() + _POLL_SECONDS
-        return self.recovery.needs_repair()
 
     def check(self, request: Request, now: float) -> None:
         """Fails a request that cannot complete or whose deadline has passed. Warns of delays."""
@@ -113,7 +100,3 @@ class Peers:
             texts.append(f"and {answer.absent - len(answer.names)} more")
         texts += [f"{self._describe(p.rank)} waits for {p.name}" for p in answer.names if p.awaited]
         return "; ".join(texts)
-
-    def repair(self) -> None:
-        assert self.recovery is not None
-        self.topology = self.recovery.repair()

@@ -17,7 +17,6 @@ from jdaso.cluster.roll_call import Call
 from jdaso.cluster.topology import Topology
 from jdaso.core.types import JdasoError
 from jdaso.exchange.transport.deadlines import Deadlines
-from jdaso.exchange.transport.membership import Membership
 from jdaso.exchange.transport.operation import Operation
 from jdaso.exchange.transport.peers import Peers
 from jdaso.exchange.transport.polling import Polling
@@ -25,8 +24,6 @@ from jdaso.exchange.transport.request import Request
 
 # After a longer pause between two looks, the process was stopped or the machine was suspended.
 _SUSPENDED_SECONDS = 5.0
-# Without operations, the thread looks for deaths this often, if a job survives them.
-_IDLE_SECONDS = 0.5
 # If nobody has awaited an error for this long, the program is blocked somewhere else.
 _UNAWAITED_SECONDS = 60.0
 # Failed requests of closed exchanges. They are kept until the process ends, because MPI may still
@@ -42,7 +39,6 @@ class Progress:
         announce_exit: Called with this object when it closes. Waits until this process may exit.
         abort: ``(reason)``, ends the job if an operation cannot complete at exit, or if it fails
             and nobody awaits it.
-        recovery: Repairs communicators after a death. None: operations fail.
     """
 
     def __init__(
@@ -51,10 +47,9 @@ class Progress:
         timeout: float,
         announce_exit: Callable[["Progress"], None],
         abort: Callable[[str], None],
-        recovery: Membership | None = None,
     ):
         self._announce_exit, self._abort = announce_exit, abort
-        self._peers = Peers(topology, recovery)
+        self._peers = Peers(topology)
         self._deadlines = Deadlines(timeout)
         self._requests: list[Request] = []
         self._failed: list[Request] = []
@@ -136,17 +131,9 @@ class Progress:
                 for request in requests:
                     request.postpone(paused)
             self._abort_if_unawaited()
-            # Not while closing: exited processes look dead to MPI. Operations report a real death.
-            died = not self._closing and self._peers.poll()
             for request in requests:
                 request.step()
                 self._peers.check(request, polling.looked_at)
-            if self._peers.recovery and (died or any(r.state.needs_repair for r in requests)):
-                self._peers.repair()
-                polling.look()
-                for request in requests:
-                    if not request.done.is_set():
-                        request.restart()
             polling.note([r.state for r in requests if not r.done.is_set()])
             if requests and not self._remove_completed(requests):
                 polling.poll(requests)
@@ -155,8 +142,7 @@ class Progress:
         """The requests. Without any, it waits for the next one, or until it is time to look."""
         if not self._requests and not self._closed:
             unawaited = not all(request.awaited for request in self._failed)
-            limit = _UNAWAITED_SECONDS if unawaited else -1
-            self._polling.sleep(_IDLE_SECONDS if self._peers.recovery else limit)
+            self._polling.sleep(_UNAWAITED_SECONDS if unawaited else -1)
             self._polling.reset()
         with self._lock:
             return list(self._requests)

@@ -8,7 +8,7 @@ from typing import Any
 from jdaso.cluster.roll_call import Call
 from jdaso.core.types import JdasoError
 from jdaso.exchange.transport.deadlines import Deadlines
-from jdaso.exchange.transport.operation import Operation, Repaired, WaitState
+from jdaso.exchange.transport.operation import Operation, WaitState
 
 _BUSY_SECONDS = 0.5  # between two looks at whether a process is busy
 
@@ -47,7 +47,7 @@ class Request:
         #: Since when another process and this one seem to wait for each other.
         self.deadlocked_since: float | None = None
         self._operation = operation
-        self._begun = self._continues = False
+        self._continues = False
         self._raised: Exception | None = None  # by MPI
 
     @property
@@ -68,10 +68,10 @@ class Request:
             raise self.error
         return self.result
 
-    def step(self, advance: Callable[[], WaitState] | None = None) -> None:
+    def step(self) -> None:
         """Advances the operation as far as possible without waiting."""
         try:
-            self.state = (advance or self._advance)()
+            self.state = self._advance()
         except StopIteration as end:
             self.result = end.value
             self.seconds = time.monotonic() - self.started_at
@@ -82,12 +82,6 @@ class Request:
             failure = JdasoError(f"{self.description} failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self.fail(failure)
-
-    def restart(self) -> None:
-        """Restarts the operation over the repaired communicators, with a new deadline."""
-        self.postpone(time.monotonic() - self.started_at)
-        if self._begun:  # otherwise it has not used the old communicators
-            self.step(lambda: self._operation.throw(Repaired()))
 
     def postpone(self, seconds: float) -> None:
         self.started_at += seconds
@@ -112,7 +106,6 @@ class Request:
         return not requests or self._continues
 
     def _advance(self) -> WaitState:
-        self._begun = True
         if not self.can_continue():
             return self.state._replace(progressed=False)
         self._continues, raised, self._raised = False, self._raised, None

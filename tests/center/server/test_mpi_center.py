@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import jdaso
-from jdaso.center.rules import elastic_rule, momentum_rule
+from jdaso.center.async_easgd import elastic_rule
+from jdaso.center.downpour import momentum_rule
 from jdaso.center.server.mpi_center import _check_keeps_dtypes
 
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdaso.center.rules import averaging_rule, elastic_rule, summing_rule
+from jdaso.center.async_easgd import elastic_rule
+from jdaso.center.downpour import averaging_rule, summing_rule
 from jdaso.center.server import frames
 from jdaso.center.server.frames import (
     EXCHANGE,
@@ -74,13 +75,13 @@ def test_an_exchange_is_the_rule():
     server = server_of(rule, record=lambda worker, message: log.append((worker, message)))
     kind, content = ask(server, 1, exchange(rule))
     assert kind == REPLY
-    assert content.view(np.float32).tolist() == [1, 2, 3, 4]  # the old centre
+    assert content.view(np.float32).tolist() == [1, 2, 3, 4]  # the old center
     assert np.concatenate([np.ravel(x) for x in state(server).center]).tolist() == [3, 4, 5, 6]
     assert [(worker, message[0].tolist()) for worker, message in log] == [(1, [5, 6, 7])]
     assert server.exchanges == {0: 0, 1: 1, 2: 0}
 
 
-def test_a_worker_that_does_not_contribute_gets_the_centre_and_changes_nothing():
+def test_a_worker_that_does_not_contribute_gets_the_center_and_changes_nothing():
     rule = averaging_rule()
     server = server_of(rule)
     nothing = [np.full(3, np.nan, np.float32), np.zeros(1, np.float32)]
@@ -100,7 +101,7 @@ def written(**fields):
 
 
 BAD = {
-    "too short": (exchange(RULE, MESSAGE[:1]), "rule or shapes are not those of the centre"),
+    "too short": (exchange(RULE, MESSAGE[:1]), "rule or shapes are not those of the center"),
     "another rule": (exchange(RULE, fingerprint=1), "rule or shapes are not those"),
     "not finite": (exchange(RULE, [np.float32([np.inf, 0, 0]), MESSAGE[1]]), r"in \['\w'\]"),
     "no such kind": (pack(99, 3, MESSAGE), "unknown kind 99"),
@@ -132,7 +133,7 @@ def test_a_bad_message_is_refused_and_changes_nothing(case):
     server = server_of(RULE)
     before = state(server)
     text = refusal(server, 1, frame)
-    assert "the centre refuses a message of rank 1" in text
+    assert "the center refuses a message of rank 1" in text
     assert re.search(match, text), text
     after = state(server)
     assert [x.tolist() for x in before.center] == [x.tolist() for x in after.center]
@@ -144,7 +145,7 @@ def test_an_update_that_overflows_is_refused():
     server = server_of(rule)
     large = [np.full(3, 3e38, np.float32), np.zeros(1, np.float32)]
     assert ask(server, 1, exchange(rule, large))[0] == REPLY
-    assert "the centre would overflow with this worker's message" in refusal(
+    assert "the center would overflow with this worker's message" in refusal(
         server, 2, exchange(rule, large)
     )
     assert np.isfinite(state(server).center[0]).all()
@@ -179,7 +180,7 @@ def test_the_server_survives_any_content(content):
     assert ask(server, 1, exchange(RULE))[0] == REPLY
 
 
-def test_before_the_centre_exists_joins_wait_and_exchanges_are_refused():
+def test_before_the_center_exists_joins_wait_and_exchanges_are_refused():
     server = CenterServer(3, "rank {}".format)
     assert server.handle(2, unpack(joining(RULE))) == []
     assert server.handle(1, unpack(joining(elastic_rule(0.1)))) == []

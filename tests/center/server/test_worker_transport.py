@@ -1,4 +1,4 @@
-"""A worker's side of the centre: an optimizer state that is stepped twice is an error."""
+"""A worker's side of the center: an optimizer state that is stepped twice is an error."""
 
 import numpy as np
 import pytest

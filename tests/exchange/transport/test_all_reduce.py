@@ -12,14 +12,12 @@ from jdaso.exchange.transport import all_reduce as module
 from jdaso.exchange.transport.all_reduce import (
     add_in_order,
     all_reduce,
-    part,
     row_bytes,
     segments,
     shards,
     widen_sums,
     widened,
 )
-from jdaso.exchange.transport.operation import interleave
 
 
 class Network:
@@ -133,32 +131,24 @@ def finished(operations):
     pytest.fail(f"members {sorted(running)} have not completed")
 
 
-def reduce_all(vectors, chunk_bytes, late=(), parts=1):
-    """Every member's sums and bytes sent. The parts run interleaved, each on its own network."""
+def reduce_all(vectors, chunk_bytes, late=()):
+    """Every member's sums and bytes sent."""
     size, dtype = len(vectors), vectors[0].dtype
-    networks = [Network(size, dict(late)) for _ in range(parts)]
+    network = Network(size, dict(late))
     sums = [np.full(sum_shape(v.shape, dtype), np.nan, sum_dtype(dtype)) for v in vectors]
     wide = dtype == sums[0].dtype
     arrived = sums if wide else [np.zeros_like(vector) for vector in vectors]
-    owned = shards(len(vectors[0]), size)
 
     def member(rank):
-        sent = yield from interleave(
-            all_reduce(
-                Member(networks[index], rank),
-                *(vectors[rank], sums[rank], arrived[rank]),
-                part(owned, index, parts),
-                chunk_bytes,
-            )
-            for index in range(parts)
-        )
+        buffers = vectors[rank], sums[rank], arrived[rank]
+        sent = yield from all_reduce(Member(network, rank), *buffers, chunk_bytes)
         if not wide:
-            own = owned.of(rank) if format_of(dtype) else slice(0, 0)
+            own = shards(len(vectors[0]), size).of(rank) if format_of(dtype) else slice(0, 0)
             yield from widen_sums(arrived[rank], sums[rank], size, own)
         return sent
 
     sent = finished(member(rank) for rank in range(size))
-    assert [sent[rank] for rank in range(size)] == np.sum([n.sent for n in networks], 0).tolist()
+    assert [sent[rank] for rank in range(size)] == network.sent
     return sums, sent
 
 
@@ -174,13 +164,12 @@ def expected_sums(vectors):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 9])
 @pytest.mark.parametrize("length", [0, 1, 7, 1000])
-@pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
-def test_every_member_gets_the_sum_in_order(size, length, parts, dtype):
+def test_every_member_gets_the_sum_in_order(size, length, dtype):
     rng = np.random.default_rng(0)
     wire = jnp.dtype(dtype)
     vectors = [rng.normal(size=length).astype(wire) for _ in range(size)]
-    sums, sent = reduce_all(vectors, chunk_bytes=64, parts=parts)
+    sums, sent = reduce_all(vectors, chunk_bytes=64)
     for total in sums:
         np.testing.assert_array_equal(total, expected_sums(vectors))
     assert sum(sent.values()) == 2 * (size - 1) * length * wire.itemsize
@@ -193,21 +182,6 @@ def test_every_member_sends_its_share(size):
     _, sent = reduce_all(vectors, chunk_bytes=4000)
     share = 2 * (size - 1) / size * vectors[0].nbytes
     assert all(abs(count - share) <= 0.01 * share for count in sent.values())
-
-
-def test_parts_change_no_bit():
-    """Parts change neither the order of addition nor the member that adds."""
-    rng = np.random.default_rng(0)
-    for vectors in (
-        [rng.normal(size=1001).astype(np.float32) for _ in range(3)],
-        *(
-            [pack(rng.normal(size=(101, 64)).astype(np.float32), rows) for _ in range(3)]
-            for rows in FORMATS.values()
-        ),
-    ):
-        whole, _ = reduce_all(vectors, chunk_bytes=500)
-        in_parts, _ = reduce_all(vectors, chunk_bytes=500, parts=4)
-        np.testing.assert_array_equal(in_parts, whole)
 
 
 @pytest.mark.parametrize(
@@ -291,10 +265,9 @@ def test_counts_of_more_than_2_to_31_elements_fit_into_32_bits():
 
     for place in segments(vector):
         segment = vector[place]
-        owned = shards(len(segment), 3)
         with pytest.raises(InterruptedError):
-            next(all_reduce(Comm(), segment, segment, segment, owned, 2**31 - 1))
-        counted += owned.counts[1]  # it sends nothing to itself
+            next(all_reduce(Comm(), segment, segment, segment, 2**31 - 1))
+        counted += shards(len(segment), 3).counts[1]  # it sends nothing to itself
     assert counted == len(vector)
 
 
@@ -317,6 +290,6 @@ def test_messages_are_large_with_many_members(members):
 
     vector = np.empty(members << 17, np.uint8)
     with pytest.raises(InterruptedError):
-        next(all_reduce(Comm(), vector, vector, vector, shards(len(vector), members), 1 << 20))
+        next(all_reduce(Comm(), vector, vector, vector, 1 << 20))
     assert Comm.counts[0] == 0  # its own piece is not sent
     assert (Comm.counts[1:] == (1 << 20 if members == 2 else 1 << 16)).all() or members == 2

@@ -16,13 +16,12 @@ import numpy as np
 import jdaso
 from jdaso.core.exchange import HEADER_SIZE
 from jdaso.exchange.host.layout import LeafSpec, unsharded
-from jdaso.exchange.transport.collectives import AllReduceOptions
 from jdaso.exchange.transport.membership import Membership
 from jdaso.exchange.transport.mpi_transport import MpiTransport
 from jdaso.exchange.transport.progress import Progress
 
 topology = jdaso.discover_topology()
-membership = Membership(topology, AllReduceOptions(), timeout=60.0)
+membership = Membership(topology, chunk_bytes=1 << 22)
 progress = Progress(topology, 60.0, membership.announce_exit, topology.abort)
 transport = MpiTransport(membership, progress)
 transport.reserve(4, unsharded([LeafSpec((3,), np.dtype("float32"))])).fill([np.arange(3.0)])

@@ -2,7 +2,6 @@
 
 import gc
 import queue
-import threading
 import time
 import types
 import weakref
@@ -104,23 +103,6 @@ def test_the_last_operation_runs_while_closing_and_may_take_longer_than_others(a
     with pytest.raises(JdasoError, match="the exchange is closed"):
         progress.submit(late(), "an exchange")
     assert not progress._thread.is_alive()
-
-
-def test_a_death_is_repaired_while_no_operation_is_in_progress(aborts):
-    repaired = threading.Event()
-
-    class Recovery:
-        def needs_repair(self):
-            return not repaired.is_set()
-
-        def repair(self):
-            repaired.set()
-            return Topology()
-
-    idle = Progress(Topology(), TIMEOUT, lambda progress: None, aborts.put, Recovery())
-    assert repaired.wait(PATIENCE)
-    idle.close()
-    assert aborts.empty()
 
 
 def test_an_error_that_nobody_has_awaited_at_exit_aborts_the_job(aborts):

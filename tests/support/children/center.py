@@ -1,4 +1,4 @@
-"""Workers of a centre over MPI: against the simulation, against a replay, and without a worker."""
+"""Workers of a center over MPI: against the simulation, against a replay, and without a worker."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ PERIOD, STEPS = 3, 20
 # NumPy and XLA round differently, by some 1e-7 at each of 60 exchanges.
 TOLERANCE = 1e-5
 
-# name -> a whole optimizer around a centre
+# name -> a whole optimizer around a center
 METHODS = {
     "easgd": lambda c, delay: jdaso.chain(
         SGD, jdaso.center.async_easgd(c, PERIOD, 0.3, delay=delay)
@@ -67,7 +67,7 @@ def simulated(make, turns):
 
 
 def lists(state):
-    """The leaves of a state of a centre, as numbers."""
+    """The leaves of a state of a center, as numbers."""
     return jax.tree.leaves(state)
 
 
@@ -134,7 +134,7 @@ def devices():
 
 
 def resumed():
-    """All workers return to a saved centre, in a new centre and in the same one."""
+    """All workers return to a saved center, in a new center and in the same one."""
 
     def go_on(center, tx, clock):
         assert_close(lists(center.read(first_params())), lists(saved), rtol=0)
@@ -163,7 +163,7 @@ def resumed():
 
 
 def replay():
-    """The centre is the result of applying the rule to the messages in order of arrival."""
+    """The center is the result of applying the rule to the messages in order of arrival."""
     for name, delay in [("easgd", 0), ("eamsgd", 2), ("adownpour", 1), ("mdownpour", 0)]:
         replay_with(name, delay)
         topology.comm.barrier()
@@ -258,13 +258,13 @@ def failed():
 
 
 def late():
-    """Rank 2 joins after the others have updated the centre, and starts from it."""
+    """Rank 2 joins after the others have updated the center, and starts from it."""
     center = jdaso.center.mpi_center(topology)
     tx = METHODS["downpour"](center, 0)
     params = first_params()
     if rank == 2:
         early = refusal(lambda: center.read(params))
-        assert "there is no centre yet" in early or "not refused" in early
+        assert "there is no center yet" in early or "not refused" in early
         topology.comm.barrier()
         wait_until(lambda: int(center.read(params).clock) == 20)
         joined = center.join(params)
@@ -296,7 +296,7 @@ def refused():
     assert all(part in text for part in parts[rank]), text
     # A worker that has not joined is refused at its first exchange.
     text = refusal(lambda: train(tx, params, PERIOD + 1))
-    assert "rule or shapes are not those of the centre" in text, text
+    assert "rule or shapes are not those of the center" in text, text
 
 
 CASES = (alone, devices, replay, resumed, stopped, killed, failed, late, refused)

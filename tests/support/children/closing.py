@@ -1,7 +1,7 @@
 """Exchanges that are closed give everything back; one too many that are not is an error.
 
 closing.py closed|open|"other order"|"at exit"|"one alone"|"steps not awaited"
-[DEVICES|"an exchange"|"a centre"]
+[DEVICES|"an exchange"|"a center"]
 """
 
 import sys
@@ -52,7 +52,7 @@ if sys.argv[1] == "open":
     kept = [jdaso.mpi_exchange(topology) for _ in range(MANY)]  # raises
 if sys.argv[1] == "one alone":
     exchange = jdaso.mpi_exchange(topology)
-    create = jdaso.center.mpi_center if sys.argv[2] == "a centre" else jdaso.mpi_exchange
+    create = jdaso.center.mpi_center if sys.argv[2] == "a center" else jdaso.mpi_exchange
     if topology.rank == 0:
         create(topology, timeout=2)  # raises
     time.sleep(100)

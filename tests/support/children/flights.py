@@ -10,7 +10,8 @@ import numpy as np
 from common import SGD, first_params, gradients, make_step, saved_leaves
 
 import jdaso
-from jdaso.checkpoint import Checkpoints, restore
+from jdaso.checkpoint import Checkpoints
+from jdaso.checkpoint import checkpoints as module
 
 STEPS, SAVED_AT = 12, 6
 folder, case = sys.argv[1:]
@@ -61,7 +62,7 @@ exchanges, txs, like = fresh(**options.get(case, {}))
 if case == "other order":
     exchanges.reverse()
 if case == "other bits":
-    read = restore.read_part
+    read = module.read_part
 
     def altered(reader, path):
         part = read(reader, path)
@@ -71,7 +72,7 @@ if case == "other bits":
         }
         return part._replace(in_flight=flights)
 
-    restore.read_part = altered
+    module.read_part = altered
 restored = Checkpoints(folder, topology, exchanges).restore(like)
 found = train(txs, restored.state, range(SAVED_AT, STEPS))
 for want, got in zip(*map(saved_leaves, (expected, found)), strict=True):

@@ -95,7 +95,7 @@ def main(folder, *jobs):
         for field in ("step", "exchanges"):
             assert getattr(mine, field) == getattr(virtual, field)[topology.node], field
         merge = jax.tree.map(lambda x: x[topology.node], virtual.fragments[0].merge)
-        assert_close(mine.fragments[0].merge, merge)  # the centre
+        assert_close(mine.fragments[0].merge, merge)  # the center
 
 
 main(*sys.argv[1:])

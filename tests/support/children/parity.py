@@ -27,9 +27,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--algorithms", nargs="+", default=["daso"], help="or 'all' but daso")
 parser.add_argument("--exchange", default="mpi", choices=("mpi", "mpi4jax"))
 parser.add_argument("--devices", type=int, default=1)
-parser.add_argument("--processes-per-node", type=int, default=1)
 parser.add_argument("--chunk-bytes", type=int, default=1 << 20)
-parser.add_argument("--senders", default="one")
 parser.add_argument("--dtypes", nargs="+", default=["float32"])
 parser.add_argument("--wires", nargs=2, default=["float32", "bfloat16"])
 parser.add_argument("--delay", type=int, default=2)
@@ -42,7 +40,7 @@ if arguments.bad:
 if "float64" in arguments.dtypes:
     jax.config.update("jax_enable_x64", True)
 jdaso.cluster.use_virtual_devices(arguments.devices)
-topology = jdaso.discover_topology(processes_per_node=arguments.processes_per_node)
+topology = jdaso.discover_topology(processes_per_node=1)
 replicated = NamedSharding(topology.mesh, PartitionSpec())
 LEAVES = len(jax.tree.leaves(first_params(arguments.dtypes)))
 
@@ -63,8 +61,7 @@ def all_in_flight(exchange):
 
 def make_exchange():
     if arguments.exchange == "mpi":
-        given = {name: getattr(arguments, name) for name in ("chunk_bytes", "senders")}
-        return jdaso.mpi_exchange(topology, **given)
+        return jdaso.mpi_exchange(topology, chunk_bytes=arguments.chunk_bytes)
     return jdaso.exchange.mpi4jax_exchange(topology)
 
 
@@ -108,7 +105,7 @@ def check(build, steps):
     assert (int(mine.skipped) > 0) == (arguments.bad and topology.node == 1)
     for flight, on_axis in zip(
         mine.fragments, theirs.fragments, strict=True
-    ):  # centres and anchors
+    ):  # centers and anchors
         own = jax.tree.map(lambda x: x[topology.node], on_axis.merge)
         assert_close(flight.merge, own)
     same = jdaso.consensus(exchange, params)

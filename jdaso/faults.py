@@ -1,4 +1,4 @@
-"""Injects faults into exchanges, gradients and checkpoints.
+"""Injects faults into exchanges, gradients and checkpoints, to test how a job reacts.
 
     faults = [Fault(Kind.STUCK, rank=1, step=12)]
     exchange = faulty(jdaso.mpi_exchange(topology), faults, topology.rank)
@@ -8,12 +8,14 @@ for MPI jobs with one device per process. bench/README.md lists how jdaso reacts
 """
 
 import contextlib
+import enum
 import functools
+import os
 import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,29 +28,111 @@ from jax.experimental import io_callback
 
 from jdaso.checkpoint.checkpoints import Checkpoints
 from jdaso.core.exchange import Exchange
+from jdaso.core.log import logger
 from jdaso.core.types import Leaves, PyTree
-from jdaso.faults.fault import LINK, Fault, Kind, PendingFaults, apply_before_post, die
+from jdaso.core.validation import check_number, check_whole
 
-_BEFORE_POST = LINK | {
-    *(Kind.FAIL_BEFORE_POST, Kind.STUCK, Kind.SLOW_POST, Kind.WRONG_SHAPE, Kind.SIGTERM)
+__all__ = ["Fault", "FaultyCheckpoints", "Kind", "faulty", "faulty_gradients"]
+
+
+class Kind(enum.Enum):
+    """What happens to a process."""
+
+    FAIL_BEFORE_POST = "killed before it posts"
+    FAIL_IN_FLIGHT = "killed after it has posted"
+    FAIL_IN_FINISH = "killed before it collects the result of an exchange"
+    STUCK = "stopped (SIGSTOP) before it posts"
+    SLOW_POST = "sleeps for some seconds before it posts"
+    SLOW_LINK = "has a slow link for some seconds, from before it posts"
+    LINK_DOWN = "has no link for some seconds, from before it posts"
+    NAN = "computes gradients that are not finite"
+    WRONG_SHAPE = "posts a leaf with one number too many"
+    KILL_IN_CHECKPOINT = "killed while it writes a checkpoint"
+    DISK_FULL = "cannot write files above 10 kB, from a checkpoint on"
+    SIGTERM = "receives SIGTERM before it posts"
+
+
+_LINK = {Kind.SLOW_LINK, Kind.LINK_DOWN}
+# The signals that a process receives before it posts.
+_SIGNALS = {
+    Kind.FAIL_BEFORE_POST: signal.SIGKILL,
+    Kind.STUCK: signal.SIGSTOP,
+    Kind.SIGTERM: signal.SIGTERM,
 }
-_OF_EXCHANGES = _BEFORE_POST | {Kind.FAIL_IN_FLIGHT, Kind.FAIL_IN_FINISH}
+_BEFORE_POST = {*_LINK, *_SIGNALS, Kind.SLOW_POST, Kind.WRONG_SHAPE}
+_OF_EXCHANGES = {*_BEFORE_POST, Kind.FAIL_IN_FLIGHT, Kind.FAIL_IN_FINISH}
 # Enough for the small files of a checkpoint, and for no array.
 _FULL_DISK_BYTES = 10_000
 _POLL_SECONDS = 1e-4
 
 
+class Fault(NamedTuple):
+    """A fault that happens once, at the first opportunity from a step on.
+
+    Attributes:
+        kind: What happens. If the kind says "posts", the opportunity is an exchange posted after
+            this step or a later one. For a checkpoint, it is one saved at this step or later.
+        rank: Rank of the process.
+        step: Optimizer step, counted from 0.
+        seconds: Duration, if the kind says "some seconds".
+
+    >>> Fault(Kind.SLOW_POST, rank=1, step=12, seconds=3.0).kind.value
+    'sleeps for some seconds before it posts'
+    """
+
+    kind: Kind
+    rank: int
+    step: int
+    seconds: float = 0.0
+
+
+class _PendingFaults:
+    """The faults of one process that have not happened yet; ValueError for an invalid fault.
+
+    >>> pending = _PendingFaults([Fault(Kind.STUCK, rank=1, step=12)], rank=1)
+    >>> [len(pending.take({Kind.STUCK}, step)) for step in (11, 13, 14)]
+    [0, 1, 0]
+    """
+
+    def __init__(self, faults: Iterable[Fault], rank: int):
+        faults = list(faults)
+        for fault in faults:
+            if not isinstance(fault.kind, Kind):
+                raise ValueError(f"kind must be one of jdaso.faults.Kind, got {fault.kind!r}.")
+            check_whole("rank", fault.rank, 0)
+            check_whole("step", fault.step, 0)
+            check_number("seconds", fault.seconds)
+        self._rank = rank
+        self._pending = [fault for fault in faults if fault.rank == rank]
+
+    def kinds(self) -> set[Kind]:
+        return {fault.kind for fault in self._pending}
+
+    def take(self, kinds: Collection[Kind], step: int) -> list[Fault]:
+        """Removes, logs and returns the faults of these kinds that are due at a step."""
+        due = [fault for fault in self._pending if fault.kind in kinds and fault.step <= step]
+        self._pending = [fault for fault in self._pending if fault not in due]
+        for fault in due:
+            logger.warning("fault: rank %d, step %d: %s", self._rank, step, fault.kind.value)
+        return due
+
+
 class _ExchangeCallbacks:
     """Host callbacks that apply the faults of this process around its exchanges."""
 
-    def __init__(self, pending: PendingFaults, link: Callable[[Fault], None] | None):
+    def __init__(self, pending: _PendingFaults, link: Callable[[Fault], None] | None):
         self._pending, self._link = pending, link
         self._fatal_numbers: set[int] = set()  # of exchanges whose collection kills this process
 
     def before_post(self, step: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         due = self._pending.take(_BEFORE_POST, int(step))
         for fault in due:
-            apply_before_post(fault, self._link)
+            if fault.kind in _SIGNALS:
+                os.kill(os.getpid(), _SIGNALS[fault.kind])
+            elif fault.kind is Kind.SLOW_POST:
+                time.sleep(fault.seconds)
+            elif fault.kind in _LINK and self._link is not None:
+                self._link(fault)
         if self._pending.take({Kind.FAIL_IN_FINISH}, int(step)):
             self._fatal_numbers.add(int(number))
         wrong_shape = any(fault.kind is Kind.WRONG_SHAPE for fault in due)
@@ -56,12 +140,12 @@ class _ExchangeCallbacks:
 
     def after_post(self, step: np.ndarray, following: np.ndarray) -> np.ndarray:
         if self._pending.take({Kind.FAIL_IN_FLIGHT}, int(step)):
-            die()
+            _die()
         return np.asarray(following)
 
     def before_finish(self, number: np.ndarray) -> np.ndarray:
         if int(number) in self._fatal_numbers:
-            die()
+            _die()
         return np.asarray(number)
 
 
@@ -91,18 +175,18 @@ def faulty(
     >>> faulty(exchange, [Fault(Kind.STUCK, rank=1, step=12)], rank=0) is exchange
     True
     """
-    pending = PendingFaults(faults, rank)
+    pending = _PendingFaults(faults, rank)
     if not pending.kinds() & _OF_EXCHANGES:
         return exchange
-    if link is None and pending.kinds() & LINK:
+    if link is None and pending.kinds() & _LINK:
         raise ValueError("SLOW_LINK and LINK_DOWN require link=, a function that cuts the link.")
     return _with_faults(exchange, pending, _ExchangeCallbacks(pending, link))
 
 
 def _with_faults(
-    exchange: Exchange, pending: PendingFaults, callbacks: _ExchangeCallbacks
+    exchange: Exchange, pending: _PendingFaults, callbacks: _ExchangeCallbacks
 ) -> Exchange:
-    """The exchange with host callbacks around its start and finish."""
+    """Puts host callbacks around the start and finish of an exchange."""
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
 
     # The results of the callbacks are used, because that orders them and the exchange.
@@ -113,13 +197,13 @@ def _with_faults(
             callbacks.before_post, (scalar, scalar), step, number
         )
         send = functools.partial(exchange.start, state, number, posted_step, **options)
+
+        def send_longer(leaves: Leaves):
+            first = leaves[0].reshape(-1)
+            return send([jnp.concatenate([first, first[:1]]), *leaves[1:]], header, wire)
+
         if Kind.WRONG_SHAPE in pending.kinds():
-            sent = lax.cond(
-                wrong_shape > 0,
-                lambda xs: send(_longer(xs), header, wire),
-                lambda xs: send(xs, header, wire),
-                leaves,
-            )
+            sent = lax.cond(wrong_shape > 0, send_longer, lambda xs: send(xs, header, wire), leaves)
         else:
             sent = send(leaves, header, wire)
         return sent[0], io_callback(callbacks.after_post, scalar, step, sent[1])
@@ -159,7 +243,7 @@ def faulty_gradients(faults: Iterable[Fault], rank: int) -> optax.GradientTransf
     [1. 1.]
     """
     faults = list(faults)
-    PendingFaults(faults, rank)  # checks them
+    _PendingFaults(faults, rank)  # checks them
     steps = jnp.array([f.step for f in faults if f.kind is Kind.NAN and f.rank == rank], jnp.int32)
 
     def update(updates: PyTree, state: FaultyGradientsState, params: PyTree = None):
@@ -183,7 +267,7 @@ class FaultyCheckpoints(Checkpoints):
 
     def __init__(self, checkpoints: Checkpoints, faults: Iterable[Fault], rank: int):
         self.__dict__.update(checkpoints.__dict__)
-        self._pending = PendingFaults(faults, rank)
+        self._pending = _PendingFaults(faults, rank)
 
     def save(self, step: int, state: PyTree) -> None:
         """Saves as :meth:`jdaso.checkpoint.Checkpoints.save`, unless a fault prevents it."""
@@ -203,12 +287,11 @@ def _die_when_written(path: Path) -> None:
     while True:
         with contextlib.suppress(FileNotFoundError):
             if any(other.name.startswith(path.name) for other in path.parent.iterdir()):
-                die()
+                _die()
                 return
         time.sleep(_POLL_SECONDS)
 
 
-def _longer(leaves: Leaves) -> Leaves:
-    """The leaves with one number too many in the first of them."""
-    first = leaves[0].reshape(-1)
-    return [jnp.concatenate([first, first[:1]]), *leaves[1:]]
+def _die() -> None:
+    """Kills this process with SIGKILL, as the kernel does when memory is exhausted."""
+    os.kill(os.getpid(), signal.SIGKILL)

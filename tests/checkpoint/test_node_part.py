@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jdaso.checkpoint.checksums import checksums
+from jdaso.checkpoint.node_part import checksums
 
 ARRAY = np.arange(6, dtype=np.int32).reshape(2, 3)
 

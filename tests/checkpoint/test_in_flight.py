@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import jdaso
-from jdaso.checkpoint.flight_check import check_leaves, exchanges_in_flight
+from jdaso.checkpoint.in_flight import check_leaves, exchanges_in_flight
 from jdaso.core.exchange import HEADER_SIZE, PostedExchange, SentLeaf
 
 KEY = (0, 7)
@@ -42,13 +42,13 @@ def test_other_leaves_are_named(leaves, message):
         check(*leaves)
 
 
-def test_an_exchange_with_a_centre_is_refused():
+def test_an_exchange_with_a_center_is_refused():
     state = jdaso.dasgd(jdaso.single_exchange(), 4, 3).init({"w": jnp.ones(3)})
     for posted in (False, True):
         fragment = state.fragments[0]._replace(posted=jnp.array(posted), exchange=jnp.int32(0))
         waiting = state._replace(fragments=(fragment,))
         if posted:
-            with pytest.raises(jdaso.JdasoError, match=r"centre, .* call jdaso.drain before"):
+            with pytest.raises(jdaso.JdasoError, match=r"center, .* call jdaso.drain before"):
                 exchanges_in_flight(waiting, [])
         else:
             assert exchanges_in_flight(waiting, []) == {}
