@@ -77,7 +77,7 @@ def mixing_merge(own: float) -> Merge:
     def merge(leaves: Leaves, arrival: Arrival, state: PyTree) -> tuple[Leaves, PyTree]:
         return mix_leaves(own, leaves, arrival.mean), state
 
-    return Merge(lambda params: (), merge, own_weight=lambda arrival: own)
+    return Merge(lambda params: (), merge, own_weight=lambda arrival: own, leafwise=True)
 
 
 def mix_leaves(own: float, leaves: Leaves, others: Leaves) -> Leaves:
