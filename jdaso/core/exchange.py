@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from jdaso.core.types import Leaves, Number, PyTree
+from jdaso.core.types import Leaves, Number, Plan, PyTree
 
 #: Names of the quantities that must be equal on all nodes, as error messages show them. The
-#: function :func:`jdaso.core.consistency.agreement_numbers` computes one number for each.
+#: function :func:`agreement_numbers` computes one number for each.
 AGREEMENT_NAMES = ("period", "delay", "phase", "the schedule's state", "the shared state")
 #: Length of the header that travels with every exchange and is never rounded: 1 if the node
 #: contributes, the sum and the number of its losses in this epoch, and its agreement numbers. The
@@ -20,10 +22,10 @@ AGREEMENT_NAMES = ("period", "delay", "phase", "the schedule's state", "the shar
 #: that does not contribute has -k, if leaf k is the first that is not finite, counted from 1, and 0
 #: if all are finite, but a step since the last merge was skipped. These count as 0 in the sum.
 HEADER_SIZE = 3 + len(AGREEMENT_NAMES)
-#: Where the header of an exchange that has ended says whether all sums are finite, 1 or 0.
-FINITE = 3
-#: Where it says whether this node has contributed.
-OWN = 4
+#: Where the header of an exchange that has ended has the number of nodes that have contributed, the
+#: sum and the number of their losses, whether all sums are finite (1 or 0), and whether this node
+#: has contributed.
+MEMBERS, LOSSES, FINITE, OWN = 0, slice(1, 3), 3, 4
 #: Number of an exchange that is finished immediately and does not count.
 UNCOUNTED = -1
 #: Name of a leaf that is the same on all devices of a node, whatever ``shardings`` says.
@@ -128,7 +130,7 @@ def _refuse_posted(posted: dict[int, PostedExchange], sent: dict[int, list[SentL
 
 
 class PartOperations(NamedTuple):
-    """How an exchange copies its leaves in parts, one after the other; see ``parts.py``.
+    """How an exchange copies its leaves in parts, one after the other.
 
     A part is a slice of the leaves to which the exchange is bound.
 
@@ -181,16 +183,16 @@ class Exchange(NamedTuple):
         post_again: ``(posted, sent)``, the inverse of ``posted``, called by all nodes together. It
             posts the given exchanges again and forgets those that were still in flight. ``sent``
             has the list of :class:`SentLeaf` of each.
-        restart: ``(total, params, gradients) -> None``, called when an optimizer state is made,
+        begin_run: ``(total, params, gradients) -> None``, called when an optimizer state is made,
             with the number of steps in the schedule, or None. Its exchanges may have the numbers of
             those of an earlier state, which are then forgotten. Over MPI it warns if the nodes'
             ``params`` differ, unless they are None or traced. ``gradients`` says whether gradients
             are exchanged, and not parameters.
         sent_leaves: ``(state) -> list`` of :class:`SentLeaf`, given what ``init`` has returned.
             None if the state is of another exchange, or traced.
-        anyone: ``(flag) -> bool``, whether any node passed True in one call: this call, or over MPI
-            the fourth before it. The answer is the same on all nodes. All nodes call it at the same
-            steps, on the host, outside jit.
+        any_node: ``(flag) -> bool``, whether any node passed True in one call: this call, or over
+            MPI the fourth before it. The answer is the same on all nodes. All nodes call it at the
+            same steps, on the host, outside jit.
         keeps_sums: whether the state holds the sums in flight. An exchange is then finished with
             the state that its own ``start`` has returned, also if a later one has been posted.
         compares: whether the exchange compares the agreement numbers of the nodes. If not, the
@@ -221,9 +223,9 @@ class Exchange(NamedTuple):
     post_again: Callable[[dict[int, PostedExchange], dict[int, list[SentLeaf]]], None] = (
         _refuse_posted
     )
-    restart: Callable[[int | None, PyTree, bool], None] = lambda total, params, gradients: None
+    begin_run: Callable[[int | None, PyTree, bool], None] = lambda total, params, gradients: None
     sent_leaves: Callable[[PyTree], list[SentLeaf] | None] = lambda state: None
-    anyone: Callable[[bool], bool] = lambda flag: flag
+    any_node: Callable[[bool], bool] = lambda flag: flag
     keeps_sums: bool = False
     compares: bool = False
     same_bits: bool = True
@@ -244,3 +246,63 @@ class Exchange(NamedTuple):
         # After an error, other nodes may never call it.
         if kind is None:
             self.close()
+
+
+# Gives each axis weights of its own.
+_ODD = 0x9E3779B1
+
+
+def agreement_numbers(plan: Plan, schedule: PyTree, shared: PyTree) -> jax.Array:
+    """The numbers that ``AGREEMENT_NAMES`` names.
+
+    Args:
+        plan: what the schedule requests at this step.
+        schedule: the schedule's state.
+        shared: what else is the same on all nodes: a center, an anchor, replicated parameters.
+
+    Returns:
+        float32[5], whole numbers. Those above 2^24 are rounded to float32.
+    """
+    numbers = [plan.period, plan.delay, plan.phase, fingerprint(schedule), fingerprint(shared)]
+    return jnp.stack([jnp.asarray(number, jnp.float32) for number in numbers])
+
+
+def fingerprint(tree: PyTree) -> jax.Array:
+    """A number that differs, with high probability, if the bits of two trees differ.
+
+    It sums the 32-bit words of a leaf with odd weights, modulo 2^32, along each axis. It detects
+    the change of any single word, but for about one in 2^24, and most changes of several words. It
+    does not detect the change of the signs of an even number of words.
+
+    Returns:
+        int32 scalar in [0, 2^24), 0 if the tree has no leaf.
+
+    >>> a, b = jnp.array([1.0, 2.0]), jnp.array([2.0, 1.0])
+    >>> len({int(fingerprint(tree)) for tree in (a, b, {"a": a, "b": b}, ())})
+    4
+    """
+    sums = [jnp.uint32(0)]
+    for leaf in jax.tree.leaves(tree):
+        words = _words(jnp.asarray(leaf))
+        # The weights depend on the leaf before, so that XLA has the products of one leaf after the
+        # other in memory.
+        first = 2 * sums[-1] + 1
+        for axis in range(words.ndim):
+            step = 2 * jnp.uint32(pow(_ODD, axis, 2**32))
+            weights = first + step * lax.iota(jnp.uint32, len(words))
+            weights = weights.reshape(-1, *[1] * (words.ndim - 1))
+            words = jnp.sum(words * weights, axis=0, dtype=jnp.uint32)
+        sums.append(words)
+    odd = 2 * jnp.arange(len(sums), dtype=jnp.uint32) + 1
+    total = jnp.sum(jnp.stack(sums) * odd, dtype=jnp.uint32)
+    return ((total ^ (total >> 24)) & 0xFFFFFF).astype(jnp.int32)
+
+
+def _words(leaf: jax.Array) -> jax.Array:
+    """The bits of an array as uint32. Narrower dtypes are padded with zero bits."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    if leaf.dtype == bool:
+        return leaf.astype(jnp.uint32)
+    size = min(leaf.dtype.itemsize, 4)  # 64-bit numbers become two words
+    return lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * size}")).astype(jnp.uint32)

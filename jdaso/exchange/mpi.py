@@ -315,9 +315,9 @@ def mpi_exchange(
         history=transport.history,
         posted=transport.posted,
         post_again=post_again,
-        restart=functools.partial(_restart, program, transport, collectives),
+        begin_run=functools.partial(_begin_run, program, transport, collectives),
         sent_leaves=keys.sent_leaves,
-        anyone=collectives.anyone,
+        any_node=collectives.any_node,
         compares=True,
         same_bits=same_bits,
         bind=bind,
@@ -328,7 +328,7 @@ def mpi_exchange(
     return exchange
 
 
-def _restart(
+def _begin_run(
     program: Program,
     transport: MpiTransport,
     collectives: HostCollectives,
@@ -363,7 +363,7 @@ def _single_node(topology: Topology, wire: str | None, sharded: Shardings | None
         _say_alone()
         return exchange
     comm = topology.duplicate_comm()
-    return exchange._replace(anyone=lambda flag: any(comm.allgather(flag)), close=once(comm.Free))
+    return exchange._replace(any_node=lambda flag: any(comm.allgather(flag)), close=once(comm.Free))
 
 
 @functools.cache  # once per process

@@ -14,10 +14,10 @@ import numpy as np
 from jax import lax
 
 from jdaso.cluster.local_devices import await_programs
+from jdaso.cluster.mpi_types import Comm
 from jdaso.cluster.topology import Topology
 from jdaso.core.block_format import FORMATS, format_of
 from jdaso.core.exchange import Exchange
-from jdaso.core.mpi_types import Comm
 from jdaso.core.tree import is_placeholder, outline
 from jdaso.core.types import Leaves, PyTree
 from jdaso.core.wire import check_wire, pack_sum, sum_dtype, unpack_sum
@@ -84,7 +84,7 @@ def mpi4jax_exchange(topology: Topology, wire: str | None = None) -> Exchange:
     exchange = stored_exchange(size, wire, all_reduce, broadcast, compare)
     complete = functools.partial(await_programs, topology.devices)
     return exchange._replace(
-        anyone=lambda flag: any(host_comm.allgather(flag)),
+        any_node=lambda flag: any(host_comm.allgather(flag)),
         close=once(complete, comm.Free, host_comm.Free),
     )
 

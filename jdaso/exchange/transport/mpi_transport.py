@@ -19,12 +19,12 @@ import numpy as np
 
 from jdaso.cluster.abort import at_exit
 from jdaso.cluster.local_devices import devices_are_busy
+from jdaso.cluster.mpi_types import Comm
 from jdaso.cluster.roll_call import Call
 from jdaso.cluster.topology import Topology
 from jdaso.core.caller import caller
 from jdaso.core.exchange import FINITE, OWN, UNCOUNTED, PostedExchange
 from jdaso.core.log import logger
-from jdaso.core.mpi_types import Comm
 from jdaso.core.tree import KEEP_OUT, host_arrays, named_floats
 from jdaso.core.types import PyTree
 from jdaso.core.wire import describe_narrow_wires
@@ -388,7 +388,7 @@ def _description(number: int, step: int, name: str) -> str:
     return f"{exchange_name(number)}, posted by {name} after step {step},"
 
 
-# Calls of ``anyone`` until its answer, which has arrived by then in most cases. One node may be
+# Calls of ``any_node`` until its answer, which has arrived by then in most cases. One node may be
 # this many steps ahead of another.
 _ANSWER_AFTER = 4
 
@@ -422,7 +422,7 @@ class HostCollectives:
         self._name = membership.topology.describe(membership.topology.rank)
         self._flags: deque[Request] = deque()
 
-    def anyone(self, flag: bool) -> bool:
+    def any_node(self, flag: bool) -> bool:
         """Whether any process passed True in the fourth call before this one, if there is one."""
         asked = collectives.any_true(self._membership.flags, flag)
         call = self._membership.call("flags")

@@ -60,7 +60,7 @@ def test_the_first_step_beyond_those_of_the_schedule_is_said_to_block(total, tim
 
 def test_an_exchange_is_told_the_steps_of_the_schedule():
     told = []
-    exchange = jdaso.single_exchange()._replace(restart=lambda total, *_: told.append(total))
+    exchange = jdaso.single_exchange()._replace(begin_run=lambda total, *_: told.append(total))
     schedule = jdaso.cycling(period=2, warmup=1, cooldown=1, total=7)
     for each in (schedule, jdaso.constant(2)):
         jdaso.daso(exchange, each).init(jnp.ones(3))
