@@ -17,9 +17,9 @@ from jdaso.center.server.state_machine import CenterServer, Record
 from jdaso.center.server.worker_transport import WorkerTransport
 from jdaso.center.types import Center, CenterState, ServerRule, map_state, no_broadcast
 from jdaso.cluster.barrier import barrier
+from jdaso.cluster.mpi_types import Comm
 from jdaso.cluster.topology import Topology
 from jdaso.core.exchange import Exchange
-from jdaso.core.mpi_types import Comm
 from jdaso.core.tree import check_finite, is_placeholder, outline, split, widened
 from jdaso.core.types import PyTree
 from jdaso.core.validation import check_number

@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jdaso.cluster.mpi_types import Comm, MpiRequest
 from jdaso.core.block_format import format_of
-from jdaso.core.mpi_types import Comm, MpiRequest
 from jdaso.core.wire import pack_sum, sum_divisor, sum_dtype
 from jdaso.exchange.host.block_kernels import sum_blocks, unpack_blocks
 from jdaso.exchange.transport.operation import Operation, WaitState, wait_for

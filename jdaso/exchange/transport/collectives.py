@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jdaso.cluster.mpi_types import Comm, MpiRequest
 from jdaso.core.block_format import format_of
-from jdaso.core.mpi_types import Comm, MpiRequest
 from jdaso.core.types import JdasoError
 from jdaso.exchange.host.buffers import StagingBuffers
 from jdaso.exchange.transport.all_reduce import (

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jdaso.cluster.mpi_types import Comm
 from jdaso.cluster.topology import Topology
 from jdaso.core.exchange import FINITE, OWN, UNCOUNTED
-from jdaso.core.mpi_types import Comm
 from jdaso.exchange.host.buffers import StagingBuffers
 from jdaso.exchange.host.layout import sender
 from jdaso.exchange.transport import collectives

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jdaso.cluster.mpi_types import Comm
 from jdaso.core.exchange import AGREEMENT_NAMES, HEADER_SIZE, UNCOUNTED
-from jdaso.core.mpi_types import Comm
 from jdaso.core.types import JdasoError
 from jdaso.exchange.transport.all_reduce import add_in_order
 from jdaso.exchange.transport.collectives import gather

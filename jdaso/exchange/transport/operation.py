@@ -8,7 +8,7 @@ import time
 from collections.abc import Generator, Iterable
 from typing import Any, NamedTuple
 
-from jdaso.core.mpi_types import MpiRequest
+from jdaso.cluster.mpi_types import MpiRequest
 
 _POLL_SECONDS = 1e-4
 
