@@ -6,15 +6,14 @@ operation asks with its heartbeats which processes have not posted it. All proce
 the answers are merged on their way, so that messages stay short however many processes there are.
 """
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from jdaso.cluster.ranks import MAX_NAMES, is_number
-
-MAX_QUESTIONS = 8  # in a message
+#: The most processes that a text names.
+MAX_NAMES = 8
+#: The most questions in a message.
+MAX_QUESTIONS = 8
 _MAX_TEXT = 100
 _MOST_CALLS = 1 << 53
 _NOTHING = -1
@@ -50,7 +49,7 @@ class Answer(NamedTuple):
 
 
 def merge(answers: Iterable[Answer]) -> Answer:
-    """The answer of several groups of processes.
+    """Returns the answer of several groups of processes together.
 
     >>> late = Absent(3, False, None, "")
     >>> merge([Answer(2), Answer(1, 1, (late,))])
@@ -79,7 +78,10 @@ class RollCall:
         self.answers: Mapping[Call, Answer] = {}
 
     def new_series(self) -> int:
-        """A series, with the same number on all processes if they create all in the same order."""
+        """Returns a new series, which has the same number on all processes.
+
+        All processes must create all series in the same order.
+        """
         self._num_series += 1
         return self._num_series - 1
 
@@ -110,18 +112,18 @@ class RollCall:
         self._awaited.pop(call, None)
 
     def questions(self) -> list[Call]:
-        """The earliest question of each series."""
+        """Returns the earliest question of each series."""
         return earliest(list(self._asked))
 
     def answer_to(self, call: Call) -> Answer:
-        """The own answer to a question."""
+        """Returns the answer of this process alone to a question."""
         if self.has_posted(call):
             return Answer(1)
         awaited, name = next(iter(list(self._awaited.items())), (None, ""))
         return Answer(1, 1, (Absent(self._rank, call.series in self._closed, awaited, name),))
 
     def answer(self, call: Call) -> Answer:
-        """The answers of all processes so far.
+        """Returns the merged answers of all processes so far.
 
         A process that has not posted an earlier operation of the series has not posted this one, so
         the latest answered operation up to this one is used. The others may have posted this one or
@@ -136,7 +138,7 @@ class RollCall:
 
 
 def earliest(calls: Iterable[Call]) -> list[Call]:
-    """The earliest call of each series, for a few series.
+    """Returns the earliest call of each series, for at most ``MAX_QUESTIONS`` series.
 
     >>> earliest([Call(0, 3), Call(0, 2), Call(1, 7)])
     [Call(series=0, number=2), Call(series=1, number=7)]
@@ -148,7 +150,7 @@ def earliest(calls: Iterable[Call]) -> list[Call]:
 
 
 def encode(answers: Mapping[Call, Answer]) -> list[Any]:
-    """Answers as lists of numbers and texts, for a message."""
+    """Returns answers as lists of numbers and texts, for a message."""
     return [
         [*call, answered, absent, [[rank, closed, *(awaited or (_NOTHING, 0)), name]
                                    for rank, closed, awaited, name in names]]
@@ -157,7 +159,7 @@ def encode(answers: Mapping[Call, Answer]) -> list[Any]:
 
 
 def decode(message: list[Any], size: int) -> dict[Call, Answer]:
-    """The inverse of :func:`encode`. What is not an answer of ``size`` processes is left out.
+    """Inverts :func:`encode`, without what is not an answer of ``size`` processes.
 
     >>> answers = {Call(0, 3): Answer(2, 1, (Absent(1, False, Call(0, 2), "exchange 2"),))}
     >>> decode(encode(answers), 4) == answers, decode([1, [0, 3, "x", 1, []]], 4)
@@ -189,7 +191,7 @@ def _decode_absent(message: Any, size: int) -> Absent | None:
 
 
 def decode_calls(message: list[Any]) -> list[Call]:
-    """The calls in a message of pairs of numbers."""
+    """Returns the calls in a message of pairs of numbers."""
     found = []
     for entry in message[:MAX_QUESTIONS]:
         match entry:
@@ -200,3 +202,46 @@ def decode_calls(message: list[Any]) -> list[Call]:
 
 def _is_call(series: Any, number: Any) -> bool:
     return is_number(series, _MOST_CALLS) and is_number(number, _MOST_CALLS)
+
+
+# Ranks in messages and in texts.
+
+
+def is_number(value: Any, limit: int) -> bool:
+    """Returns whether a part of a message is an integer in [0, limit)."""
+    return type(value) is int and 0 <= value < limit
+
+
+def encode_ranks(ranks: Collection[int]) -> list[list[int]]:
+    """Returns ranks as pairs of the first and the last of consecutive ones, for a message.
+
+    >>> encode_ranks({1, 2, 3, 7})
+    [[1, 3], [7, 7]]
+    """
+    pairs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if pairs and pairs[-1][1] == rank - 1:
+            pairs[-1][1] = rank
+        else:
+            pairs.append([rank, rank])
+    return pairs
+
+
+def decode_ranks(message: list[Any], size: int) -> frozenset[int]:
+    """Inverts :func:`encode_ranks`, without what is not a pair of ranks in order."""
+    ranks = [-1]
+    for pair in message:
+        match pair:
+            case [first, last] if is_number(first, size) and is_number(last, size):
+                ranks += range(max(first, ranks[-1] + 1), last + 1)
+    return frozenset(ranks[1:])
+
+
+def name_ranks(ranks: Collection[int], describe: Callable[[int], str]) -> str:
+    """Names a few of some ranks, and says how many others there are.
+
+    >>> name_ranks({3, 1}, "rank {}".format), name_ranks(range(20), str)
+    ('rank 1, rank 3', '0, 1, 2, 3, 4, 5, 6, 7 and 12 more')
+    """
+    named = ", ".join(map(describe, sorted(ranks)[:MAX_NAMES]))
+    return named + f" and {len(ranks) - MAX_NAMES} more" * (len(ranks) > MAX_NAMES)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jdaso.cluster.preemption import EXIT_TRY_AGAIN
+from jdaso.cluster.ending import EXIT_TRY_AGAIN
 from jdaso.core.validation import check_whole
 
 _MAX_SIGNAL = 65535  # Slurm's limit

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdaso.cluster.launch_environment import detect_launch
+from jdaso.cluster.launchers import detect_launch
 from jdaso.core.block_format import format_of
 from jdaso.core.exchange import Exchange
 from jdaso.core.log import logger

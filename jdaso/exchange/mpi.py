@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdaso.cluster.barrier import barrier
 from jdaso.cluster.topology import Topology
 from jdaso.core.exchange import Exchange, HostState, PostedExchange, SentLeaf
 from jdaso.core.log import logger
@@ -118,13 +117,13 @@ def mpi_exchange(
     check_settings(settings)
     sharded = Shardings(shardings, topology.mesh)
     # The collectives that follow have no deadline.
-    barrier(topology, "the creation of an exchange", timeout)
+    topology.group.barrier("the creation of an exchange", timeout)
     if topology.num_nodes == 1:
         return _single_node(topology, wire, sharded if shardings is not None else None)
     check_same_settings(topology, settings)
     native = use_native(native, topology.devices[0].platform)
     membership = Membership(topology, chunk_bytes)
-    progress = Progress(topology, timeout, membership.announce_exit, topology.abort)
+    progress = Progress(topology, timeout, membership.announce_exit, topology.deaths.abort)
     transport = MpiTransport(membership, progress)
     program = JitInterface(transport, native, sharded)
     collectives = HostCollectives(membership, progress)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdaso.cluster.ranks import MAX_NAMES, decode_ranks
-from jdaso.cluster.reports import Reports
+from jdaso.cluster.heartbeat import Reports
 from jdaso.cluster.roll_call import (
+    MAX_NAMES,
     MAX_QUESTIONS,
     Absent,
     Answer,
@@ -17,8 +17,10 @@ from jdaso.cluster.roll_call import (
     RollCall,
     decode,
     decode_calls,
+    decode_ranks,
     earliest,
     encode,
+    encode_ranks,
     merge,
 )
 
@@ -149,3 +151,11 @@ def test_what_is_malformed_is_left_out(message):
     decoded = decode([*encode(valid), *message], 4)
     assert decoded.keys() >= valid.keys()
     assert earliest(decode_calls([[1, 2], [1, 1]])) == [Call(1, 1)]
+
+
+@given(st.sets(st.integers(0, 30)))
+def test_ranks_arrive_as_they_were_sent(ranks):
+    pairs = encode_ranks(ranks)
+    assert decode_ranks(pairs, 31) == ranks
+    assert decode_ranks([*pairs, *pairs], 31) == ranks
+    assert decode_ranks(pairs, 10) == {r for a, b in pairs if b < 10 for r in range(a, b + 1)}

@@ -3,7 +3,7 @@
 import pytest
 
 from jdaso import JdasoError, discover_topology
-from jdaso.cluster.placement import Process, assign_nodes
+from jdaso.cluster.topology import Process, assign_nodes
 
 
 def hosts(*processes_on_host, platform="gpu", devices=1):

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdaso.cluster.abort import at_exit
+from jdaso.cluster.ending import at_exit
 from jdaso.core.exchange import HEADER_SIZE, UNCOUNTED
 from jdaso.core.types import Leaves, Number
 from jdaso.exchange.host import compiled, ffi_calls

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jdaso.cluster.abort import at_exit
+from jdaso.cluster.ending import at_exit
 from jdaso.cluster.local_devices import await_programs
 from jdaso.core.exchange import AGREEMENT_NAMES, HEADER_SIZE, UNCOUNTED, PostedExchange, SentLeaf
 from jdaso.core.types import Leaves, Number

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdaso.cluster.abort import at_exit
+from jdaso.cluster.ending import at_exit
 from jdaso.core.exchange import UNCOUNTED, ExchangeRecord, PostedExchange
 from jdaso.core.log import logger
 from jdaso.core.tree import KEEP_OUT
@@ -72,7 +72,7 @@ class MpiTransport:
 
     def abort_on_error(self) -> AbstractContextManager[None]:
         topology = self._membership.topology
-        return abort_on_error(topology, topology.abort)
+        return abort_on_error(topology, topology.deaths.abort)
 
     def restart(self, total: int | None = None, gradients: bool = False) -> None:
         """Allows the numbers of exchanges to start again, once, for a run of ``total`` steps."""

@@ -1,7 +1,6 @@
 """The other processes, as a progress thread sees them: late, silent, or exited."""
 
-from jdaso.cluster.ranks import name_ranks
-from jdaso.cluster.roll_call import Answer
+from jdaso.cluster.roll_call import Answer, name_ranks
 from jdaso.cluster.topology import Topology
 from jdaso.core.log import logger
 from jdaso.core.types import JdasoError

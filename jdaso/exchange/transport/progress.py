@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jdaso.cluster.abort import at_exit
+from jdaso.cluster.ending import at_exit
 from jdaso.cluster.roll_call import Call
 from jdaso.cluster.topology import Topology
 from jdaso.core.types import JdasoError
