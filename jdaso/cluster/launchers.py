@@ -87,6 +87,9 @@ LAUNCHERS = (
     MPIEXEC._replace(variables=("MPI_LOCALNRANKS",)),
 )
 
+#: The plugin of srun that each MPI library requires, by the names that users give the library.
+PLUGINS = {"mpich": "pmi2", "openmpi": "pmix", "ompi": "pmix"}
+
 _COUNT = re.compile(r"[0-9]{1,9}")
 # The time that a launcher has to end by itself, which takes seconds on a busy machine, and the time
 # in which killed processes disappear.
@@ -152,7 +155,7 @@ def explain_single_process(launch: Launch, library: str, host: str) -> str:
     if name != "srun":
         owner = f", of {manager}," if manager else ""
         return f"{problem}The mpiexec that was used{owner} does not match: use {matching}."
-    plugin = "pmix" if "Open MPI" in library else "pmi2"
+    plugin = PLUGINS["openmpi" if "Open MPI" in library else "mpich"]
     if manager.split("_")[0] == plugin:
         return (
             f"{problem}srun --mpi={manager} is the right plugin, but {library} was built "
