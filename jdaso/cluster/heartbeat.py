@@ -81,7 +81,10 @@ class Report(NamedTuple):
 
 
 class Reports:
-    """The last report of each peer, and what follows from them.
+    """Keeps the last report of each peer, and tells what follows from them.
+
+    Only the thread of the heartbeat changes it. Each set is replaced as a whole, so that other
+    threads may read it at any time.
 
     Attributes:
         silent: Ranks from which nothing was received for some time.

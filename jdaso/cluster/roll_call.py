@@ -41,7 +41,7 @@ class Absent(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """How many processes have answered, how many have not posted it, and some of these."""
+    """Counts the processes that have answered, and those that have not posted; names a few."""
 
     answered: int = 0
     absent: int = 0
@@ -61,7 +61,10 @@ def merge(answers: Iterable[Answer]) -> Answer:
 
 
 class RollCall:
-    """What this process has posted and waits for, and the answers to its questions.
+    """Records what this process has posted and waits for, and the answers to its questions.
+
+    The program and the progress threads of exchanges call it, and the thread of the heartbeat reads
+    it. It needs no lock: each series is posted by one thread, and readers copy a dictionary first.
 
     Args:
         on_question: Called from the thread that has a new question.
