@@ -13,5 +13,13 @@ An entry is a top-level folder or module of jdaso. This one imports only the ent
 
 from jdaso.cluster.ending import EXIT_NODE_LOST, EXIT_TRY_AGAIN, Preemption
 from jdaso.cluster.local_devices import pmean, use_virtual_devices
+from jdaso.cluster.topology import Group
 
-__all__ = ["EXIT_NODE_LOST", "EXIT_TRY_AGAIN", "Preemption", "pmean", "use_virtual_devices"]
+__all__ = [
+    "EXIT_NODE_LOST",
+    "EXIT_TRY_AGAIN",
+    "Group",
+    "Preemption",
+    "pmean",
+    "use_virtual_devices",
+]

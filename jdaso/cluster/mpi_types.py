@@ -73,10 +73,9 @@ class Comm(Protocol):
     def Iprobe(self) -> bool:
         """Whether a message has arrived; makes progress."""
 
-    def Allgather(self, send: Any, receive: Any, /) -> None:
-        """Sends ``send`` to all processes, and receives theirs, by rank."""
+    def gather(self, value: Any, /) -> list[Any] | None:
+        """The picklable value of every process, by rank, on rank 0."""
 
-    def gather(self, value: Any, /) -> list[Any] | None: ...
     def allgather(self, value: Any, /) -> list[Any]:
         """The picklable value of every process, by rank."""
 

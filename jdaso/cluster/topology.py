@@ -66,6 +66,11 @@ class Group:
         comm: The communicator of the group; None for a process alone.
         name: Rank and host of this process, for messages.
         states: Names ranks of the group, and says whether each is alive, for messages.
+
+    >>> import jdaso
+    >>> group = jdaso.discover_topology().group
+    >>> group.gather("of this process"), group.broadcast("of rank 0")
+    (['of this process'], 'of rank 0')
     """
 
     def __init__(self, comm: Comm | None, name: str, states: Callable[[frozenset[int]], str]):
@@ -133,7 +138,8 @@ class Topology:
         placements: Node and local rank of every process, by rank.
         processes_per_node: 1, or the number of devices of a node.
         devices: Devices that this process uses.
-        comm: MPI communicator over all processes, used only by jdaso; None without MPI.
+        comm: MPI communicator over all processes, from which exchanges make their own; None without
+            MPI. Programs use ``group``.
         heartbeat: Heartbeats between the processes; None for a single process.
     """
 

@@ -10,7 +10,7 @@ import pytest
 
 import jdaso
 from jdaso.cluster import Preemption
-from jdaso.cluster.ending import _plain, at_exit
+from jdaso.cluster.ending import abort_on_exception, at_exit
 
 TWO_THREADS = """
 import os, threading, time
@@ -138,8 +138,13 @@ def test_forked_child_skips_exit_functions(monkeypatch):
         (ValueError("of the user\nin two lines"), "ValueError: of the user\nin two lines"),
     ],
 )
-def test_an_error_of_the_host_is_named_without_the_words_of_xla(error, plain):
-    assert _plain(error) == plain
+def test_an_error_of_the_host_is_named_without_the_words_of_xla(monkeypatch, capsys, error, plain):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    reasons = []
+    abort_on_exception("rank 1", reasons.append)
+    sys.excepthook(type(error), error, None)
+    assert reasons == [f"rank 1 failed: {plain}"]
+    assert str(error) in capsys.readouterr().err
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
