@@ -263,12 +263,11 @@ class Acceptor:
     ) -> None:
         """Reads a request, and replies if it is complete and allowed."""
         request = pending.request + _received(connection, _REQUEST.size - len(pending.request))
-        rank = None
+        rank, goes_on = None, len(request) > len(pending.request)
         if len(request) == _REQUEST.size:
-            rank = _rank(request, self._secret)
-            goes_on = rank >= 0 and allows(rank) and _sent(connection, self._secret.reply)
-        else:
-            goes_on = len(request) > len(pending.request)
+            given, rank = _REQUEST.unpack(request)
+            known = secrets.compare_digest(given, self._secret.request) and allows(rank)
+            goes_on = known and _sent(connection, self._secret.reply)
         if goes_on:
             pending = pending._replace(request=request, rank=rank)
             self._selector.modify(connection, selectors.EVENT_READ, pending)
@@ -319,12 +318,6 @@ def _sent(connection: socket.socket, data: bytes) -> bool:
     with contextlib.suppress(OSError):
         return connection.send(data) == len(data)
     return False
-
-
-def _rank(request: bytes, secret: Secret) -> int:
-    """Returns the rank that sent a request, or -1 if it does not contain the secret."""
-    received, rank = _REQUEST.unpack(request)
-    return rank if secrets.compare_digest(received, secret.request) else -1
 
 
 class JsonSocket:
