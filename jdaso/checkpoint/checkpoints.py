@@ -28,7 +28,7 @@ from jdaso.checkpoint.node_part import (
     to_host_arrays,
 )
 from jdaso.cluster.roll_call import MAX_NAMES
-from jdaso.cluster.topology import Topology
+from jdaso.cluster.topology import Group, Topology
 from jdaso.core.exchange import Exchange
 from jdaso.core.local_path import local_path
 from jdaso.core.log import logger
@@ -137,7 +137,7 @@ class Checkpoints:
             self._acquire(lock)
             return max((saved.number for saved in folder.list_checkpoints(path)), default=0)
 
-        self._newest = here.group.broadcast(on_all(here, self._purpose, claimed))
+        self._newest = here.group.broadcast(on_all(here.group, self._purpose, claimed))
         folder.check_shared(path, here)
         self._lock, self._run = lock, lock.run
 
@@ -249,7 +249,7 @@ class Checkpoints:
         def found() -> list[folder.SavedCheckpoint]:
             return folder.list_checkpoints(path) if here.rank == 0 else []
 
-        checkpoints = here.group.broadcast(on_all(here, self._purpose, found))
+        checkpoints = here.group.broadcast(on_all(here.group, self._purpose, found))
         # New numbers follow the incomplete ones: a new part must not complete an old checkpoint.
         self._last_number = max((checkpoint.number for checkpoint in checkpoints), default=0)
         problems = []
@@ -280,7 +280,9 @@ class Checkpoints:
     def _own_state(self, saved: folder.SavedCheckpoint, like: PyTree) -> PyTree:
         """Returns this node's state of a checkpoint of as many nodes; posts its exchanges again."""
         here, source, exchanges = self._topology, str(saved.path), self._exchanges
-        part = on_all(here, self._purpose, lambda: read_part(self._orbax, saved.parts[here.node]))
+        part = on_all(
+            here.group, self._purpose, lambda: read_part(self._orbax, saved.parts[here.node])
+        )
         _check_same_run(source, here.group.gather(part.run))
         first, *others = here.group.gather(in_flight.describe_posted(part.in_flight))
         for rank, other in enumerate(others, start=1):
@@ -298,7 +300,7 @@ class Checkpoints:
             if texts := texts + in_flight.other_bits(part.state, part.in_flight):
                 raise JdasoError(f"{source} cannot be restored: {'; '.join(texts)}")
 
-        on_all(here, self._purpose, check_posted)
+        on_all(here.group, self._purpose, check_posted)
         in_flight.check_leaves(sent, part.in_flight, source)
         for position, exchange in enumerate(exchanges):
             own = {n: posted for (at, n), posted in part.in_flight.items() if at == position}
@@ -312,7 +314,7 @@ class Checkpoints:
         def read_mean() -> dict[str, np.ndarray]:
             return _mean_of_parts(saved.parts, source, self._orbax) if here.rank == 0 else {}
 
-        mean = on_all(here, self._purpose, read_mean)
+        mean = on_all(here.group, self._purpose, read_mean)
         names = here.group.broadcast(list(mean))
         mean = {name: here.group.broadcast(mean.get(name)) for name in names}
         state = from_host_arrays(mean, in_flight.without_exchange_states(like), source)
@@ -347,7 +349,7 @@ class Checkpoints:
             ) from error
 
 
-def on_all(topology: Topology, purpose: str, function: Callable[[], Any]) -> Any:
+def on_all(group: Group, purpose: str, function: Callable[[], Any]) -> Any:
     """Returns this process's result of the function, or raises on all if it raises on one.
 
     The error is a ValueError if one of theirs is, and otherwise a JdasoError. Errors of the barrier
@@ -357,9 +359,9 @@ def on_all(topology: Topology, purpose: str, function: Callable[[], Any]) -> Any
     try:
         value = function()
     except Exception as error:
-        problem = f"{topology.describe(topology.rank)}: {error}", type(error) is ValueError
-    topology.group.barrier(purpose)
-    if problems := [found for found in topology.group.gather(problem) if found[0]]:
+        problem = f"{group.name}: {error}", type(error) is ValueError
+    group.barrier(purpose)
+    if problems := [found for found in group.gather(problem) if found[0]]:
         texts = [text for text, _ in problems[:MAX_NAMES]]
         if len(problems) > MAX_NAMES:
             texts.append(f"and {len(problems) - MAX_NAMES} more processes")

@@ -34,18 +34,20 @@ from jdaso.cluster.links import (
 )
 from jdaso.cluster.mpi_types import Comm
 from jdaso.cluster.roll_call import (
+    CALL,
     Answer,
     Call,
     RollCall,
+    answers_shape,
     decode,
-    decode_calls,
     decode_ranks,
     earliest,
     encode,
     encode_ranks,
-    is_number,
+    fits,
     merge,
     name_ranks,
+    ranks_shape,
 )
 from jdaso.core.log import logger
 
@@ -99,6 +101,8 @@ class Reports:
         self, rank: int, tree: np.ndarray, describe: Callable[[int], str], roll_call: RollCall
     ):
         self._rank, self._tree, self._describe, self._roll_call = rank, tree, describe, roll_call
+        ranks = ranks_shape(len(tree))
+        self._shape = (ranks, ranks, ranks, ranks, [CALL], answers_shape(len(tree)))
         self._parent: int | None = None
         self.unconnected: frozenset[int] = frozenset()
         self.missing: frozenset[int] = frozenset()
@@ -151,20 +155,20 @@ class Reports:
         return "; ".join(texts) or "the other processes"
 
     def receive(self, rank: int, message: list[Any]) -> None:
-        """Keeps the report of a peer. What is malformed is left out."""
-        size = len(self._tree)
-        match message:
-            case [[*silent], [*dead], [*exited], [*rerouted], [*questions], [*answers]]:
-                self._heard[rank] = report = Report(
-                    decode_ranks(silent, size),
-                    decode_ranks(dead, size),
-                    decode_ranks(exited, size),
-                    decode_ranks(rerouted, size),
-                    tuple(decode_calls(questions)),
-                    decode(answers, size),
-                )
-                self.dead |= report.dead
-                self.exited |= report.exited
+        """Keeps the report of a peer, unless it is malformed."""
+        if not fits(message, self._shape):
+            return
+        silent, dead, exited, rerouted, questions, answers = message
+        self._heard[rank] = report = Report(
+            decode_ranks(silent),
+            decode_ranks(dead),
+            decode_ranks(exited),
+            decode_ranks(rerouted),
+            tuple(Call(*call) for call in questions),
+            decode(answers),
+        )
+        self.dead |= report.dead
+        self.exited |= report.exited
 
     def forget(self, rank: int) -> None:
         """Forgets the report of a peer that has died or exits."""
@@ -346,9 +350,11 @@ class Heartbeat:
                     self._reports.receive(peer.rank, report)
                 case ["bye", *exited]:
                     peer.exiting = True
-                    self._exited |= {peer.rank} | decode_ranks(exited, self._links.size)
+                    self._exited |= {peer.rank}
+                    if fits(exited, ranks_shape(self._links.size)):
+                        self._exited |= decode_ranks(exited)
                     self._reports.forget(peer.rank)
-                case ["end", str(reason), status] if is_number(status, 256):
+                case ["end", str(reason), status] if fits(status, range(256)):
                     self._abort_all(reason, status, source=peer)
 
     def _disconnected(self, peer: JsonSocket) -> None:

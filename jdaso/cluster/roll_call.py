@@ -15,8 +15,6 @@ MAX_NAMES = 8
 #: The most questions in a message.
 MAX_QUESTIONS = 8
 _MAX_TEXT = 100
-_MOST_CALLS = 1 << 53
-_NOTHING = -1
 
 
 class Call(NamedTuple):
@@ -152,8 +150,46 @@ def earliest(calls: Iterable[Call]) -> list[Call]:
     return [Call(*item) for item in sorted(numbers.items())[:MAX_QUESTIONS]]
 
 
+# What a message of a heartbeat holds: lists of numbers and texts, which a reader checks first.
+
+_NUMBERS, _NOTHING = range(1 << 53), -1
+CALL = (_NUMBERS, _NUMBERS)
+
+
+def fits(value: Any, shape: Any) -> bool:
+    """Returns whether a part of a message has a shape.
+
+    The shape of an integer is the range that it is in, and that of a text or a truth value is its
+    type. A list with one shape stands for any number of such parts, and a tuple for one of each.
+
+    >>> pairs = [(range(6), str)]
+    >>> fits([[0, "a"], [5, "b"]], pairs), fits([[6, "a"]], pairs), fits([[0]], pairs)
+    (True, False, False)
+    """
+    if isinstance(shape, range):
+        return type(value) is int and value in shape
+    if isinstance(shape, type):
+        return type(value) is shape
+    if isinstance(shape, tuple):
+        same = isinstance(value, list) and len(value) == len(shape)
+        return same and all(map(fits, value, shape))
+    return isinstance(value, list) and all(fits(each, shape[0]) for each in value)
+
+
+def answers_shape(size: int) -> Any:
+    """Returns the shape of what :func:`encode` makes, for ``size`` processes."""
+    absent = (range(size), bool, range(_NOTHING, _NUMBERS.stop), _NUMBERS, str)
+    return [(*CALL, range(size + 1), range(size + 1), [absent])]
+
+
 def encode(answers: Mapping[Call, Answer]) -> list[Any]:
-    """Returns answers as lists of numbers and texts, for a message."""
+    """Returns answers as lists of numbers and texts.
+
+    >>> answers = {Call(0, 3): Answer(2, 1, (Absent(1, False, Call(0, 2), "exchange 2"),))}
+    >>> message = encode(answers)
+    >>> fits(message, answers_shape(4)), decode(message) == answers
+    (True, True)
+    """
     return [
         [*call, answered, absent, [[rank, closed, *(awaited or (_NOTHING, 0)), name]
                                    for rank, closed, awaited, name in names]]
@@ -161,62 +197,27 @@ def encode(answers: Mapping[Call, Answer]) -> list[Any]:
     ]  # fmt: skip
 
 
-def decode(message: list[Any], size: int) -> dict[Call, Answer]:
-    """Inverts :func:`encode`, without what is not an answer of ``size`` processes.
-
-    >>> answers = {Call(0, 3): Answer(2, 1, (Absent(1, False, Call(0, 2), "exchange 2"),))}
-    >>> decode(encode(answers), 4) == answers, decode([1, [0, 3, "x", 1, []]], 4)
-    (True, {})
-    """
+def decode(message: list[Any]) -> dict[Call, Answer]:
+    """Inverts :func:`encode`. Texts are shortened to what can be printed."""
     answers = {}
-    for entry in message[:MAX_QUESTIONS]:
-        match entry:
-            case [series, number, answered, absent, [*names]] if (
-                _is_call(series, number)
-                and is_number(answered, size + 1)
-                and is_number(absent, size + 1)
-            ):
-                people = tuple(p for each in names[:MAX_NAMES] if (p := _decode_absent(each, size)))
-                answers[Call(series, number)] = Answer(answered, absent, people)
+    for series, number, answered, absent, people in message[:MAX_QUESTIONS]:
+        names = []
+        for rank, closed, *awaited, name in people[:MAX_NAMES]:
+            text = "".join(filter(str.isprintable, name))[:_MAX_TEXT]
+            names.append(
+                Absent(rank, closed, Call(*awaited) if awaited[0] != _NOTHING else None, text)
+            )
+        answers[Call(series, number)] = Answer(answered, absent, tuple(names))
     return answers
 
 
-def _decode_absent(message: Any, size: int) -> Absent | None:
-    match message:
-        case [rank, bool(closed), series, number, str(name)] if (
-            is_number(rank, size)
-            and (series == _NOTHING or _is_call(series, number))
-            and name.isprintable()
-        ):
-            awaited = None if series == _NOTHING else Call(series, number)
-            return Absent(rank, closed, awaited, name[:_MAX_TEXT])
-    return None
-
-
-def decode_calls(message: list[Any]) -> list[Call]:
-    """Returns the calls in a message of pairs of numbers."""
-    found = []
-    for entry in message[:MAX_QUESTIONS]:
-        match entry:
-            case [series, number] if _is_call(series, number):
-                found.append(Call(series, number))
-    return found
-
-
-def _is_call(series: Any, number: Any) -> bool:
-    return is_number(series, _MOST_CALLS) and is_number(number, _MOST_CALLS)
-
-
-# Ranks in messages and in texts.
-
-
-def is_number(value: Any, limit: int) -> bool:
-    """Returns whether a part of a message is an integer in [0, limit)."""
-    return type(value) is int and 0 <= value < limit
+def ranks_shape(size: int) -> Any:
+    """Returns the shape of what :func:`encode_ranks` makes, for ``size`` processes."""
+    return [(range(size), range(size))]
 
 
 def encode_ranks(ranks: Collection[int]) -> list[list[int]]:
-    """Returns ranks as pairs of the first and the last of consecutive ones, for a message.
+    """Returns ranks as pairs of the first and the last of consecutive ones.
 
     >>> encode_ranks({1, 2, 3, 7})
     [[1, 3], [7, 7]]
@@ -230,13 +231,11 @@ def encode_ranks(ranks: Collection[int]) -> list[list[int]]:
     return pairs
 
 
-def decode_ranks(message: list[Any], size: int) -> frozenset[int]:
-    """Inverts :func:`encode_ranks`, without what is not a pair of ranks in order."""
+def decode_ranks(message: list[Any]) -> frozenset[int]:
+    """Inverts :func:`encode_ranks`, without pairs that are not in order."""
     ranks = [-1]
-    for pair in message:
-        match pair:
-            case [first, last] if is_number(first, size) and is_number(last, size):
-                ranks += range(max(first, ranks[-1] + 1), last + 1)
+    for first, last in message:
+        ranks += range(max(first, ranks[-1] + 1), last + 1)
     return frozenset(ranks[1:])
 
 

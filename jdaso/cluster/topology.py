@@ -75,7 +75,7 @@ class Group:
 
     def __init__(self, comm: Comm | None, name: str, states: Callable[[frozenset[int]], str]):
         self.rank = 0 if comm is None else comm.Get_rank()
-        self._comm, self._name, self._states = comm, name, states
+        self.name, self._comm, self._states = name, comm, states
 
     def gather(self, value: Any, to_all: bool = True) -> list[Any]:
         """Returns the value of every process, by rank.
@@ -111,7 +111,7 @@ class Group:
             seconds = time.monotonic() - start
             if seconds > timeout:
                 raise JdasoError(
-                    f"{self._name} has waited {timeout:g} s for all other processes at the barrier "
+                    f"{self.name} has waited {timeout:g} s for all other processes at the barrier "
                     f"for {what}: {self._states(others)}. Every process must reach this barrier, "
                     "even if it has nothing to do there. Make sure that all of them make the same "
                     "calls."
@@ -121,7 +121,7 @@ class Group:
                 logger.warning(
                     "%s has been waiting for all other processes at the barrier for %s, for "
                     "%.0f s: %s",
-                    *(self._name, what, seconds, self._states(others)),
+                    *(self.name, what, seconds, self._states(others)),
                 )
             time.sleep(min(seconds / 16, _LOOK_SECONDS))
 
