@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -220,10 +219,8 @@ def test_another_process_with_the_number_of_a_launcher_is_not_killed():
     bystander = subprocess.Popen(["sleep", "600"])
     try:
         start = launchers.process_info(bystander.pid).start
-        began = time.monotonic()
         words = [str(bystander.pid), str(start + 1)]
         subprocess.run([sys.executable, PROGRAM, *words], check=True, timeout=TIMEOUT)
-        assert time.monotonic() - began < TIMEOUT
         assert bystander.poll() is None
     finally:
         bystander.kill()
