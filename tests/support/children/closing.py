@@ -18,7 +18,9 @@ import jdaso
 
 MANY = 500  # each needs more than four communicators, and MPICH has 2048 at most
 AHEAD = 100  # steps
-topology = jdaso.discover_topology(*(int(text) for text in sys.argv[2:] if text.isdigit()))
+if sys.argv[2:] == ["2"]:
+    jdaso.cluster.use_virtual_devices(2)
+topology = jdaso.discover_topology()
 
 
 def take_steps(exchange):
