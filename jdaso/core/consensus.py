@@ -219,8 +219,8 @@ def _refuse_cut(path: Any, leaf: Any, advice: str) -> NoReturn:
 
 
 def _on_one_device(x: jax.Array) -> jax.Array:
-    """Moves an array to one device."""
-    if isinstance(x, jax.core.Tracer) or len(x.devices()) == 1:
+    """Moves an array to one device. Arrays on devices of several processes stay where they are."""
+    if isinstance(x, jax.core.Tracer) or len(x.devices()) == 1 or not x.is_fully_addressable:
         return x
     return jax.device_put(x, min(x.devices(), key=lambda device: device.id))
 

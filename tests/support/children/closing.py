@@ -1,7 +1,7 @@
 """Exchanges that are closed give everything back; one too many that are not is an error.
 
-closing.py closed|open|"other order"|"at exit"|"one alone"|"steps not awaited"
-[DEVICES|"an exchange"|"a center"]
+closing.py closed|open|"other order"|"at exit"|"steps not awaited"
+closing.py "one alone" "an exchange"|"a center"
 """
 
 import sys
@@ -18,8 +18,6 @@ import jdaso
 
 MANY = 500  # each needs more than four communicators, and MPICH has 2048 at most
 AHEAD = 100  # steps
-if sys.argv[2:] == ["2"]:
-    jdaso.cluster.use_virtual_devices(2)
 topology = jdaso.discover_topology()
 
 
