@@ -33,7 +33,6 @@ import optax
 from machine import machine
 
 import jdaso
-from jdaso.cluster.barrier import barrier
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import study
@@ -121,7 +120,7 @@ def work(method: str, period: int, rates: list[float], steps: int) -> None:
         """Steps and copies of what is evaluated, and whether the center has diverged."""
         params = center.join(initial)
         state, copies = tx.init(params), [(0, copy())]
-        barrier(topology, "the start of a run", 600.0)
+        topology.group.barrier("the start of a run", 600.0)
         for number in range(steps):
             if topology.rank == 0 and number and number % max(1, steps // COPIES) == 0:
                 copies.append((number, copy()))
@@ -131,7 +130,7 @@ def work(method: str, period: int, rates: list[float], steps: int) -> None:
                 if "the center would overflow" not in str(error):
                     raise
                 break  # the center accepts no more messages
-        barrier(topology, "the end of a run", 600.0)
+        topology.group.barrier("the end of a run", 600.0)
         if topology.rank == 0:
             copies.append((number + 1, copy()))  # when all workers have finished
         return copies, any(topology.comm.allgather(number + 1 < steps))
@@ -146,10 +145,10 @@ def work(method: str, period: int, rates: list[float], steps: int) -> None:
     first = center.read(initial)
     whole = jax.jit(loss_fn)
     for rate in rates:
-        barrier(topology, "a new center", 600.0)
+        topology.group.barrier("a new center", 600.0)
         if topology.rank == 0:
             center.write(first)
-        barrier(topology, "the new center", 600.0)
+        topology.group.barrier("the new center", 600.0)
         copies, diverged = run(rate)
         if topology.rank == 0:
             losses = [float(whole(c, data.images, data.labels)) for _, c in copies]

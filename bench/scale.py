@@ -28,7 +28,7 @@ from exchange import resident_bytes
 from machine import machine
 
 import jdaso
-from jdaso.cluster.placement import Placement, Process
+from jdaso.cluster.topology import Placement, Process
 from jdaso.core.exchange import HEADER_SIZE
 from jdaso.exchange.host.layout import LeafSpec, unsharded
 from jdaso.exchange.host.slots import use_native

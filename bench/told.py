@@ -40,7 +40,7 @@ NO_SIGNAL = 0
 def child(folder: Path, group: int, victim: int, number: int) -> None:
     """A process of the job. Files in the folder have the times when it was hit, and told."""
     import jdaso
-    from jdaso.cluster import heartbeat_tree, topology
+    from jdaso.cluster import links, topology
 
     told = threading.Event()
 
@@ -49,7 +49,7 @@ def child(folder: Path, group: int, victim: int, number: int) -> None:
             told.set()
             write(folder / f"told_{job.rank}")
 
-    heartbeat_tree.GROUP, topology.abort = group, note  # instead of ending all processes
+    links.GROUP, topology.abort = group, note  # instead of ending all processes
     job = jdaso.discover_topology()
     job.comm.Barrier()
     if job.rank == victim:

@@ -33,8 +33,7 @@ def before(config: Config, topology: jdaso.Topology) -> Config:
     found = None
     if topology.rank == 0 and config.period == AUTO and config.resume and saved.exists():
         found = {name: json.loads(saved.read_text())[name] for name in CHOSEN}
-    if topology.comm is not None:
-        found = topology.comm.bcast(found)
+    found = topology.group.broadcast(found)
     return config if found is None else dataclasses.replace(config, **found)
 
 

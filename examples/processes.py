@@ -7,7 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
-LAUNCHED = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_ID")
+from jdaso.cluster.launchers import MPIEXEC, NO_LAUNCHER, detect_launch
 
 
 def start(count: int | None) -> None:
@@ -21,12 +21,12 @@ def start(count: int | None) -> None:
     Raises:
         SystemExit: If ``mpiexec`` is not installed.
     """
-    if count is None or any(name in os.environ for name in LAUNCHED):
+    if count is None or detect_launch(os.environ).launcher != NO_LAUNCHER:
         return
     beside_python = str(Path(sys.executable).parent)
     path = os.pathsep.join([beside_python, os.environ.get("PATH", "")])
-    launcher = shutil.which("mpiexec", path=path)
+    launcher = shutil.which(MPIEXEC.name, path=path)
     if launcher is None:
         raise SystemExit(f"--processes {count} needs mpiexec: pip install mpich")
     sys.stdout.flush()
-    os.execv(launcher, [launcher, "-n", str(count), sys.executable, *sys.argv])
+    os.execv(launcher, [launcher, *MPIEXEC.command(count)[1:], sys.executable, *sys.argv])

@@ -12,8 +12,7 @@ import argparse
 from jdaso.checkpoint import verify
 from jdaso.cluster import sbatch
 from jdaso.cluster.local_devices import use_virtual_devices
-from jdaso.cluster.mpi_start import library, thread_level
-from jdaso.cluster.topology import Topology, discover_topology
+from jdaso.cluster.topology import Topology, discover_topology, library, thread_level
 from jdaso.core.command_line import text_table
 from jdaso.exchange.host.slots import unavailable_reason
 from jdaso.perf import predict_command, tune_command
@@ -33,10 +32,7 @@ def topology_table(topology: Topology) -> str:
 
         name, level = library(MPI), thread_level(MPI)
     first, last = topology.local_rank, topology.local_rank + len(topology.devices) - 1
-    group = None if topology.comm is None else topology.across_nodes()
-    size = "-" if group is None else str(group.Get_size())
-    if group is not None:
-        group.Free()
+    size = "-" if topology.comm is None else topology.num_nodes
     row = (
         str(topology.rank),
         topology.host,
@@ -47,7 +43,7 @@ def topology_table(topology: Topology) -> str:
         level,
         name,
     )
-    rows = [row] if topology.comm is None else topology.comm.allgather(row)
+    rows = topology.group.gather(row)
     head = ("rank", "host", "node", "local index", "devices", "communicators (index:size)")
     return text_table([(*head, "threads", "MPI library"), *rows], numbers=False)
 

@@ -27,9 +27,8 @@ from jdaso.checkpoint.node_part import (
     read_part,
     to_host_arrays,
 )
-from jdaso.cluster.barrier import barrier
-from jdaso.cluster.ranks import MAX_NAMES
-from jdaso.cluster.topology import Topology
+from jdaso.cluster.roll_call import MAX_NAMES
+from jdaso.cluster.topology import Group, Topology
 from jdaso.core.command_line import local_path
 from jdaso.core.exchange import Exchange
 from jdaso.core.log import logger
@@ -96,7 +95,7 @@ class Checkpoints:
     ):
         check_whole("keep", keep, 1)
         self._orbax = checkpointer()
-        self._node_comm = topology.within_node() if topology.joined else None
+        self._node_group = topology.node_group()
         path = local_path(directory, "directory").absolute()
         self._folder = folder.CheckpointFolder(path, keep)
         self._purpose = f"the checkpoints in {path}"  # for errors of barriers
@@ -128,8 +127,8 @@ class Checkpoints:
         if self._lock is not None:
             return
         here, path = self._topology, self._folder.path
-        barrier(here, self._purpose)
-        lock = FolderLock(path, _from_first(here, secrets.randbits(63)))
+        here.group.barrier(self._purpose)
+        lock = FolderLock(path, here.group.broadcast(secrets.randbits(63)))
 
         def claimed() -> int:
             # Only rank 0 looks for checkpoints: others may look when it has begun to write one.
@@ -138,7 +137,7 @@ class Checkpoints:
             self._acquire(lock)
             return max((saved.number for saved in folder.list_checkpoints(path)), default=0)
 
-        self._newest = _from_first(here, on_all(here, self._purpose, claimed))
+        self._newest = here.group.broadcast(on_all(here.group, self._purpose, claimed))
         folder.check_shared(path, here)
         self._lock, self._run = lock, lock.run
 
@@ -182,7 +181,7 @@ class Checkpoints:
         numbered = in_flight.number_exchanges(state, self._exchanges)
         posted = in_flight.exchanges_in_flight(state, self._exchanges)
         own = to_host_arrays(numbered), posted, averaged_names(state, self._exchanges)
-        whole = gather_shards(self._node_comm, own)
+        whole = gather_shards(self._node_group, own)
         self._last_number = (self._last_number or 0) + 1
         if whole is not None:
             arrays, posted, averaged = whole
@@ -204,7 +203,7 @@ class Checkpoints:
     def close(self) -> None:
         """Waits until all nodes have written everything, and releases the folder and threads."""
         self.wait()
-        barrier(self._topology, self._purpose)
+        self._topology.group.barrier(self._purpose)
         self.wait()
         self._orbax.close()
         if self._lock is not None and self._topology.rank == 0:
@@ -250,7 +249,7 @@ class Checkpoints:
         def found() -> list[folder.SavedCheckpoint]:
             return folder.list_checkpoints(path) if here.rank == 0 else []
 
-        checkpoints = _from_first(here, on_all(here, self._purpose, found))
+        checkpoints = here.group.broadcast(on_all(here.group, self._purpose, found))
         # New numbers follow the incomplete ones: a new part must not complete an old checkpoint.
         self._last_number = max((checkpoint.number for checkpoint in checkpoints), default=0)
         problems = []
@@ -260,7 +259,7 @@ class Checkpoints:
                 state = self._own_state(saved, like) if same else self._mean_state(saved, like)
                 return Restored(state, saved.step, len(saved.parts))
             except JdasoError as error:  # on all nodes
-                if _from_first(here, not saved.path.is_dir()):
+                if here.group.broadcast(not saved.path.is_dir()):
                     raise _DeletedError from error
                 problems.append(str(error))
                 self._folder.unusable.add(saved.number)
@@ -281,9 +280,11 @@ class Checkpoints:
     def _own_state(self, saved: folder.SavedCheckpoint, like: PyTree) -> PyTree:
         """Returns this node's state of a checkpoint of as many nodes; posts its exchanges again."""
         here, source, exchanges = self._topology, str(saved.path), self._exchanges
-        part = on_all(here, self._purpose, lambda: read_part(self._orbax, saved.parts[here.node]))
-        _check_same_run(source, _gathered(here, part.run))
-        first, *others = _gathered(here, in_flight.describe_posted(part.in_flight))
+        part = on_all(
+            here.group, self._purpose, lambda: read_part(self._orbax, saved.parts[here.node])
+        )
+        _check_same_run(source, here.group.gather(part.run))
+        first, *others = here.group.gather(in_flight.describe_posted(part.in_flight))
         for rank, other in enumerate(others, start=1):
             if other != first:
                 raise JdasoError(
@@ -299,7 +300,7 @@ class Checkpoints:
             if texts := texts + in_flight.other_bits(part.state, part.in_flight):
                 raise JdasoError(f"{source} cannot be restored: {'; '.join(texts)}")
 
-        on_all(here, self._purpose, check_posted)
+        on_all(here.group, self._purpose, check_posted)
         in_flight.check_leaves(sent, part.in_flight, source)
         for position, exchange in enumerate(exchanges):
             own = {n: posted for (at, n), posted in part.in_flight.items() if at == position}
@@ -313,9 +314,9 @@ class Checkpoints:
         def read_mean() -> dict[str, np.ndarray]:
             return _mean_of_parts(saved.parts, source, self._orbax) if here.rank == 0 else {}
 
-        mean = on_all(here, self._purpose, read_mean)
-        names = _from_first(here, list(mean))
-        mean = {name: _from_first(here, mean.get(name)) for name in names}
+        mean = on_all(here.group, self._purpose, read_mean)
+        names = here.group.broadcast(list(mean))
+        mean = {name: here.group.broadcast(mean.get(name)) for name in names}
         state = from_host_arrays(mean, in_flight.without_exchange_states(like), source)
         return in_flight.reset_exchanges(state, like)
 
@@ -348,17 +349,7 @@ class Checkpoints:
             ) from error
 
 
-def _from_first(topology: Topology, value: Any) -> Any:
-    """Returns the value of rank 0 on all processes."""
-    return value if topology.comm is None else topology.comm.bcast(value, 0)
-
-
-def _gathered(topology: Topology, value: Any) -> list[Any]:
-    """Returns the values of all processes, in the order of ranks, on all processes."""
-    return [value] if topology.comm is None else topology.comm.allgather(value)
-
-
-def on_all(topology: Topology, purpose: str, function: Callable[[], Any]) -> Any:
+def on_all(group: Group, purpose: str, function: Callable[[], Any]) -> Any:
     """Returns this process's result of the function, or raises on all if it raises on one.
 
     The error is a ValueError if one of theirs is, and otherwise a JdasoError. Errors of the barrier
@@ -368,9 +359,9 @@ def on_all(topology: Topology, purpose: str, function: Callable[[], Any]) -> Any
     try:
         value = function()
     except Exception as error:
-        problem = f"{topology.describe(topology.rank)}: {error}", type(error) is ValueError
-    barrier(topology, purpose)
-    if problems := [found for found in _gathered(topology, problem) if found[0]]:
+        problem = f"{group.name}: {error}", type(error) is ValueError
+    group.barrier(purpose)
+    if problems := [found for found in group.gather(problem) if found[0]]:
         texts = [text for text, _ in problems[:MAX_NAMES]]
         if len(problems) > MAX_NAMES:
             texts.append(f"and {len(problems) - MAX_NAMES} more processes")

@@ -13,8 +13,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from jdaso.cluster.barrier import barrier
-from jdaso.cluster.ranks import name_ranks
+from jdaso.cluster.roll_call import name_ranks
 from jdaso.cluster.topology import Topology
 from jdaso.core.types import JdasoError
 
@@ -108,14 +107,12 @@ def describe_incomplete(checkpoint: Path) -> str:
 
 def check_shared(folder: Path, topology: Topology) -> None:
     """Raises ValueError on all processes if one cannot see a file of rank 0; collective."""
-    if topology.comm is None:
-        return
-    barrier(topology, f"the checkpoints in {folder}")
+    topology.group.barrier(f"the checkpoints in {folder}")
     name = None
     if topology.rank == 0:
         file, name = tempfile.mkstemp(prefix=".shared_", dir=folder)
         os.close(file)
-    name = topology.comm.bcast(name, 0)
+    name = topology.group.broadcast(name)
 
     def is_visible() -> bool:
         with contextlib.suppress(OSError):  # rank 0 has made the folder
@@ -125,7 +122,7 @@ def check_shared(folder: Path, topology: Topology) -> None:
     until = time.monotonic() + _SECONDS_TO_SHOW
     while not (seen := is_visible()) and time.monotonic() < until:
         time.sleep(0.2)
-    blind = [rank for rank, sees in enumerate(topology.comm.allgather(seen)) if not sees]
+    blind = [rank for rank, sees in enumerate(topology.group.gather(seen)) if not sees]
     if topology.rank == 0:
         os.unlink(name)
     if blind:

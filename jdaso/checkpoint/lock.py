@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from jdaso.cluster.abort import at_exit
-from jdaso.cluster.kill_launcher import process_info
+from jdaso.cluster.ending import at_exit
+from jdaso.cluster.launchers import process_info
 from jdaso.core.log import logger
 from jdaso.core.types import JdasoError
 

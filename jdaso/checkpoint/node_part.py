@@ -22,7 +22,7 @@ import optax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jdaso.checkpoint.in_flight import InFlight, arrays_to_posted, owner, posted_to_arrays
-from jdaso.cluster.mpi_types import Comm
+from jdaso.cluster.topology import Group
 from jdaso.core.chain import ChainState
 from jdaso.core.exchange import Exchange, HostState, Shards
 from jdaso.core.state import AveragingState, FragmentState, find_states, map_states
@@ -78,17 +78,13 @@ def to_host_arrays(tree: PyTree) -> dict[str, np.ndarray | Shards]:
     return arrays
 
 
-def gather_shards(comm: Comm | None, tree: PyTree) -> PyTree | None:
-    """Replaces shards by whole arrays; returns None on all processes but the first.
-
-    ``comm`` connects the processes that hold the shards. Without it, the tree has no shards.
-    """
+def gather_shards(node: Group, tree: PyTree) -> PyTree | None:
+    """Replaces shards by whole arrays; returns None on all processes of the node but the first."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda node: isinstance(node, Shards))
     for i, leaf in enumerate(leaves):
-        parts = comm.gather(leaf.shards) if comm and isinstance(leaf, Shards) else None
-        if parts is not None:
+        if isinstance(leaf, Shards) and (parts := node.gather(leaf.shards, to_all=False)):
             leaves[i] = leaf._replace(shards=list(chain.from_iterable(parts))).whole()
-    return jax.tree.unflatten(treedef, leaves) if comm is None or comm.Get_rank() == 0 else None
+    return jax.tree.unflatten(treedef, leaves) if node.rank == 0 else None
 
 
 def from_host_arrays(arrays: dict[str, np.ndarray], like: PyTree, source: str) -> PyTree:

@@ -1,30 +1,56 @@
 """Heartbeats between processes, which tell whether a process is dead, silent, or only slow.
 
-The processes are connected in a tree, see ``heartbeat_tree``. A thread sends a heartbeat over each
-of a process's TCP connections every second. When a process dies, the kernel closes its connections,
-and the processes at their other ends tell all others at once. When a process is stopped, or its
-host or network link is down, its connections are silent. A process that is only slow still sends
+The processes are connected in a tree, see ``links``. A thread sends a heartbeat over each of a
+process's TCP connections every second. When a process dies, the kernel closes its connections, and
+the processes at their other ends tell all others at once. When a process is stopped, or its host or
+network link is down, its connections are silent. A process that is only slow still sends
 heartbeats. MPI reports none of this, and waits for a dead process forever.
+
+A heartbeat carries a report: which processes are silent or dead, and who has not posted an
+operation. Reports go up to the first process and down again. On the way up, each process merges
+those of the processes that report to it, so a report does not grow with the number of processes.
 """
 
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdaso.cluster.heartbeat_tree import parents
-from jdaso.cluster.json_socket import MAX_MESSAGE_BYTES, JsonSocket
-from jdaso.cluster.links import CONNECT_SECONDS, NO_HEARTBEAT_ADVICE, Links, make_links
+from jdaso.cluster.ending import EXIT_NODE_LOST, DeathPolicy
+from jdaso.cluster.links import (
+    CONNECT_SECONDS,
+    MAX_MESSAGE_BYTES,
+    NO_HEARTBEAT_ADVICE,
+    JsonSocket,
+    Links,
+    connected,
+    make_links,
+    parents,
+    without,
+)
 from jdaso.cluster.mpi_types import Comm
-from jdaso.cluster.ranks import decode_ranks, is_number, name_ranks
-from jdaso.cluster.reports import Reports
-from jdaso.cluster.roll_call import RollCall
+from jdaso.cluster.roll_call import (
+    CALL,
+    Answer,
+    Call,
+    RollCall,
+    answers_shape,
+    decode,
+    decode_ranks,
+    earliest,
+    encode,
+    encode_ranks,
+    fits,
+    merge,
+    name_ranks,
+    ranks_shape,
+)
 from jdaso.core.log import logger
 
-#: Exit status when a process has died or was silent for too long: EX_UNAVAILABLE of sysexits.h.
-EXIT_NODE_LOST = 69
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 5.0
 # A process that has been silent for this long is presumed dead, and the job is aborted.
@@ -36,6 +62,158 @@ _SILENT = (
     "was silent for {:.0f} s. Check whether it is stopped, or its host or network link is down, "
     f"{_RESTART}"
 )
+
+
+class Report(NamedTuple):
+    """A message to a neighbor in the tree.
+
+    To the parent, it covers the sender and all processes below it. To a child, it covers all.
+    """
+
+    silent: frozenset[int] = frozenset()
+    dead: frozenset[int] = frozenset()
+    exited: frozenset[int] = frozenset()
+    rerouted: frozenset[int] = frozenset()  # that report to another process than expected
+    questions: tuple[Call, ...] = ()
+    answers: Mapping[Call, Answer] = MappingProxyType({})
+
+    def message(self) -> list[Any]:
+        *ranks, questions, answers = self
+        return [*map(encode_ranks, ranks), [list(call) for call in questions], encode(answers)]
+
+
+class Reports:
+    """Keeps the last report of each peer, and tells what follows from them.
+
+    Only the thread of the heartbeat changes it. Each set is replaced as a whole, so that other
+    threads may read it at any time.
+
+    Attributes:
+        silent: Ranks from which nothing was received for some time.
+        dead: Ranks whose death all processes tolerate.
+        exited: Ranks that have announced that they exit normally.
+        unconnected: Ranks that could not connect to their parents at the start.
+        missing: Ranks that should report to this one, and have not connected for
+            ``SILENT_SECONDS``.
+    """
+
+    def __init__(
+        self, rank: int, tree: np.ndarray, describe: Callable[[int], str], roll_call: RollCall
+    ):
+        self._rank, self._tree, self._describe, self._roll_call = rank, tree, describe, roll_call
+        ranks = ranks_shape(len(tree))
+        self._shape = (ranks, ranks, ranks, ranks, [CALL], answers_shape(len(tree)))
+        self._parent: int | None = None
+        self.unconnected: frozenset[int] = frozenset()
+        self.missing: frozenset[int] = frozenset()
+        self._own_rerouted: frozenset[int] = frozenset()
+        self._rerouted: frozenset[int] = frozenset()  # of all processes
+        self._heard: dict[int, Report] = {}
+        self._sent: dict[int, list[Any]] = {}
+        self.silent: frozenset[int] = frozenset()
+        self.dead: frozenset[int] = frozenset()
+        self.exited: frozenset[int] = frozenset()
+
+    @property
+    def gone(self) -> frozenset[int]:
+        """The other ranks that have died or exited."""
+        return (self.dead | self.exited) - {self._rank}
+
+    def connected(self) -> np.ndarray:
+        """Returns for each rank whether its heartbeats arrive here, bool[P]."""
+        top = {self._rank} if self._parent is None else set()
+        cut = self.unconnected | top | (self.missing - self._rerouted)
+        tree = without(self._tree, self.gone)
+        return connected(tree, self._rank, cut, (self.silent | self.gone) - {self._rank})
+
+    def not_among(self, peers: Collection[int]) -> frozenset[int]:
+        """Returns the ranks that should report to this one after deaths, but are not peers."""
+        if not (gone := self.gone):
+            return frozenset()
+        moved = (without(self._tree, gone) == self._rank) & (self._tree != self._rank)
+        adopted = frozenset(np.flatnonzero(moved).tolist()) - gone - {self._rank}
+        below = {rank for rank in peers if rank > self._rank and self._tree[rank] != self._rank}
+        self._own_rerouted = frozenset(below - adopted)
+        return adopted.difference(peers)
+
+    def states(self, ranks: frozenset[int]) -> str:
+        """Names ranks and their hosts, and says whether each is alive, silent or gone."""
+        states = {
+            "has died": self.dead,
+            "has exited": self.exited,
+            "silent: stopped, or its host or link is down": self.silent,
+            "unknown: no heartbeat connection leads to it": frozenset(
+                np.flatnonzero(~self.connected()).tolist()
+            ),
+            "alive: slower, at another step, or busy with something else": ranks,
+        }
+        texts = []
+        for state, members in states.items():
+            if group := ranks & members:
+                texts.append(f"{name_ranks(group, self._describe)} ({state})")
+                ranks -= group
+        return "; ".join(texts) or "the other processes"
+
+    def receive(self, rank: int, message: list[Any]) -> None:
+        """Keeps the report of a peer, unless it is malformed."""
+        if not fits(message, self._shape):
+            return
+        silent, dead, exited, rerouted, questions, answers = message
+        self._heard[rank] = report = Report(
+            decode_ranks(silent),
+            decode_ranks(dead),
+            decode_ranks(exited),
+            decode_ranks(rerouted),
+            tuple(Call(*call) for call in questions),
+            decode(answers),
+        )
+        self.dead |= report.dead
+        self.exited |= report.exited
+
+    def forget(self, rank: int) -> None:
+        """Forgets the report of a peer that has died or exits."""
+        self._heard.pop(rank, None)
+
+    def repeat(self) -> None:
+        """Sends reports again, also if they are the same as before."""
+        self._sent.clear()
+
+    def messages(
+        self, parent: int | None, peers: Collection[int], silent_peers: frozenset[int]
+    ) -> dict[int, list[Any]]:
+        """Returns the new messages for peers, by rank. The ``parent`` is one of them, or None."""
+        self._parent = parent
+        below = {rank: self._heard.get(rank, Report()) for rank in peers if rank != parent}
+        # What a silent parent has said before is not passed on.
+        above = None if parent is None or parent in silent_peers else self._heard.get(parent)
+        # If the parent of a missing process has exited, it may have exited as well.
+        lost = frozenset(rank for rank in self.missing if self._tree[rank] not in self.exited)
+        silent = silent_peers.union(lost, *(report.silent for report in below.values()))
+        # A process may report to another one than that which expects it.
+        rerouted = self._own_rerouted.intersection(below)
+        rerouted = rerouted.union(*(report.rerouted for report in below.values())) - silent_peers
+        silent -= rerouted | (below.keys() - silent_peers)
+        asked = self._roll_call.questions()
+        asked += [call for report in below.values() for call in report.questions]
+        questions = tuple(earliest(asked))
+        answers = {
+            call: merge(
+                [self._roll_call.answer_to(call)]
+                + [report.answers[call] for report in below.values() if call in report.answers]
+            )
+            for call in (above.questions if above else questions)
+        }
+        up = Report(silent - {parent}, self.dead, self.exited, rerouted, questions, answers)
+        down = up._replace(silent=silent)
+        if above:
+            down = above._replace(dead=self.dead, exited=self.exited)
+        self.silent, self._rerouted = down.silent | silent_peers, down.rerouted
+        self._roll_call.answers = down.answers
+        upwards, downwards = up.message(), down.message()
+        messages = {rank: upwards if rank == parent else downwards for rank in peers}
+        new = {rank: text for rank, text in messages.items() if self._sent.get(rank) != text}
+        self._sent |= new
+        return new
 
 
 class Heartbeat:
@@ -60,8 +238,7 @@ class Heartbeat:
         abort: Callable[[str, int], None],
     ):
         self._links, self._describe, self._abort = links, describe, abort
-        self._on_death: list[Callable[[int], None]] = []
-        self._needed: frozenset[int] = frozenset()
+        self._policies: list[DeathPolicy] = []
         self._dead: frozenset[int] = frozenset()
         self._exited: frozenset[int] = frozenset()
         self._silent_peers: frozenset[int] = frozenset()
@@ -76,11 +253,11 @@ class Heartbeat:
         self._reports.unconnected = ranks
 
     def silent_ranks(self) -> frozenset[int]:
-        """The ranks from which nothing was received for ``SILENT_SECONDS``."""
+        """Returns the ranks from which nothing was received for ``SILENT_SECONDS``."""
         return self._reports.silent
 
     def exited_ranks(self) -> frozenset[int]:
-        """The ranks that have announced that they exit normally."""
+        """Returns the ranks that have announced that they exit normally."""
         return self._reports.exited
 
     def states(self, ranks: frozenset[int]) -> str:
@@ -88,27 +265,30 @@ class Heartbeat:
         return self._reports.states(ranks)
 
     def broadcast_abort(self, reason: str, status: int) -> bool:
-        """Asks all other processes to abort for the same reason; whether all are connected."""
+        """Asks all other processes to abort for the same reason.
+
+        Returns whether a connection leads to every one of them.
+        """
         for peer in list(self._links.peers):
             peer.send("end", reason[-MAX_MESSAGE_BYTES // 16 :], status)
         return bool(self._reports.connected().all())
 
-    def tolerate_deaths(
-        self, on_death: Callable[[int], None], needed: frozenset[int] = frozenset()
-    ) -> None:
-        """From now on neither a death nor a long silence aborts the job.
+    def follow(self, policy: DeathPolicy) -> None:
+        """Lets a policy say from now on which deaths and long silences the job survives.
 
-        All processes must call it. A death calls ``on_death`` with the rank. The death of a rank
-        in ``needed`` still aborts all that learn of it. Those that reported to a dead process
-        report to another one from then on.
+        All processes must call it. By default, and for a rank that one of several policies needs,
+        all processes abort. Those that reported to a dead process report to another one.
         """
-        self._on_death.append(on_death)
-        self._needed |= needed
+        self._policies.append(policy)
         self._dead = frozenset()  # tells again of deaths that were known before
 
     def close(self) -> None:
         """Announces that this process exits normally."""
-        self._links.say_bye(self._exited | self.exited_ranks())
+        exited = encode_ranks(self._exited | self.exited_ranks())
+        self._links.say_bye(exited[: MAX_MESSAGE_BYTES // 64])
+
+    def _tolerates(self, rank: int) -> bool:
+        return bool(self._policies) and all(each.tolerates(rank) for each in self._policies)
 
     def _run(self) -> None:
         next_beat, links = time.monotonic(), self._links
@@ -145,7 +325,7 @@ class Heartbeat:
         )
         for peer in self._links.peers:
             lost = peer.rank in self._silent_peers and now - peer.last_received > LOST_SECONDS
-            if lost and (not self._on_death or peer.rank in self._needed):
+            if lost and not self._tolerates(peer.rank):
                 reason = f"{self._describe(peer.rank)} {_SILENT.format(LOST_SECONDS)}"
                 self._abort_all(reason, EXIT_NODE_LOST, source=peer)
 
@@ -159,8 +339,9 @@ class Heartbeat:
             peers[rank].send("beat", *message)
         died, self._dead = self._reports.dead - self._dead, self._reports.dead
         for rank in sorted(died):
-            for on_death in self._on_death:
-                on_death(rank)
+            for policy in self._policies:
+                if policy.on_death is not None:
+                    policy.on_death(rank)
 
     def _receive(self, peer: JsonSocket) -> None:
         for message in peer.read():
@@ -169,9 +350,11 @@ class Heartbeat:
                     self._reports.receive(peer.rank, report)
                 case ["bye", *exited]:
                     peer.exiting = True
-                    self._exited |= {peer.rank} | decode_ranks(exited, self._links.size)
+                    self._exited |= {peer.rank}
+                    if fits(exited, ranks_shape(self._links.size)):
+                        self._exited |= decode_ranks(exited)
                     self._reports.forget(peer.rank)
-                case ["end", str(reason), status] if is_number(status, 256):
+                case ["end", str(reason), status] if fits(status, range(256)):
                     self._abort_all(reason, status, source=peer)
 
     def _disconnected(self, peer: JsonSocket) -> None:
@@ -183,7 +366,7 @@ class Heartbeat:
         refused = peer.rank < self._links.rank and not peer.heard
         if peer.exiting or refused or self._links.closing:
             return
-        if self._on_death and peer.rank not in self._needed:
+        if self._tolerates(peer.rank):
             self._reports.dead |= {peer.rank}
         else:
             self._abort_all(f"{self._describe(peer.rank)} {_DIED}", EXIT_NODE_LOST, source=peer)
@@ -208,9 +391,8 @@ def start_heartbeat(
     heartbeat = Heartbeat(rank, tree, links, describe, abort)
     while not links.settled.wait(_POLL_SECONDS):
         comm.Iprobe()  # some MPI libraries send only while they are being called
-    connects = np.empty(len(tree), bool)
-    comm.Allgather(np.array([rank == 0 or links.parent is not None]), connects)
-    unconnected = frozenset(np.flatnonzero(~connects).tolist())
+    connects = comm.allgather(rank == 0 or links.parent is not None)
+    unconnected = frozenset(other for other, found in enumerate(connects) if not found)
     heartbeat.set_unconnected(unconnected)
     if rank == min(unconnected, default=None):
         parent, hosts, port, _ = links.contacts[0]

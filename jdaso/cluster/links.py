@@ -1,41 +1,381 @@
-"""Connections in the tree of heartbeats, which find another way when a process has died or exited.
+"""The TCP connections of the heartbeat: a tree of processes, which mends itself after deaths.
 
 Each process listens at a port. At the start it learns the ports of all processes to which it may
-report later. These have lower ranks, so the connections form no cycle.
+report later. These have lower ranks, so the connections form no cycle. A listener replies to peers
+that send the secret of the job, and closes other connections. What travels are lines of JSON.
 """
 
 import contextlib
+import fcntl
+import ipaddress
+import json
 import math
 import queue
+import secrets
 import selectors
 import socket
+import struct
 import threading
 import time
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdaso.cluster.addresses import addresses, listen
-from jdaso.cluster.heartbeat_tree import GROUP, ancestors
-from jdaso.cluster.json_socket import MAX_MESSAGE_BYTES, JsonSocket
 from jdaso.cluster.mpi_types import Comm
-from jdaso.cluster.ranks import encode_ranks
-from jdaso.cluster.rendezvous import Acceptor, Secret, connect, new_secret
 from jdaso.core.log import logger
 
-# Seconds for the whole search for a process to report to, and for one attempt if there are several
-# candidates.
-CONNECT_SECONDS, _TRY_SECONDS = 20.0, 0.2
+# The most processes of its own host that report to one process, and the most first processes of
+# other hosts that do.
+GROUP = 32
 # A process whose ancestors are all gone reports to a rank below this number.
 _FIRST_RANKS = 2 * GROUP
 _BACKLOG = 4 * GROUP
-_CONTACT = np.dtype([("port", "<i4"), ("hosts", "S256")])
+# Seconds for the whole search for a process to report to, and for one attempt if there are several
+# candidates.
+CONNECT_SECONDS, _TRY_SECONDS = 20.0, 0.2
+_CONNECT_SECONDS, _REPLY_SECONDS, _PAUSE_SECONDS = 1.0, 5.0, 0.1
+_SECRET_BYTES = 16
+_REQUEST = struct.Struct(f">{_SECRET_BYTES}sI")  # secret, rank
+_FIRST_BYTE = b"\n"  # of every message
+# Connections of an Acceptor that are not complete.
+_MOST_PENDING = 256
+# A longer line is not a message of this protocol.
+MAX_MESSAGE_BYTES = 1 << 16
+# From <linux/sockios.h>. The address follows the interface name and the address family.
+_SIOCGIFADDR = 0x8915
+_REQUEST_BYTES, _ADDRESS = 256, slice(20, 24)
+_IPV6_TABLE = Path("/proc/net/if_inet6")
 #: What a missing heartbeat means, and what to do.
 NO_HEARTBEAT_ADVICE = (
     "A death may then be noticed only when an exchange times out. Allow TCP connections between "
     "the nodes in their firewalls."
 )
+
+
+def parents(memory_groups: np.ndarray) -> np.ndarray:
+    """Returns the rank to which each rank reports, which is lower. Rank 0 reports to itself.
+
+    The first process of each host reports to that of another host, and the others within their
+    host. No process has more than ``2 GROUP`` others that report to it.
+
+    Args:
+        memory_groups: For each rank, the smallest rank of its host, int[P].
+
+    >>> parents(np.array([0, 0, 0, 3, 3, 5]))
+    array([0, 0, 0, 0, 3, 0])
+    """
+    first_ranks, hosts = np.unique(memory_groups, return_inverse=True)
+    order = np.argsort(hosts, kind="stable")  # all ranks, host by host
+    first_places = np.searchsorted(hosts[order], np.arange(len(first_ranks)))
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order))
+    local = places - first_places[hosts]
+    within = order[first_places[hosts] + np.maximum(local - 1, 0) // GROUP]
+    between = first_ranks[np.maximum(hosts - 1, 0) // GROUP]
+    return np.where(local > 0, within, between)
+
+
+def ancestors(tree: np.ndarray, rank: int) -> list[int]:
+    """Returns the ranks above a rank, the nearest first.
+
+    >>> ancestors(np.array([0, 0, 1, 2]), 3)
+    [2, 1, 0]
+    """
+    above: list[int] = []
+    while (parent := int(tree[rank])) != rank:
+        above, rank = [*above, parent], parent
+    return above
+
+
+def without(tree: np.ndarray, gone: Collection[int]) -> np.ndarray:
+    """Returns the tree in which no rank reports to one of ``gone``.
+
+    A rank that reported to one of them reports to its nearest remaining ancestor, or, if there is
+    none, to the lowest remaining rank.
+
+    >>> without(np.array([0, 0, 1, 1, 0]), [1]), without(np.array([0, 0, 1, 1, 0]), [0])
+    (array([0, 0, 0, 0, 0]), array([1, 1, 1, 1, 1]))
+    """
+    ranks, lost = np.arange(len(tree)), np.isin(np.arange(len(tree)), [*gone])
+    tree = np.where(lost & (tree == ranks), np.argmin(lost), tree)
+    while lost[tree].any():
+        tree = np.where(lost[tree], tree[tree], tree)
+    return tree
+
+
+def connected(
+    tree: np.ndarray, rank: int, unconnected: Collection[int], gone: Collection[int]
+) -> np.ndarray:
+    """Returns for each rank whether messages travel between it and ``rank``, bool[P].
+
+    Args:
+        tree: The result of :func:`parents`.
+        unconnected: Ranks without a connection to their parents.
+        gone: Ranks that neither send nor forward messages.
+
+    >>> connected(np.array([0, 0, 0, 1, 3]), 0, unconnected=[], gone=[3])
+    array([ True,  True,  True, False, False])
+    """
+    cut = np.isin(tree, list(gone))
+    cut[[*unconnected, *gone]] = True
+    top = np.where(cut, np.arange(len(tree)), tree)
+    while (top[top] != top).any():
+        top = top[top]
+    return top == top[rank]
+
+
+def addresses() -> list[str]:
+    """Returns the IPv4 and IPv6 addresses of this host, loopback addresses last.
+
+    They are those of its interfaces and of its host name. Link-local addresses are left out,
+    because they are valid with the name of an interface of the other host only.
+
+    >>> "127.0.0.1" in addresses()
+    True
+    """
+    found = [*_ipv4_of_interfaces(), *_ipv6_of_interfaces()]
+    with contextlib.suppress(OSError):
+        found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)]
+    parsed = [ipaddress.ip_address(text.partition("%")[0]) for text in [*found, "127.0.0.1", "::1"]]
+    usable = [address for address in dict.fromkeys(parsed) if not address.is_link_local]
+    usable.sort(key=lambda address: (address.is_loopback, address.version))
+    return [str(address) for address in usable]
+
+
+def listen(backlog: int) -> socket.socket | None:
+    """Returns a socket that listens at all addresses of this host, or None without a network."""
+    for family in (socket.AF_INET6, socket.AF_INET):
+        both = family == socket.AF_INET6
+        with contextlib.suppress(OSError, ValueError):  # this host has no IPv6
+            return socket.create_server(
+                ("", 0), family=family, backlog=backlog, dualstack_ipv6=both
+            )
+    return None
+
+
+def _ipv4_of_interfaces() -> list[str]:
+    found = []
+    with (
+        contextlib.suppress(OSError),  # no IPv4, or no permission
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket,
+    ):
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                request = struct.pack(f"{_REQUEST_BYTES}s", name.encode())
+                reply = fcntl.ioctl(any_socket, _SIOCGIFADDR, request)
+                found.append(socket.inet_ntoa(reply[_ADDRESS]))
+    return found
+
+
+def _ipv6_of_interfaces() -> list[str]:
+    with contextlib.suppress(OSError, ValueError):  # no IPv6
+        lines = _IPV6_TABLE.read_text().splitlines()
+        return [str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))) for line in lines]
+    return []
+
+
+class Secret(NamedTuple):
+    """What a process of this job sends when it connects, and what the listener replies."""
+
+    request: bytes
+    reply: bytes
+
+
+def new_secret() -> Secret:
+    return Secret(secrets.token_bytes(_SECRET_BYTES), secrets.token_bytes(_SECRET_BYTES))
+
+
+class _Pending(NamedTuple):
+    """A connection that is not complete: what it has sent, and its rank after the reply."""
+
+    since: float
+    request: bytes = b""
+    rank: int | None = None
+
+
+class Acceptor:
+    """Accepts connections to a listening socket. A selector can wait for it.
+
+    Args:
+        listener: The socket. It belongs to this object.
+        secret: What peers must send.
+    """
+
+    def __init__(self, listener: socket.socket, secret: Secret):
+        self._listener, self._secret = listener, secret
+        listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def fileno(self) -> int:
+        return self._selector.fileno()
+
+    def accept(
+        self, allows: Callable[[int], bool], seconds: float = 0.0
+    ) -> dict[int, socket.socket]:
+        """Returns the connections that have become complete, by rank; waits at most some seconds.
+
+        The first message of a peer after the reply completes its connection, because a peer that
+        has given up may have left its request behind. A peer that sends nothing delays no other.
+        ``allows`` says whether a process of a rank may connect now.
+        """
+        accepted = {}
+        for key, _ in self._selector.select(seconds):
+            connection, pending = key.fileobj, key.data
+            assert isinstance(connection, socket.socket)
+            if connection is self._listener:
+                self._begin()
+            elif pending.rank is None:
+                self._answer(connection, pending, allows)
+            else:
+                self._selector.unregister(connection)
+                if _received(connection, len(_FIRST_BYTE)) == _FIRST_BYTE:
+                    accepted[pending.rank] = connection
+                else:
+                    connection.close()
+        self._close_old()
+        return accepted
+
+    def refuse(self) -> None:
+        """Refuses connections from now on; called by any thread."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Closes all sockets. A forked child may call it: the parent keeps its own."""
+        for key in self._selector.get_map().values():
+            key.fileobj.close()  # type: ignore[union-attr]
+        self._selector.close()
+
+    def _begin(self) -> None:
+        try:
+            connection = self._listener.accept()[0]
+        except OSError:  # the peer has disconnected, or descriptors have run out
+            time.sleep(_PAUSE_SECONDS)
+            return
+        connection.setblocking(False)
+        self._selector.register(connection, selectors.EVENT_READ, _Pending(time.monotonic()))
+
+    def _answer(
+        self, connection: socket.socket, pending: _Pending, allows: Callable[[int], bool]
+    ) -> None:
+        """Reads a request, and replies if it is complete and allowed."""
+        request = pending.request + _received(connection, _REQUEST.size - len(pending.request))
+        rank, goes_on = None, len(request) > len(pending.request)
+        if len(request) == _REQUEST.size:
+            given, rank = _REQUEST.unpack(request)
+            known = secrets.compare_digest(given, self._secret.request) and allows(rank)
+            goes_on = known and _sent(connection, self._secret.reply)
+        if goes_on:
+            pending = pending._replace(request=request, rank=rank)
+            self._selector.modify(connection, selectors.EVENT_READ, pending)
+        else:
+            self._selector.unregister(connection)
+            connection.close()
+
+    def _close_old(self) -> None:
+        """Closes connections that have not become complete in time, and the oldest of too many."""
+        until = time.monotonic() - _REPLY_SECONDS
+        pending = [key for key in self._selector.get_map().values() if key.data is not None]
+        for newer, key in enumerate(sorted(pending, key=lambda key: -key.data.since)):
+            if newer >= _MOST_PENDING or key.data.since < until:
+                self._selector.unregister(key.fileobj)
+                key.fileobj.close()  # type: ignore[union-attr]
+
+
+def connect(
+    hosts: Sequence[str], port: int, secret: Secret, rank: int, seconds: float
+) -> socket.socket | None:
+    """Connects to the first address that answers with the secret's reply.
+
+    The caller must send a message at once. Returns None after the timeout.
+    """
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for host in hosts:
+            with contextlib.suppress(OSError), contextlib.ExitStack() as on_failure:
+                connection = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
+                on_failure.callback(connection.close)
+                connection.settimeout(_REPLY_SECONDS)
+                connection.sendall(_REQUEST.pack(secret.request, rank))
+                if secrets.compare_digest(connection.recv(_SECRET_BYTES), secret.reply):
+                    on_failure.pop_all()
+                    connection.setblocking(False)
+                    return connection
+        time.sleep(_PAUSE_SECONDS)
+    return None
+
+
+def _received(connection: socket.socket, size: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return connection.recv(size)
+    return b""
+
+
+def _sent(connection: socket.socket, data: bytes) -> bool:
+    with contextlib.suppress(OSError):
+        return connection.send(data) == len(data)
+    return False
+
+
+class JsonSocket:
+    """A connected socket and the rank of its peer. Messages are lists.
+
+    Input that is not a message is ignored.
+
+    >>> ours, theirs = socket.socketpair()
+    >>> here, there = JsonSocket(ours, rank=1), JsonSocket(theirs, rank=0)
+    >>> here.send("beat", [2])
+    >>> there.read()
+    [['beat', [2]]]
+    """
+
+    def __init__(self, connection: socket.socket, rank: int):
+        connection.setblocking(False)
+        self.connection = connection
+        self.rank = rank
+        self.last_received = time.monotonic()
+        #: Something has arrived.
+        self.heard = False
+        #: The peer has announced that it exits normally.
+        self.exiting = False
+        #: The peer has closed the connection, or the kernel has given it up.
+        self.closed = False
+        self._incomplete = b""
+
+    def send(self, kind: str, *arguments: Any) -> None:
+        """Sends a message without blocking. It is lost if the peer's buffer is full."""
+        # The leading newline ends a message that was sent only in part before.
+        with contextlib.suppress(OSError):
+            self.connection.send(b"\n" + json.dumps([kind, *arguments]).encode() + b"\n")
+
+    def read(self) -> list[list[Any]]:
+        """Returns the messages that have arrived. Sets ``closed`` after the last one."""
+        try:
+            data = self.connection.recv(MAX_MESSAGE_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        if not data:
+            self.closed = True
+            return []
+        self.last_received, self.heard = time.monotonic(), True
+        *lines, self._incomplete = (self._incomplete + data).split(b"\n")
+        if len(self._incomplete) > MAX_MESSAGE_BYTES:
+            self._incomplete = b""
+        return [message for line in lines if (message := _parsed(line))]
+
+
+def _parsed(line: bytes) -> list[Any]:
+    """Returns the message in a line, or an empty list if there is none."""
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):  # not UTF-8, not JSON, or nested too deeply
+        return []
+    return message if isinstance(message, list) else []
 
 
 class Contact(NamedTuple):
@@ -145,14 +485,13 @@ class Links:
             self._orphan_since = min(self._orphan_since, time.monotonic())
             self._start_search(contacts, _TRY_SECONDS)
 
-    def say_bye(self, exited: Collection[int]) -> None:
+    def say_bye(self, exited: list[list[int]]) -> None:
         """Tells all peers that this process exits, and which have before; called by any thread."""
-        ranks = encode_ranks(exited)[: MAX_MESSAGE_BYTES // 64]
         self.closing = True
         if self._acceptor is not None:
             self._acceptor.refuse()
         for peer in list(self.peers):
-            peer.send("bye", *ranks)
+            peer.send("bye", *exited)
 
     def close(self) -> None:
         """Closes all sockets, in a forked child."""
@@ -208,15 +547,9 @@ class Links:
 def make_links(comm: Comm, tree: np.ndarray, name: str) -> Links:
     """Starts to connect a process to its parent in the tree, and to accept others; collective."""
     rank, listener, secret = comm.Get_rank(), listen(_BACKLOG), comm.bcast(new_secret())
-    hosts = addresses() if listener is not None else []
-    while len(" ".join(hosts)) > _CONTACT["hosts"].itemsize:
-        hosts.pop()
-    port = listener.getsockname()[1] if listener is not None else 0
-    own = np.array([(port, " ".join(hosts).encode())], _CONTACT)
-    records = np.empty(len(tree), _CONTACT)
-    comm.Allgather(own.view(np.uint8), records.view(np.uint8))
+    own = (addresses(), listener.getsockname()[1]) if listener is not None else ([], 0)
+    places: list[tuple[list[str], int]] = comm.allgather(own)
     ranks = dict.fromkeys([*ancestors(tree, rank), *range(min(rank, _FIRST_RANKS))])
-    places = ((r, *records[r].item()) for r in ranks)
-    contacts = [Contact(r, hosts.decode().split(), port, secret) for r, port, hosts in places]
+    contacts = [Contact(r, places[r][0], places[r][1], secret) for r in ranks]
     acceptor = Acceptor(listener, secret) if listener is not None else None
     return Links(rank, len(tree), name, [], contacts, acceptor)

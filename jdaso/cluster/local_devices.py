@@ -138,7 +138,7 @@ def pmean(axis_name: str = LOCAL_AXIS, every: int = 1) -> optax.GradientTransfor
 
 
 def devices_are_busy() -> bool:
-    """Whether the devices still execute programs that were dispatched, and may post exchanges.
+    """Returns whether the devices still execute programs, which may post exchanges.
 
     The results of these programs are arrays that are not ready.
     """
@@ -192,7 +192,7 @@ def use_enough_threads() -> None:
 
 
 def _over_devices(tree: PyTree) -> PyTree:
-    """The means of floating-point numbers, by one collective, and the sums of integers."""
+    """Returns the means of floating-point numbers, by one collective, and the sums of integers."""
     leaves, treedef = jax.tree.flatten(tree)
     inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
     means = iter(
@@ -209,7 +209,7 @@ def _over_devices(tree: PyTree) -> PyTree:
 
 
 def _countable(leaf: jax.Array) -> jax.Array:
-    """A boolean or a narrow integer in 32 bits, in which counts do not overflow."""
+    """Widens a boolean or a narrow integer to 32 bits, in which counts do not overflow."""
     leaf = jnp.asarray(leaf)
     if leaf.dtype != bool and not jnp.issubdtype(leaf.dtype, jnp.integer):
         return leaf

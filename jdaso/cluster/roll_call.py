@@ -6,18 +6,15 @@ operation asks with its heartbeats which processes have not posted it. All proce
 the answers are merged on their way, so that messages stay short however many processes there are.
 """
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from jdaso.cluster.ranks import MAX_NAMES, is_number
-
-MAX_QUESTIONS = 8  # in a message
+#: The most processes that a text names.
+MAX_NAMES = 8
+#: The most questions in a message.
+MAX_QUESTIONS = 8
 _MAX_TEXT = 100
-_MOST_CALLS = 1 << 53
-_NOTHING = -1
 
 
 class Call(NamedTuple):
@@ -42,7 +39,7 @@ class Absent(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """How many processes have answered, how many have not posted it, and some of these."""
+    """Counts the processes that have answered, and those that have not posted; names a few."""
 
     answered: int = 0
     absent: int = 0
@@ -50,7 +47,7 @@ class Answer(NamedTuple):
 
 
 def merge(answers: Iterable[Answer]) -> Answer:
-    """The answer of several groups of processes.
+    """Returns the answer of several groups of processes together.
 
     >>> late = Absent(3, False, None, "")
     >>> merge([Answer(2), Answer(1, 1, (late,))])
@@ -62,7 +59,10 @@ def merge(answers: Iterable[Answer]) -> Answer:
 
 
 class RollCall:
-    """What this process has posted and waits for, and the answers to its questions.
+    """Records what this process has posted and waits for, and the answers to its questions.
+
+    The program and the progress threads of exchanges call it, and the thread of the heartbeat reads
+    it. It needs no lock: each series is posted by one thread, and readers copy a dictionary first.
 
     Args:
         on_question: Called from the thread that has a new question.
@@ -79,7 +79,10 @@ class RollCall:
         self.answers: Mapping[Call, Answer] = {}
 
     def new_series(self) -> int:
-        """A series, with the same number on all processes if they create all in the same order."""
+        """Returns a new series, which has the same number on all processes.
+
+        All processes must create all series in the same order.
+        """
         self._num_series += 1
         return self._num_series - 1
 
@@ -110,18 +113,18 @@ class RollCall:
         self._awaited.pop(call, None)
 
     def questions(self) -> list[Call]:
-        """The earliest question of each series."""
+        """Returns the earliest question of each series."""
         return earliest(list(self._asked))
 
     def answer_to(self, call: Call) -> Answer:
-        """The own answer to a question."""
+        """Returns the answer of this process alone to a question."""
         if self.has_posted(call):
             return Answer(1)
         awaited, name = next(iter(list(self._awaited.items())), (None, ""))
         return Answer(1, 1, (Absent(self._rank, call.series in self._closed, awaited, name),))
 
     def answer(self, call: Call) -> Answer:
-        """The answers of all processes so far.
+        """Returns the merged answers of all processes so far.
 
         A process that has not posted an earlier operation of the series has not posted this one, so
         the latest answered operation up to this one is used. The others may have posted this one or
@@ -136,7 +139,7 @@ class RollCall:
 
 
 def earliest(calls: Iterable[Call]) -> list[Call]:
-    """The earliest call of each series, for a few series.
+    """Returns the earliest call of each series, for at most ``MAX_QUESTIONS`` series.
 
     >>> earliest([Call(0, 3), Call(0, 2), Call(1, 7)])
     [Call(series=0, number=2), Call(series=1, number=7)]
@@ -147,8 +150,46 @@ def earliest(calls: Iterable[Call]) -> list[Call]:
     return [Call(*item) for item in sorted(numbers.items())[:MAX_QUESTIONS]]
 
 
+# What a message of a heartbeat holds: lists of numbers and texts, which a reader checks first.
+
+_NUMBERS, _NOTHING = range(1 << 53), -1
+CALL = (_NUMBERS, _NUMBERS)
+
+
+def fits(value: Any, shape: Any) -> bool:
+    """Returns whether a part of a message has a shape.
+
+    The shape of an integer is the range that it is in, and that of a text or a truth value is its
+    type. A list with one shape stands for any number of such parts, and a tuple for one of each.
+
+    >>> pairs = [(range(6), str)]
+    >>> fits([[0, "a"], [5, "b"]], pairs), fits([[6, "a"]], pairs), fits([[0]], pairs)
+    (True, False, False)
+    """
+    if isinstance(shape, range):
+        return type(value) is int and value in shape
+    if isinstance(shape, type):
+        return type(value) is shape
+    if isinstance(shape, tuple):
+        same = isinstance(value, list) and len(value) == len(shape)
+        return same and all(map(fits, value, shape))
+    return isinstance(value, list) and all(fits(each, shape[0]) for each in value)
+
+
+def answers_shape(size: int) -> Any:
+    """Returns the shape of what :func:`encode` makes, for ``size`` processes."""
+    absent = (range(size), bool, range(_NOTHING, _NUMBERS.stop), _NUMBERS, str)
+    return [(*CALL, range(size + 1), range(size + 1), [absent])]
+
+
 def encode(answers: Mapping[Call, Answer]) -> list[Any]:
-    """Answers as lists of numbers and texts, for a message."""
+    """Returns answers as lists of numbers and texts.
+
+    >>> answers = {Call(0, 3): Answer(2, 1, (Absent(1, False, Call(0, 2), "exchange 2"),))}
+    >>> message = encode(answers)
+    >>> fits(message, answers_shape(4)), decode(message) == answers
+    (True, True)
+    """
     return [
         [*call, answered, absent, [[rank, closed, *(awaited or (_NOTHING, 0)), name]
                                    for rank, closed, awaited, name in names]]
@@ -156,47 +197,53 @@ def encode(answers: Mapping[Call, Answer]) -> list[Any]:
     ]  # fmt: skip
 
 
-def decode(message: list[Any], size: int) -> dict[Call, Answer]:
-    """The inverse of :func:`encode`. What is not an answer of ``size`` processes is left out.
-
-    >>> answers = {Call(0, 3): Answer(2, 1, (Absent(1, False, Call(0, 2), "exchange 2"),))}
-    >>> decode(encode(answers), 4) == answers, decode([1, [0, 3, "x", 1, []]], 4)
-    (True, {})
-    """
+def decode(message: list[Any]) -> dict[Call, Answer]:
+    """Inverts :func:`encode`. Texts are shortened to what can be printed."""
     answers = {}
-    for entry in message[:MAX_QUESTIONS]:
-        match entry:
-            case [series, number, answered, absent, [*names]] if (
-                _is_call(series, number)
-                and is_number(answered, size + 1)
-                and is_number(absent, size + 1)
-            ):
-                people = tuple(p for each in names[:MAX_NAMES] if (p := _decode_absent(each, size)))
-                answers[Call(series, number)] = Answer(answered, absent, people)
+    for series, number, answered, absent, people in message[:MAX_QUESTIONS]:
+        names = []
+        for rank, closed, *awaited, name in people[:MAX_NAMES]:
+            text = "".join(filter(str.isprintable, name))[:_MAX_TEXT]
+            names.append(
+                Absent(rank, closed, Call(*awaited) if awaited[0] != _NOTHING else None, text)
+            )
+        answers[Call(series, number)] = Answer(answered, absent, tuple(names))
     return answers
 
 
-def _decode_absent(message: Any, size: int) -> Absent | None:
-    match message:
-        case [rank, bool(closed), series, number, str(name)] if (
-            is_number(rank, size)
-            and (series == _NOTHING or _is_call(series, number))
-            and name.isprintable()
-        ):
-            awaited = None if series == _NOTHING else Call(series, number)
-            return Absent(rank, closed, awaited, name[:_MAX_TEXT])
-    return None
+def ranks_shape(size: int) -> Any:
+    """Returns the shape of what :func:`encode_ranks` makes, for ``size`` processes."""
+    return [(range(size), range(size))]
 
 
-def decode_calls(message: list[Any]) -> list[Call]:
-    """The calls in a message of pairs of numbers."""
-    found = []
-    for entry in message[:MAX_QUESTIONS]:
-        match entry:
-            case [series, number] if _is_call(series, number):
-                found.append(Call(series, number))
-    return found
+def encode_ranks(ranks: Collection[int]) -> list[list[int]]:
+    """Returns ranks as pairs of the first and the last of consecutive ones.
+
+    >>> encode_ranks({1, 2, 3, 7})
+    [[1, 3], [7, 7]]
+    """
+    pairs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if pairs and pairs[-1][1] == rank - 1:
+            pairs[-1][1] = rank
+        else:
+            pairs.append([rank, rank])
+    return pairs
 
 
-def _is_call(series: Any, number: Any) -> bool:
-    return is_number(series, _MOST_CALLS) and is_number(number, _MOST_CALLS)
+def decode_ranks(message: list[Any]) -> frozenset[int]:
+    """Inverts :func:`encode_ranks`, without pairs that are not in order."""
+    ranks = [-1]
+    for first, last in message:
+        ranks += range(max(first, ranks[-1] + 1), last + 1)
+    return frozenset(ranks[1:])
+
+
+def name_ranks(ranks: Collection[int], describe: Callable[[int], str]) -> str:
+    """Names a few of some ranks, and says how many others there are.
+
+    >>> name_ranks({3, 1}, "rank {}".format), name_ranks(range(20), str)
+    ('rank 1, rank 3', '0, 1, 2, 3, 4, 5, 6, 7 and 12 more')
+    """
+    named = ", ".join(map(describe, sorted(ranks)[:MAX_NAMES]))
+    return named + f" and {len(ranks) - MAX_NAMES} more" * (len(ranks) > MAX_NAMES)

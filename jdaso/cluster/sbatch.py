@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jdaso.cluster.preemption import EXIT_TRY_AGAIN
+from jdaso.cluster.ending import EXIT_TRY_AGAIN
+from jdaso.cluster.launchers import LAUNCHERS, PLUGINS, SRUN
 from jdaso.core.validation import check_whole
 
 _MAX_SIGNAL = 65535  # Slurm's limit
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,+-]*")
 _TIME = re.compile(r"(?P<days>[0-9]{1,9}-)?[0-9]{1,9}(:[0-9]{1,9}){0,2}")
-_LIBRARIES = {"mpich": "pmi2", "openmpi": "pmix", "ompi": "pmix"}
-_LAUNCHERS = ("mpiexec", "mpirun", "sbatch", "srun")
+_STARTS_OTHERS = {"sbatch", "mpirun", *(launcher.name for launcher in LAUNCHERS)}
 
 _REQUEUE = f"""
 # Failures in a row. After {{retries}} retries the job is given up.
@@ -118,10 +118,10 @@ def check_options(job: JobOptions) -> None:
             raise ValueError(
                 f"{_option(name)} must consist of letters, digits and _ . , + -, got {value!r}."
             )
-    if job.mpi in _LIBRARIES:
+    if job.mpi in PLUGINS:
         raise ValueError(
             f"--mpi must be one of srun's plugins, got the MPI library {job.mpi!r}: use "
-            f"{_LIBRARIES[job.mpi]}."
+            f"{PLUGINS[job.mpi]}."
         )
     if job.mpi == "none":
         raise ValueError(
@@ -142,7 +142,7 @@ def check_options(job: JobOptions) -> None:
     if not job.requeue and job.retries != JobOptions._field_defaults["retries"]:
         raise ValueError(f"remove --retries {job.retries}, which has no effect with --no-requeue.")
     first = Path(job.command[0]).name if job.command else "-"
-    if not first or first in _LAUNCHERS or first.startswith("-"):
+    if not first or first in _STARTS_OTHERS or first.startswith("-"):
         raise ValueError(
             "the arguments after -- must be the program that each process runs, such as python "
             f"train.py, got {shlex.join(job.command)!r}. The script starts it with srun."
@@ -169,7 +169,7 @@ def parse_time(time: str) -> int:
 
 
 def job_script(job: JobOptions) -> str:
-    """The text of a job script; ValueError if an option is not valid.
+    """Returns the text of a job script, or raises ValueError if an option is not valid.
 
     >>> options = JobOptions(nodes=4, time="04:00:00", command=["python", "train.py", "--resume"])
     >>> print(job_script(options).splitlines()[-1])
@@ -193,7 +193,7 @@ def job_script(job: JobOptions) -> str:
     }
     directives = [f"#SBATCH --{name}={value}" for name, value in requested.items() if value]
     directives.append("#SBATCH --requeue" if job.requeue else "#SBATCH --no-requeue")
-    srun = f"srun --kill-on-bad-exit=1 --mpi={job.mpi}"
+    srun = " ".join(SRUN._replace(manager=job.mpi).command())
     if job.cpus_per_task:
         srun += f" --cpus-per-task={job.cpus_per_task}"  # srun ignores the directive
     lines = [
@@ -212,7 +212,7 @@ def job_script(job: JobOptions) -> str:
 
 
 def _written_by(job: JobOptions) -> list[str]:
-    """The command line that writes this job script."""
+    """Returns the command line that writes this job script."""
     words = ["python", "-m", "jdaso", "sbatch"]
     for name, value in job._asdict().items():
         if isinstance(value, bool):
@@ -223,7 +223,7 @@ def _written_by(job: JobOptions) -> list[str]:
 
 
 def _lines(command: Sequence[str]) -> list[str]:
-    """Lines of a shell command, one for each option with its values."""
+    """Returns the lines of a shell command, one for each option with its values."""
     lines: list[list[str]] = []
     for word in command:
         if not lines or word.startswith("--"):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jdaso.cluster.launch_environment import detect_launch
+from jdaso.cluster.launchers import detect_launch
 from jdaso.core.block_format import format_of
 from jdaso.core.exchange import FINITE, HEADER_SIZE, OWN, UNCOUNTED, Exchange, SentLeaf
 from jdaso.core.log import logger

@@ -13,7 +13,6 @@ import numpy as np
 from jax.experimental import io_callback
 from jax.extend.core import get_opaque_trace_state
 
-from jdaso.cluster.barrier import barrier
 from jdaso.cluster.topology import Topology
 from jdaso.core.block_format import FORMATS
 from jdaso.core.exchange import (
@@ -269,14 +268,14 @@ def mpi_exchange(
     check_settings(settings)
     sharded = Shardings(shardings, topology.mesh)
     # The collectives that follow have no deadline.
-    barrier(topology, "the creation of an exchange", timeout)
+    topology.group.barrier("the creation of an exchange", timeout)
     if topology.num_nodes == 1:
         return _single_node(topology, wire, sharded if shardings is not None else None)
     check_same_settings(topology, settings)
     native = use_native(native, topology.devices[0].platform)
     membership = Membership(topology, chunk_bytes)
     table = mpi_table(topology, native)
-    progress = Progress(topology, timeout, membership.announce_exit, topology.abort, table)
+    progress = Progress(topology, timeout, membership.announce_exit, topology.deaths.abort, table)
     transport = MpiTransport(membership, progress)
     program = Program(table, sharded, transport.abort_on_error)
     collectives = HostCollectives(membership, progress)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdaso.cluster.abort import at_exit
+from jdaso.cluster.ending import at_exit
 from jdaso.cluster.topology import Topology
 from jdaso.core.tree import outline
 from jdaso.core.types import JdasoError, PyTree

@@ -213,22 +213,22 @@ def sweep(
     collective. The time of an exchange is the longest over all nodes, so all have the same numbers
     and stop at the same size after ``seconds``.
     """
-    comm = topology.duplicate_comm()
+    group = topology.group
 
     def longest(seconds: float) -> float:
-        return max(comm.allgather(seconds))
+        return max(group.gather(seconds))
 
     exchanges: list[tuple[float, float]] = []
     overheads: list[float] = []
     begin = time.monotonic()
     for elements in sorted({max(1, num_parameters // 4**k) for k in range(sizes)}):
         exchange_once = prepare(exchange, elements, wire, moments, moments_wire)
-        comm.Barrier()
+        group.barrier("a measurement")
         # The first exchange compiles, and its memory is not mapped yet.
         expected = longest(exchange_once(lambda: None)[0])
         since, overheads = time.monotonic(), []
         for _ in range(repeats):
-            comm.Barrier()
+            group.barrier("a measurement")
             # Sleep, do not collect: while the program waits for a result, the progress thread
             # polls more often than beside training.
             sleep = functools.partial(time.sleep, 1.2 * expected)
@@ -247,16 +247,15 @@ def sweep(
     alone: list[float] = []
     beside: list[float] = []
     for _ in range(repeats):
-        comm.Barrier()
+        group.barrier("a measurement")
         alone.append(elapsed(compute))
-        comm.Barrier()
+        group.barrier("a measurement")
         exchange_once(lambda: beside.append(elapsed(compute)))
         if longest(time.monotonic() - begin) > seconds:
             break
     # The median of each node comes first: the longest single time may be a disturbance.
     slowdown = longest(statistics.median(beside) - statistics.median(alone))
     noise = longest(max(_between_quartiles(times) for times in (alone, beside)))
-    comm.Free()
     return Measured(exchanges, statistics.median(overheads), max(0.0, slowdown), noise)
 
 

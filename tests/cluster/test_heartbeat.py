@@ -13,12 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdaso.cluster import heartbeat as heartbeat_module
-from jdaso.cluster import heartbeat_tree, rendezvous
 from jdaso.cluster import links as links_module
-from jdaso.cluster.heartbeat import EXIT_NODE_LOST, Heartbeat, start_heartbeat
-from jdaso.cluster.json_socket import MAX_MESSAGE_BYTES, JsonSocket
-from jdaso.cluster.links import Links
-from jdaso.cluster.rendezvous import connect
+from jdaso.cluster.ending import EXIT_NODE_LOST, DeathPolicy
+from jdaso.cluster.heartbeat import Heartbeat, start_heartbeat
+from jdaso.cluster.links import MAX_MESSAGE_BYTES, JsonSocket, Links, connect
 
 TIMEOUT = 20  # seconds, for a busy machine
 STAR = np.zeros(4, int)  # all report to rank 0
@@ -114,7 +112,7 @@ def test_a_death_aborts_all(tree, dead):
 
 def test_rank_0_tolerates_a_death_but_its_own_aborts_the_others():
     star, died = star_of(4), queue.Queue()
-    star.heartbeats[0].tolerate_deaths(died.put)
+    star.heartbeats[0].follow(DeathPolicy(print, died.put))
     star.dies(2)
     assert died.get(timeout=TIMEOUT) == 2
     assert star.heartbeats[0].states(frozenset({2})) == "rank 2 (has died)"
@@ -127,7 +125,7 @@ def test_rank_0_tolerates_a_death_but_its_own_aborts_the_others():
 def test_the_death_of_a_needed_rank_aborts_all_although_others_are_tolerated():
     star, died = star_of(4), queue.Queue()
     for heartbeat in star.heartbeats:
-        heartbeat.tolerate_deaths(died.put, needed=frozenset({0}))
+        heartbeat.follow(DeathPolicy(print, died.put, needed=frozenset({0})))
     star.dies(2)
     for _ in (0, 1, 3):
         assert died.get(timeout=TIMEOUT) == 2
@@ -142,7 +140,7 @@ def test_a_long_silence_is_tolerated(fast, monkeypatch):
     monkeypatch.setattr(heartbeat_module, "LOST_SECONDS", 0.6)
     (ours, _theirs), aborts, died = socket.socketpair(), queue.Queue(), queue.Queue()
     first = beating(0, (ours, 1), abort=lambda *abort: aborts.put(abort))
-    first.tolerate_deaths(died.put)
+    first.follow(DeathPolicy(print, died.put))
     wait_until(lambda: first.silent_ranks() == {1})
     time.sleep(0.5)
     assert aborts.empty()
@@ -178,7 +176,7 @@ def test_a_process_that_closes_a_connection_before_its_first_message_is_not_dead
 
 def test_without_rank_0_a_rank_that_does_not_connect_to_another_one_is_silent(fast):
     job, died = Job([0, 0, 0, 1]), queue.Queue()
-    job.heartbeats[1].tolerate_deaths(died.put)
+    job.heartbeats[1].follow(DeathPolicy(print, died.put))
     job.dies(0)
     assert died.get(timeout=TIMEOUT) == 0
     wait_until(lambda: job.heartbeats[1].silent_ranks() == {2})
@@ -324,13 +322,10 @@ class Comm:
     def Get_rank(self):
         return self.rank
 
-    def Allgather(self, own, received):
-        received[:] = np.concatenate(self.all(own.copy()))
-
     def bcast(self, value):
-        return self.all(value)[0]
+        return self.allgather(value)[0]
 
-    def all(self, value):
+    def allgather(self, value):
         self.given[self.rank] = value
         self.barrier.wait(TIMEOUT)
         values = [self.given[rank] for rank in range(self.barrier.parties)]
@@ -366,7 +361,7 @@ def started(size):
 
 @pytest.mark.parametrize(("size", "group"), [(4, 32), (8, 2)])
 def test_processes_connect_to_each_other(caplog, monkeypatch, size, group):
-    monkeypatch.setattr(heartbeat_tree, "GROUP", group)
+    monkeypatch.setattr(links_module, "GROUP", group)
     heartbeats, aborts = started(size)
     assert max(len(heartbeat._links.peers) for heartbeat in heartbeats.values()) <= group + 1
     last, links = size - 1, [heartbeat._links for heartbeat in heartbeats.values()]
@@ -385,11 +380,11 @@ def parent_of(heartbeat):
 
 
 def test_those_below_a_dead_process_report_to_the_next_one_above_it(fast, monkeypatch, caplog):
-    monkeypatch.setattr(heartbeat_tree, "GROUP", 2)
+    monkeypatch.setattr(links_module, "GROUP", 2)
     heartbeats, aborts = started(9)  # 1 and 2 report to 0, 3 and 4 to 1, 5 and 6 to 2, 7 and 8 to 3
     told, left = {rank: queue.Queue() for rank in heartbeats}, set(heartbeats)
     for rank, heartbeat in heartbeats.items():
-        heartbeat.tolerate_deaths(told[rank].put)
+        heartbeat.follow(DeathPolicy(print, told[rank].put))
     # Each with those that report to another process then. At last nobody above them is left.
     deaths = [({1}, {3: 0, 4: 0}), ({7}, {}), ({3}, {8: 0})]
     deaths += [({0, 2}, {4: None, 5: 4, 6: 4, 8: 4}), ({6}, {})]
@@ -420,7 +415,7 @@ def test_only_ranks_that_are_not_connected_may_connect(rank, caplog):
 
 
 def test_one_that_connects_and_sends_nothing_is_closed_soon(fast, monkeypatch):
-    monkeypatch.setattr(rendezvous, "_REPLY_SECONDS", 0.2)
+    monkeypatch.setattr(links_module, "_REPLY_SECONDS", 0.2)
     heartbeats, _ = started(2)
     port = heartbeats[1]._links.contacts[0].port
     with socket.create_connection(("127.0.0.1", port), TIMEOUT) as stranger:
@@ -428,12 +423,12 @@ def test_one_that_connects_and_sends_nothing_is_closed_soon(fast, monkeypatch):
 
 
 def test_one_that_can_report_to_nobody_says_so_and_is_not_called_alive(fast, monkeypatch, caplog):
-    monkeypatch.setattr(heartbeat_tree, "GROUP", 1)
+    monkeypatch.setattr(links_module, "GROUP", 1)
     heartbeats, _ = started(4)  # a chain
     monkeypatch.setattr(links_module, "connect", lambda *_: time.sleep(0.01))
     monkeypatch.setattr(links_module, "CONNECT_SECONDS", 0.1)
     for heartbeat in heartbeats.values():
-        heartbeat.tolerate_deaths(lambda rank: None)
+        heartbeat.follow(DeathPolicy(print, lambda rank: None))
     dies(heartbeats[1])
     wait_until(lambda: heartbeats[0].silent_ranks() == {2})
     assert heartbeats[0].states(frozenset({2, 3})) == (
@@ -446,7 +441,7 @@ def test_one_that_can_report_to_nobody_says_so_and_is_not_called_alive(fast, mon
 
 
 def test_a_parent_that_exits_says_who_below_it_has_exited(monkeypatch):
-    monkeypatch.setattr(heartbeat_tree, "GROUP", 1)
+    monkeypatch.setattr(links_module, "GROUP", 1)
     heartbeats, _ = started(4)  # a chain
     heartbeats[3].close()
     wait_until(lambda: 3 in heartbeats[2]._exited)
@@ -457,7 +452,7 @@ def test_a_parent_that_exits_says_who_below_it_has_exited(monkeypatch):
 
 
 def test_one_whose_parent_has_exited_may_have_exited_and_is_not_called_silent(fast, monkeypatch):
-    monkeypatch.setattr(heartbeat_tree, "GROUP", 1)
+    monkeypatch.setattr(links_module, "GROUP", 1)
     heartbeats, _ = started(3)  # a chain
     monkeypatch.setattr(links_module, "connect", lambda *_: time.sleep(0.01))
     heartbeats[1].close()
@@ -467,12 +462,12 @@ def test_one_whose_parent_has_exited_may_have_exited_and_is_not_called_silent(fa
 
 
 def test_one_that_reports_to_another_process_than_expected_is_not_called_silent(fast, monkeypatch):
-    monkeypatch.setattr(heartbeat_tree, "GROUP", 2)
+    monkeypatch.setattr(links_module, "GROUP", 2)
     heartbeats, _ = started(9)  # 1 and 2 report to 0, 3 and 4 to 1, 7 and 8 to 3
     contacts = heartbeats[7]._links.contacts
     heartbeats[7]._links.contacts = [contact for contact in contacts if contact.rank == 2]
     for heartbeat in heartbeats.values():
-        heartbeat.tolerate_deaths(lambda rank: None)
+        heartbeat.follow(DeathPolicy(print, lambda rank: None))
     dies(heartbeats[3])
     wait_until(lambda: parent_of(heartbeats[7]) == 2)
     time.sleep(1)  # so that rank 1, which expects it, has missed it for long
@@ -483,7 +478,7 @@ def test_one_that_reports_to_another_process_than_expected_is_not_called_silent(
 
 
 def test_an_exit_is_told_to_all_and_those_below_report_to_another_one(fast, monkeypatch, caplog):
-    monkeypatch.setattr(heartbeat_tree, "GROUP", 2)
+    monkeypatch.setattr(links_module, "GROUP", 2)
     heartbeats, aborts = started(7)
     for exited, parents in ((5, {}), (1, {3: 0, 4: 0}), (0, {2: None, 3: 2, 4: 2})):
         heartbeats[exited].close()

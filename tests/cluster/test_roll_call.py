@@ -7,19 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdaso.cluster.ranks import MAX_NAMES, decode_ranks
-from jdaso.cluster.reports import Reports
+from jdaso.cluster.heartbeat import Reports
 from jdaso.cluster.roll_call import (
+    MAX_NAMES,
     MAX_QUESTIONS,
     Absent,
     Answer,
     Call,
     RollCall,
+    answers_shape,
     decode,
-    decode_calls,
-    earliest,
+    decode_ranks,
     encode,
+    encode_ranks,
+    fits,
     merge,
+    ranks_shape,
 )
 
 ANYTHING = st.recursive(
@@ -138,14 +141,22 @@ def test_no_report_of_a_peer_makes_a_process_fail_or_name_a_rank_that_is_none(re
         assert all(p.name.isprintable() for p in people)
     reports.receive(3, valid)
     reports.repeat()
-    assert 2 in decode_ranks(reports.messages(None, [3], frozenset())[3][0], 4)
+    assert 2 in decode_ranks(reports.messages(None, [3], frozenset())[3][0])
 
 
-@given(st.lists(ANYTHING, max_size=5))
-def test_what_is_malformed_is_left_out(message):
-    assert all(isinstance(answer, Answer) for answer in decode(message, 4).values())
-    assert all(isinstance(call, Call) for call in decode_calls(message))
+@given(st.lists(ANSWERS | ANYTHING, max_size=5))
+def test_what_fits_is_decoded(message):
     valid = {Call(1, 2): merge([Answer(1), Answer(1, 1, (Absent(3, True, Call(0, 1), "a"),))])}
-    decoded = decode([*encode(valid), *message], 4)
-    assert decoded.keys() >= valid.keys()
-    assert earliest(decode_calls([[1, 2], [1, 1]])) == [Call(1, 1)]
+    message = [*message, *encode(valid)]
+    if fits(message, answers_shape(4)):
+        decoded = decode(message)
+        assert all(isinstance(answer, Answer) for answer in decoded.values())
+        assert len(message) > MAX_QUESTIONS or decoded[Call(1, 2)] == valid[Call(1, 2)]
+
+
+@given(st.sets(st.integers(0, 30)))
+def test_ranks_arrive_as_they_were_sent(ranks):
+    pairs = encode_ranks(ranks)
+    assert fits(pairs, ranks_shape(31))
+    assert fits(pairs, ranks_shape(10)) == (max(ranks, default=0) < 10)
+    assert decode_ranks(pairs) == decode_ranks([*pairs, *pairs]) == ranks

@@ -3,7 +3,7 @@
 import pytest
 
 from jdaso import JdasoError, discover_topology
-from jdaso.cluster.placement import Process, assign_nodes
+from jdaso.cluster.topology import Process, assign_nodes
 
 
 def hosts(*processes_on_host, platform="gpu", devices=1):
@@ -113,8 +113,9 @@ def test_without_a_launcher_there_is_one_node():
     assert topology.mesh.axis_names == ("local",)
     assert topology.heartbeat is None
     assert topology.states(frozenset({0})) == topology.describe(0)
+    assert not topology.deaths.tolerates(0)
     with pytest.raises(SystemExit, match="the reason"):
-        topology.abort("the reason")
+        topology.deaths.abort("the reason")
 
 
 def test_job_script_without_srun_causes_a_warning(monkeypatch):

@@ -6,11 +6,13 @@ import sys
 import processes
 import pytest
 
+from jdaso.cluster.launchers import LAUNCHERS
+
 
 @pytest.fixture
 def started(monkeypatch):
     """The commands that replaced this process."""
-    for name in processes.LAUNCHED:
+    for name in {name for launcher in LAUNCHERS for name in launcher.variables}:
         monkeypatch.delenv(name, raising=False)
     commands = []
     monkeypatch.setattr(os, "execv", lambda path, command: commands.append((path, command)))
@@ -29,9 +31,10 @@ def test_mpiexec_starts_the_same_program(monkeypatch, started):
     assert started == [("/bin/mpiexec", command)]
 
 
-@pytest.mark.parametrize("name", processes.LAUNCHED)
-def test_what_was_launched_starts_nothing(monkeypatch, started, name):
-    monkeypatch.setenv(name, "4")
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda it: " ".join(it.variables))
+def test_what_was_launched_starts_nothing(monkeypatch, started, launcher):
+    for name in launcher.variables:
+        monkeypatch.setenv(name, "4")
     processes.start(4)
     assert not started
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jdaso
-from jdaso.cluster.placement import Placement, Process
+from jdaso.cluster.topology import Placement, Process
 from jdaso.passm import server_group, settled, shared_memory, simulated_memory
 
 PARAMS = {"w": np.ones(3, "f4")}

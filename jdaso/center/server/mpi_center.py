@@ -23,7 +23,6 @@ from jdaso.center.types import (
     map_state,
     no_broadcast,
 )
-from jdaso.cluster.barrier import barrier
 from jdaso.cluster.mpi_types import Comm
 from jdaso.cluster.topology import Topology
 from jdaso.core.exchange import UNCOUNTED, Exchange
@@ -106,17 +105,19 @@ def mpi_center(
             f"mpi_center needs one process per node, got {topology.processes_per_node}: a node is "
             "one worker. Use discover_topology(processes_per_node=1)."
         )
-    barrier(topology, "the creation of a center", timeout)  # duplicate_comm has no deadline
+    topology.group.barrier("the creation of a center", timeout)  # duplicate_comm has no deadline
     native = use_native(native, topology.devices[0].platform)
     comm = topology.duplicate_comm()
-    serves = topology.rank == frames.SERVER
-    hosted = _start_server(topology, comm, gone_after, record) if serves else None
+    hosted = None
+    if topology.rank == frames.SERVER:
+        hosted = _start_server(topology, comm, gone_after, record)
+    policy = (
+        worker_exit.worker_policy(topology)
+        if hosted is None
+        else worker_exit.server_policy(topology, hosted.liveness)
+    )
     if topology.heartbeat is not None:
-        # Only the server handles deaths, but all forward them.
-        on_death = hosted.liveness.set_died if hosted else lambda worker: None
-        needed = frozenset({frames.SERVER})
-        topology.heartbeat.tolerate_deaths(on_death, needed)
-    policy = (worker_exit.server_policy if serves else worker_exit.worker_policy)(topology)
+        topology.heartbeat.follow(policy)
     worker_exit.ignore_death_signal()
     table = worker_table(topology, native)
     connection = Connection(topology, comm, timeout, gone_after / _HEARTBEATS, policy, table)

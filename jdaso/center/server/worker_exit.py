@@ -1,32 +1,45 @@
 """How a worker exits without stopping the others, also where MPI would wait for a dead process."""
 
+import dataclasses
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
+from jdaso.center.server import frames
 from jdaso.center.server.liveness import Liveness
+from jdaso.cluster.ending import DeathPolicy
 from jdaso.cluster.topology import Topology
 from jdaso.core.log import logger
 
 
-class ExitPolicy(NamedTuple):
-    """How a process leaves the training."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExitPolicy(DeathPolicy):
+    """What the death of a worker does, and how this worker leaves the training.
 
-    abort: Callable[[str], None]  # (reason), ends this worker after an error that it cannot raise
-    finish: Callable[[Sequence[int]], None]  # (workers gone), when all others have ended
-    failed: Callable[[], bool]  # whether this worker ends by an exception
+    Attributes:
+        finish: Called with the workers that are gone, when all others have ended.
+        failed: Returns whether this worker ends by an exception.
+    """
+
+    finish: Callable[[Sequence[int]], None]
+    failed: Callable[[], bool]
 
 
-def server_policy(topology: Topology) -> ExitPolicy:
-    """How node 0 exits: its failure aborts the job; its server exits after all workers."""
-    return ExitPolicy(topology.abort, finish=lambda gone: None, failed=lambda: False)
+def server_policy(topology: Topology, liveness: Liveness) -> ExitPolicy:
+    """Returns the policy of node 0, whose failure aborts the job; its server exits last."""
+    return ExitPolicy(
+        abort=topology.abort,
+        on_death=liveness.set_died,
+        needed=frozenset({frames.SERVER}),
+        finish=lambda gone: None,
+        failed=lambda: False,
+    )
 
 
 def worker_policy(topology: Topology) -> ExitPolicy:
-    """The policy of other nodes: an exception hook keeps their exceptions from stopping others."""
+    """Returns the policy of the other nodes, whose exceptions do not stop the others."""
     status = [0]
 
     def hook(kind, error, trace):
@@ -37,14 +50,16 @@ def worker_policy(topology: Topology) -> ExitPolicy:
 
     sys.excepthook = hook
     return ExitPolicy(
-        _exit_now,
+        abort=_exit_now,
+        on_death=lambda rank: None,  # only the server handles deaths, but all forward them
+        needed=frozenset({frames.SERVER}),
         finish=lambda gone: _exit_without(topology, gone, status[0]),
         failed=lambda: status[0] != 0,
     )
 
 
 def server_exit(topology: Topology, liveness: Liveness) -> Callable[[object], None]:
-    """The exit of the server's progress thread, after its workers, which know it already."""
+    """Returns the exit of the server's progress thread, after its workers, which know of it."""
     return lambda progress: _exit_without(topology, sorted(liveness.gone), 0)
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdaso.cluster.abort import at_exit
+from jdaso.cluster.ending import at_exit
 from jdaso.cluster.local_devices import devices_are_busy
 from jdaso.cluster.mpi_types import Comm
 from jdaso.cluster.roll_call import Call
@@ -256,12 +256,12 @@ class MpiTransport:
 
     def abort_on_error(self) -> AbstractContextManager[None]:
         topology = self._membership.topology
-        return abort_on_error(topology, topology.abort)
+        return abort_on_error(topology, topology.deaths.abort)
 
     def report_error(self, problem: str) -> None:
         """Reports an error of compiled code."""
         topology = self._membership.topology
-        report_error(topology, topology.abort, problem)
+        report_error(topology, topology.deaths.abort, problem)
 
     def restart(self, total: int | None = None, gradients: bool = False) -> None:
         """Allows the numbers of exchanges to start again, once, for a run of ``total`` steps.

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import jdaso
-from jdaso.cluster.placement import Placement
+from jdaso.cluster.topology import Placement
 from jdaso.exchange.transport.mpi_transport import Membership
 
 NODES, PER_NODE = 2, 2

@@ -15,7 +15,6 @@ import optax
 import pytest
 
 import jdaso
-from jdaso.cluster.barrier import barrier
 
 MANY = 500  # each needs more than four communicators, and MPICH has 2048 at most
 AHEAD = 100  # steps
@@ -86,4 +85,4 @@ for thread in together:
 for thread in together:
     thread.join()
 first.close()
-barrier(topology, "the end")
+topology.group.barrier("the end")

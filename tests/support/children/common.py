@@ -9,7 +9,6 @@ import numpy as np
 import optax
 
 import jdaso
-from jdaso.cluster.barrier import barrier
 from jdaso.core.exchange import HostState
 
 
@@ -99,7 +98,7 @@ def computed_once(topology, function):
     result = None
     if topology.rank == 0:
         result = jax.tree.map(np.asarray, function())
-    barrier(topology, "a result of rank 0")  # bcast would keep a core busy
+    topology.group.barrier("a result of rank 0")  # bcast would keep a core busy
     return topology.comm.bcast(result)
 
 

@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import jdaso
-from jdaso.cluster import heartbeat, heartbeat_tree
-from jdaso.cluster.barrier import barrier
+from jdaso.cluster import heartbeat, links
 
 case = sys.argv[1]
 # So that the tests are short.
 heartbeat.BEAT_SECONDS, heartbeat.SILENT_SECONDS = 0.2, 1.0
 if case == "killed in a deep tree":  # a chain: each process reports to the one before it
-    heartbeat_tree.GROUP = 1
+    links.GROUP = 1
 joined = case == "killed joined"
 topology = jdaso.discover_topology(2 if joined else None, join_processes=joined)
 assert topology.joined == joined
@@ -85,7 +84,7 @@ elif case == "stopped":
     broadcast_before_and_after(lambda: os.kill(os.getpid(), signal.SIGSTOP), timeout=6)
 elif case == "exited":
     if rank != 1:
-        barrier(topology, "a test", timeout=4)
+        topology.group.barrier("a test", timeout=4)
 elif case == "slow":
     broadcast_before_and_after(lambda: time.sleep(8), timeout=12)
 elif case == "ended":

@@ -1,8 +1,13 @@
-"""Ends all processes of a job when one of them fails, and registers functions for a normal exit."""
+"""How a job ends: what a death does, an abort of all processes, a stop at one step, a normal exit.
+
+The heartbeat notices a death, and asks the :class:`DeathPolicy` whether the others go on. If not,
+:func:`abort` ends each process. Exit statuses tell a job script whether to start the job again.
+"""
 
 import atexit
 import contextlib
 import ctypes
+import dataclasses
 import faulthandler
 import functools
 import os
@@ -12,10 +17,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Self
 
-from jdaso.cluster.kill_launcher import start_watchdog
-from jdaso.cluster.launch_environment import detect_launch
+from jdaso.cluster.launchers import detect_launch, start_watchdog
+from jdaso.core.exchange import Exchange
+
+#: Exit status when a process has died or was silent for too long: EX_UNAVAILABLE of sysexits.h.
+EXIT_NODE_LOST = 69
+#: Exit status of a training that has saved a checkpoint and is to be started again: EX_TEMPFAIL
+#: of sysexits.h. A batch script can tell it from success and from an error.
+EXIT_TRY_AGAIN = 75
 
 # The aborting process waits this long before MPI_Abort, so that the others can print the reason.
 _GRACE_SECONDS = 1.0
@@ -26,22 +38,47 @@ _NEW_THREAD = 2  # SIGEV_THREAD
 _aborting = threading.Lock()
 
 
+@dataclasses.dataclass(frozen=True)
+class DeathPolicy:
+    """What happens when a process dies, or fails where its program cannot raise an error.
+
+    An exchange needs all processes: every failure ends the job (``topology.deaths``). The workers
+    of a center go on without one another, but not without the process of the server.
+
+    An exchange that only waits too long raises an error in the program, which may handle it.
+
+    Attributes:
+        abort: Called with the reason when this process has failed and its program cannot raise,
+            because it waits in compiled code or exits. It ends this process, with or without the
+            others.
+        on_death: Called with the rank of each process that has died; None ends the job instead.
+        needed: The ranks whose deaths end the job in any case.
+    """
+
+    abort: Callable[[str], None]
+    on_death: Callable[[int], object] | None = None
+    needed: frozenset[int] = frozenset()
+
+    def tolerates(self, rank: int) -> bool:
+        """Returns whether the other processes go on when this rank has died."""
+        return self.on_death is not None and rank not in self.needed
+
+
 def abort(reason: str, status: int, all_abort: bool = True) -> None:
     """Prints the reason to stderr, then ends this process and all others.
 
     Launchers report different statuses of the job. MPICH's mpiexec and Open MPI report ``status``
     if MPI_Abort is called with MPI_COMM_WORLD. With another communicator, MPICH tells its mpiexec
-    nothing, which then kills the other processes and reports that signal, or hangs. Slurm's plugin
-    pmi2 has no status in its abort. It kills all processes, and srun reports 137. Therefore under
-    pmi2, with status 1 and if the reason was sent to all processes (``all_abort``), this process
-    does not call MPI_Abort. It ignores SIGTERM, which ``srun -K`` sends, and exits with the status
-    itself, as the others do. A launcher that itself notices a dead process first reports its signal
-    (9 or 137).
+    nothing, which then kills the other processes and reports that signal, or hangs. Where the table
+    of launchers says that MPI_Abort hides the status, with status 1 and if the reason was sent to
+    all processes (``all_abort``), this process does not call it. It ignores SIGTERM, which
+    ``srun -K`` sends, and exits with the status itself, as the others do. A launcher that itself
+    notices a dead process first reports its signal (9 or 137).
     """
     if not _aborting.acquire(blocking=False):
         threading.Event().wait()  # until the other thread has ended the process
     _exit_later(status, _GRACE_SECONDS + _ABORT_SECONDS)  # if the code below hangs
-    exits = status == 1 and all_abort and detect_launch(os.environ)[1:] == ("srun", "pmi2")
+    exits = status == 1 and all_abort and detect_launch(os.environ).launcher.exits
     if exits:
         _ignore_sigterm()
     _print_last(f"ending all processes: {reason}")
@@ -139,14 +176,14 @@ def abort_on_exception(process_name: str, abort_all: Callable[[str], None]) -> N
 
 
 def _plain(error: BaseException) -> str:
-    """Type and message of an error. XLA wraps the text of an error that a host callback raised."""
+    """Returns type and message of an error, without what XLA adds to that of a host callback."""
     text = f"{type(error).__name__}: {error}"
     said = re.search(r"JdasoError: .*", text)
     return said[0] if said and ": INTERNAL: " in text else text
 
 
 def at_exit(function: Callable[[], object]) -> Callable[[], None]:
-    """Runs ``function`` when this process exits, not a forked child. The result cancels this."""
+    """Runs ``function`` when this process exits, but no forked child. The result cancels this."""
     own = os.getpid()
 
     def run() -> None:
@@ -155,3 +192,53 @@ def at_exit(function: Callable[[], object]) -> Callable[[], None]:
 
     atexit.register(run)
     return functools.partial(atexit.unregister, run)
+
+
+class Preemption:
+    """Reports whether a signal has asked one of the nodes to stop.
+
+    Slurm warns a job of its time limit with a signal (``--signal=USR1@120``), and preempts it with
+    SIGTERM. The signal reaches the nodes at different steps. So each node asks the others at every
+    step, and reads the answer a few steps later. No node waits for one that is behind by fewer
+    steps than that, and all nodes stop at the same step.
+
+    Inside the ``with`` block the signals have no other effect. If a stop was requested, they have
+    none after the block either: a launcher may send SIGTERM to a node that is still exiting, and
+    its exit status must not change. SIGUSR1, which kills a process by default, is ignored after the
+    block in any case, because it may arrive after the last step.
+
+    Args:
+        signals: Signals that request a stop.
+
+    >>> import jdaso
+    >>> with Preemption() as preemption:
+    ...     preemption.requested(jdaso.single_exchange())
+    False
+    """
+
+    def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)):
+        self._signals = tuple(signals)
+        self._received = False
+        self._requested = False
+
+    def __enter__(self) -> Self:
+        self._before = [signal.signal(number, self._on_signal) for number in self._signals]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._requested:
+            return
+        for number, handler in zip(self._signals, self._before, strict=True):
+            kills = number == signal.SIGUSR1 and handler is signal.SIG_DFL
+            signal.signal(number, signal.SIG_IGN if kills else handler)
+
+    def requested(self, exchange: Exchange) -> bool:
+        """Whether to save and stop now. All nodes must call it at the same steps.
+
+        Over MPI, all nodes return True at the fourth call after the one that passes a signal on.
+        """
+        self._requested = exchange.any_node(self._received)
+        return self._requested
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._received = True

@@ -7,16 +7,21 @@ import numpy as np
 import pytest
 
 import jdaso
-from jdaso.cluster.barrier import barrier
-from jdaso.cluster.reports import Reports
+from jdaso.cluster.heartbeat import Reports
 from jdaso.cluster.roll_call import RollCall
 
 
 class Comm:
     """A communicator and the request of its barrier, which completes at the n-th test."""
 
-    def __init__(self, complete_at):
-        self.tests, self.complete_at = 0, complete_at
+    def __init__(self, complete_at, size=2):
+        self.tests, self.complete_at, self.size = 0, complete_at, size
+
+    def Get_rank(self):
+        return 0
+
+    def Get_size(self):
+        return self.size
 
     def Ibarrier(self):
         return self
@@ -34,13 +39,13 @@ def two_processes(comm):
 
 
 def test_a_short_wait_logs_nothing(caplog):
-    barrier(two_processes(Comm(3)), "a test")
-    barrier(jdaso.discover_topology(), "a test")
+    two_processes(Comm(3)).group.barrier("a test")
+    jdaso.discover_topology().group.barrier("a test")
     assert caplog.text == ""
 
 
 def test_a_few_of_many_processes_are_named():
-    topology = two_processes(Comm(10**9))
+    topology = two_processes(Comm(10**9, size=5000))
     processes = tuple(topology.processes[0]._replace(rank=rank) for rank in range(5000))
     reports = Reports(0, np.zeros(5000, int), "rank {}".format, RollCall(0, lambda: None))
     heartbeat = types.SimpleNamespace(states=reports.states)
@@ -48,12 +53,12 @@ def test_a_few_of_many_processes_are_named():
     with pytest.raises(
         jdaso.JdasoError, match=r"test: rank 1, .* rank 8 and 4991 more \("
     ) as error:
-        barrier(many, "a test", timeout=0.1)
+        many.group.barrier("a test", timeout=0.1)
     assert len(str(error.value)) < 1000
 
 
 def test_a_long_wait_is_logged_and_times_out(caplog):
     match = r"waited 0.2 s .* at the barrier for a test: rank 1 \(elsewhere\)"
     with pytest.raises(jdaso.JdasoError, match=match):
-        barrier(two_processes(Comm(10**9)), "a test", timeout=0.2)
+        two_processes(Comm(10**9)).group.barrier("a test", timeout=0.2)
     assert "waiting for all other processes at the barrier for a test" in caplog.text

@@ -1,29 +1,32 @@
-"""Aborting a process: only one thread does it, with its own status. Forked children skip it."""
+"""How a process ends: by an abort of one thread, after a signal, or normally."""
 
 import atexit
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
-from jdaso.cluster.abort import _plain, at_exit
+import jdaso
+from jdaso.cluster import Preemption
+from jdaso.cluster.ending import abort_on_exception, at_exit
 
 TWO_THREADS = """
 import os, threading, time
-from jdaso.cluster import abort
+from jdaso.cluster import ending
 
 def abort_mpi(status):
     print("aborted", flush=True)
     time.sleep(1)  # time for the other thread to abort as well
     os._exit(status)
 
-abort._abort_mpi = abort_mpi
+ending._abort_mpi = abort_mpi
 both = threading.Barrier(2)
 
 def abort_with(status):
     both.wait()
-    abort.abort(f"status {status}", status)
+    ending.abort(f"status {status}", status)
 
 threading.Thread(target=abort_with, args=(70,)).start()
 abort_with(71)
@@ -41,12 +44,12 @@ def test_only_one_of_two_threads_aborts():
 
 HANGS = """
 import ctypes
-from jdaso.cluster import abort
+from jdaso.cluster import ending
 
 # With the interpreter's lock, as in mpi4py.
-abort._abort_mpi = lambda status: ctypes.PyDLL(None).pause()
-abort._GRACE_SECONDS = abort._ABORT_SECONDS = 0.25
-abort.abort("a node is lost", 69)
+ending._abort_mpi = lambda status: ctypes.PyDLL(None).pause()
+ending._GRACE_SECONDS = ending._ABORT_SECONDS = 0.25
+ending.abort("a node is lost", 69)
 """
 
 
@@ -59,13 +62,13 @@ def test_process_whose_abort_hangs_ends_with_the_status():
 # MPI_Abort ends with 70 here. srun -K sends SIGTERM when the first process has exited.
 UNDER_SRUN = """
 import os, signal, threading, time
-from jdaso.cluster import abort
+from jdaso.cluster import ending
 
 os.environ |= dict.fromkeys(["SLURM_STEP_ID", "SLURM_PROCID", "PMI_FD"], "1")
 os.environ["SLURM_STEP_NUM_TASKS"] = "3"
-abort._GRACE_SECONDS = 0.5
-abort._abort_mpi = lambda status: os._exit(70)
-threading.Thread(target=abort.abort, args=("the reason", {status}, {all_abort})).start()
+ending._GRACE_SECONDS = 0.5
+ending._abort_mpi = lambda status: os._exit(70)
+threading.Thread(target=ending.abort, args=("the reason", {status}, {all_abort})).start()
 if {status} == 1 and {all_abort}:
     time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -83,7 +86,7 @@ def test_under_srun_processes_that_all_abort_exit_by_themselves(status, all_abor
 
 ALONE = """
 import threading
-from jdaso.cluster.abort import abort_alone
+from jdaso.cluster.ending import abort_alone
 
 print("begun")
 thread = threading.Thread(target=abort_alone, args=("the reason",))
@@ -104,7 +107,7 @@ def test_process_without_others_ends_from_any_thread(start):
 
 
 def test_function_that_is_forgotten_does_not_run_at_exit():
-    program = "from jdaso.cluster.abort import at_exit; at_exit(lambda: print('ran'))"
+    program = "from jdaso.cluster.ending import at_exit; at_exit(lambda: print('ran'))"
     for forget, printed in (("", "ran\n"), ("()", "")):
         done = subprocess.run(
             [sys.executable, "-c", program + forget], capture_output=True, text=True, timeout=60
@@ -135,5 +138,53 @@ def test_forked_child_skips_exit_functions(monkeypatch):
         (ValueError("of the user\nin two lines"), "ValueError: of the user\nin two lines"),
     ],
 )
-def test_an_error_of_the_host_is_named_without_the_words_of_xla(error, plain):
-    assert _plain(error) == plain
+def test_an_error_of_the_host_is_named_without_the_words_of_xla(monkeypatch, capsys, error, plain):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    reasons = []
+    abort_on_exception("rank 1", reasons.append)
+    sys.excepthook(type(error), error, None)
+    assert reasons == [f"rank 1 failed: {plain}"]
+    assert str(error) in capsys.readouterr().err
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+EXCHANGE = jdaso.single_exchange()
+
+
+def own_handler(number, frame):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    """The handlers from before the test. Within it, SIGTERM has one and SIGUSR1 has none."""
+    before = [signal.signal(number, signal.SIG_DFL) for number in SIGNALS]
+    signal.signal(signal.SIGTERM, own_handler)
+    yield
+    for number, handler in zip(SIGNALS, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_requests_a_stop_and_has_no_effect_after_it(number):
+    with Preemption() as preemption:
+        assert not preemption.requested(EXCHANGE)
+        os.kill(os.getpid(), number)
+        assert preemption.requested(EXCHANGE)
+    assert own_handler not in map(signal.getsignal, SIGNALS)
+    for again in SIGNALS:  # would end the process, or call the program's handler
+        os.kill(os.getpid(), again)
+
+
+def test_without_a_stop_handlers_return_and_sigusr1_is_ignored():
+    with Preemption() as preemption:
+        assert not preemption.requested(EXCHANGE)
+    assert signal.getsignal(signal.SIGTERM) is own_handler
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+
+
+def test_a_handler_of_the_program_returns_for_sigusr1_as_well():
+    signal.signal(signal.SIGUSR1, own_handler)
+    with Preemption():
+        pass
+    assert signal.getsignal(signal.SIGUSR1) is own_handler
