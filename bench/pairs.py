@@ -168,11 +168,11 @@ def measure(exchange, plain, trained, pairs, turn=None):
         for at in range(1 if turn is None else exchange.num_nodes):
             if turn in (None, at):
                 times = {first: first.step(), second: second.step()}
-            exchange.anyone(False)  # waits for the other nodes
+            exchange.any_node(False)  # waits for the other nodes
         posts = trained.posted() > posted
         if posts:
             time.sleep(min(2 * _transfer_seconds(exchange), LONGEST_WAIT))
-            exchange.anyone(False)
+            exchange.any_node(False)
         if i >= WARM_UP:
             kind = "post" * posts + "merge" * trained.merged() or "none"
             waited = _waited_seconds(exchange) if kind == "merge" else 0

@@ -54,7 +54,7 @@ class Preemption:
 
         Over MPI, all nodes return True at the fourth call after the one that passes a signal on.
         """
-        self._requested = exchange.anyone(self._received)
+        self._requested = exchange.any_node(self._received)
         return self._requested
 
     def _on_signal(self, number: int, frame: object) -> None:

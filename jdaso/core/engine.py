@@ -258,8 +258,8 @@ def _bound(config: EngineConfig, tree: PyTree, positions: list[int]) -> tuple[En
     leaves: list[Any] = [named[i][1] for i in positions]
     # Moments are posted in the dtype of their sum.
     leaves[count:] = [jax.ShapeDtypeStruct(x.shape, sum_dtype(x.dtype)) for x in leaves[count:]]
-    exchange = config.exchange.bound(names, leaves)
-    return config._replace(exchange=exchange, names=tuple(names)), count
+    bound = config.exchange.bind(names, leaves)
+    return config._replace(bound=bound, names=tuple(names)), count
 
 
 def _loss(value: Any) -> jax.Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jdaso.core.exchange import Exchange
+from jdaso.core.exchange import BoundExchange, Exchange
 from jdaso.core.fragments import Fragments
 from jdaso.core.sync_target import SyncTarget
 from jdaso.core.types import JdasoError, Merge, Plan, PyTree, Schedule
@@ -32,7 +32,8 @@ class EngineConfig(NamedTuple):
     nonfinite: str
     fragments: Fragments
     sync_target: SyncTarget
-    names: tuple[str, ...] = ()  # of the leaves to which the exchange is bound
+    names: tuple[str, ...] = ()  # of the leaves of ``bound``
+    bound: BoundExchange = BoundExchange()  # the exchange of the leaves of a fragment
     moments_wire: str | None = None
 
 

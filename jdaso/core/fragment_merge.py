@@ -58,10 +58,10 @@ def merge_fragment(
         The leaves, the fragment with the new states of the exchange, of the merge rule and of the
         error feedback, and what has arrived.
     """
-    merge, exchange, feedback = config.merge, config.exchange, fragment.feedback
+    merge, exchange, feedback = config.merge, config.bound, fragment.feedback
     state = split_state(merge.init, fragment.merge)
     reads = Dependence(leafwise=False, in_place=True)
-    if exchange.parts is not None:
+    if exchange.in_parts:
         reads = dependence(merge, leaves[:num_params], state)
     anchor = anchors(merge, fragment.merge, feedback) if feedback else []
     posted = _Posted(config, num_params, leaves, fragment, state, anchor)
@@ -99,7 +99,7 @@ def arrive(
 
     Returns the fragment, the means of the moments, which have no anchor, and what has arrived.
     """
-    exchange, feedback = config.exchange, fragment.feedback
+    exchange, feedback = config.bound, fragment.feedback
     state = split_state(config.merge.init, fragment.merge)
     posted = _Posted(config, 0, leaves, fragment, state, feedback.anchor)
     moments: Leaves = []
@@ -218,16 +218,15 @@ def _apply(
 
 def _collect(posted: _Posted, state: PyTree, part: slice) -> tuple[Leaves, jax.Array, PyTree]:
     """Waits for a part of the sums."""
-    exchange = posted.config.exchange
-    sent = state, posted.fragment.number, posted.leaves[part]
-    return exchange.finish(*sent) if exchange.parts is None else exchange.parts.finish(*sent, part)
+    exchange, number = posted.config.bound, posted.fragment.number
+    return exchange.finish(state, number, posted.leaves[part], part if exchange.in_parts else None)
 
 
 def _means(
     posted: _Posted, part: slice, arrived: Leaves, members: jax.Array
 ) -> tuple[Leaves, Lists]:
     """The means of what :func:`_collect` has returned, and the new residual and anchor."""
-    exchange, feedback = posted.config.exchange, posted.fragment.feedback
+    exchange, feedback = posted.config.bound, posted.fragment.feedback
     divide = division_by(jnp.maximum(members, 1))
     if not feedback:
         return [*map(divide, arrived)], []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,10 +47,10 @@ def post_fragment(
     header = jnp.concatenate([contribution.astype(jnp.float32)[None], context.losses, agreement])
     sent = _Message(number, context.step, message, header)
     exchange_state, following, feedback = _send(config, fragment, sent, wires, each, choice)
-    if config.exchange.parts is not None:
+    if config.bound.in_parts:
         # ``after`` makes the leaves depend on the post, so that later moves change them in place.
         whole = slice(0, len(leaves))
-        exchange_state, [leaves] = config.exchange.parts.after(exchange_state, whole, [leaves])
+        exchange_state, [leaves] = config.bound.after(exchange_state, whole, [leaves])
         # Without the barrier, arrays that pass through this branch unchanged would make XLA copy
         # what the merge before the post has changed in place.
         new_state, feedback = lax.optimization_barrier((new_state, feedback))
@@ -115,9 +115,9 @@ def _send(
 
     Returns the state of the exchange, the number of the next one, and the feedback.
     """
-    exchange, feedback = config.exchange, fragment.feedback
+    exchange, feedback = config.bound, fragment.feedback
     if not feedback:
-        options = {"relative": True} if config.merge.relative else {}
+        options: dict[str, Any] = {"relative": True} if config.merge.relative else {}
 
         def start(wire, state):
             return exchange.start(state, *sent, wire, **options)

@@ -43,7 +43,7 @@ def init_state(config: EngineConfig, params: PyTree) -> AveragingState:
         # What all nodes share, such as a center, is compared at each exchange, which is an error.
         gradients = config.sync_target.of_gradients
         compared = None if gradients or config.merge.shared else _params(params)
-        config.exchange.restart(config.schedule.total, compared, gradients)
+        config.exchange.begin_run(config.schedule.total, compared, gradients)
     # Each field needs a buffer of its own, or the state could not be donated.
     return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdaso.core.exchange import Exchange
+from jdaso.core.exchange import BoundExchange
 from jdaso.core.fragments import near_equal
 from jdaso.core.types import Leaves, PyTree
 
@@ -24,17 +24,17 @@ _COUNT, _LEAST_BYTES = 16, 1 << 18
 Lists = list[Leaves]
 
 
-def cut_leaves(exchange: Exchange, leaves: Leaves, whole: bool = False) -> list[slice]:
+def cut_leaves(exchange: BoundExchange, leaves: Leaves, whole: bool = False) -> list[slice]:
     """The parts of the leaves: one, if ``whole`` or if the exchange does not copy parts."""
     sizes = np.array([x.size * x.dtype.itemsize for x in leaves])
     count = min(_COUNT, len(leaves), sizes.sum() // _LEAST_BYTES)
-    if whole or exchange.parts is None or count < 2:
+    if whole or not exchange.in_parts or count < 2:
         return [slice(0, len(leaves))]
     return [slice(*ends) for ends in near_equal(sizes, int(count))]
 
 
 def finish_in_parts(
-    exchange: Exchange,
+    exchange: BoundExchange,
     state: PyTree,
     leaves: Leaves,
     collect: Callable[[PyTree, slice], tuple[Any, jax.Array, PyTree]],
@@ -60,9 +60,9 @@ def finish_in_parts(
     for part in cut_leaves(exchange, leaves, whole):
         arrived, header, state = collect(state, part)
         lists = function(part, arrived, header)
-        if exchange.parts is not None:
+        if exchange.in_parts:
             places = None if into is None else [each[part] for each in into]
-            state, lists = exchange.parts.after(state, part, lists, places)
+            state, lists = exchange.after(state, part, lists, places)
         results.append(lists)
     return _joined(results), header, state
 
