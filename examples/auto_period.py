@@ -19,7 +19,7 @@ from steps import TrainState
 
 import jdaso
 from jdaso import perf
-from jdaso.core.local_path import local_path
+from jdaso.core.command_line import local_path
 from jdaso.perf.choice import too_old
 
 WIRE = "bfloat16"  # if the configuration has none

@@ -27,9 +27,8 @@ from jdaso import (
     schedules,
     single_exchange,
 )
+from jdaso.core.command_line import path_option, text_table
 from jdaso.core.exchange import Exchange
-from jdaso.core.local_path import path_option
-from jdaso.core.text_table import text_table
 from jdaso.core.types import PyTree
 
 OUTER_WARMUP = 10

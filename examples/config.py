@@ -245,7 +245,7 @@ def _path(name: str, given: str) -> Path:
     """The path that a key gives. Raises SystemExit if it is none of this machine."""
     if given and not given.startswith("~") and ":/" not in given:
         return Path(given)  # without the import of jdaso, and so of JAX, which takes a second
-    from jdaso.core.local_path import local_path
+    from jdaso.core.command_line import local_path
 
     try:
         return local_path(given, option(name))

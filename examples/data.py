@@ -12,7 +12,7 @@ import numpy as np
 import study
 from augment import Crop, read_image
 
-from jdaso.core.local_path import local_path
+from jdaso.core.command_line import local_path
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 SYNTHETIC_DISTINCT = 16  # number of different synthetic images, which are repeated

@@ -15,7 +15,7 @@ from jax.experimental.multihost_utils import process_allgather
 
 import jdaso
 from jdaso.checkpoint.node_part import checkpointer
-from jdaso.core.local_path import local_path
+from jdaso.core.command_line import local_path
 
 FOLDER = "model"
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jdaso.core.local_path import local_path
+from jdaso.core.command_line import local_path
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 

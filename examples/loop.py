@@ -22,7 +22,7 @@ from watch import Watch
 
 import jdaso
 from jdaso.checkpoint import Checkpoints
-from jdaso.core.local_path import local_path
+from jdaso.core.command_line import local_path
 
 FETCH_EVERY = 10  # steps; fetching the loss of every step would keep the devices waiting
 #: Values that are counted from the start of the training, across all of its restarts.

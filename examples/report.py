@@ -23,8 +23,7 @@ import timeline
 from runs import Run, names, read
 from runs import read_lines as read_lines
 
-from jdaso.core.local_path import local_path, path_option
-from jdaso.core.text_table import text_table
+from jdaso.core.command_line import local_path, path_option, text_table
 from jdaso.schedules import PHASES
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import timeline
 
-from jdaso.core.local_path import local_path
+from jdaso.core.command_line import local_path
 
 FILE = "metrics.jsonl"
 

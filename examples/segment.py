@@ -23,7 +23,7 @@ from segmentation.cityscapes import cityscapes
 from segmentation.streets import streets
 from steps import Task
 
-from jdaso.core.local_path import local_path
+from jdaso.core.command_line import local_path
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,8 @@ from image_folders import folder as folder
 from jax import lax
 from small_cnn import SmallCNN as SmallCNN
 
-from jdaso.core.apply_gradients import apply_gradients
+from jdaso.core.chain import apply_gradients, drain
 from jdaso.core.consensus import consensus
-from jdaso.core.drain import drain
 from jdaso.core.exchange import BoundExchange, Exchange, changed
 from jdaso.core.state import averaging_state
 from jdaso.core.transformation import Averaging

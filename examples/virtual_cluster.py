@@ -24,7 +24,7 @@ import study
 from jax import lax
 
 import jdaso
-from jdaso.core.local_path import path_option
+from jdaso.core.command_line import path_option
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt

@@ -10,12 +10,10 @@ from jdaso.algorithms.easgd import easgd, easgd_center
 from jdaso.algorithms.local_sgd import local_sgd
 from jdaso.cluster.local_devices import local_value_and_grad
 from jdaso.cluster.topology import Topology, discover_topology
-from jdaso.core.apply_gradients import apply_gradients
-from jdaso.core.chain import chain
+from jdaso.core.chain import apply_gradients, chain, drain
 from jdaso.core.consensus import broadcast, consensus, drift
-from jdaso.core.drain import drain
 from jdaso.core.exchange import Exchange
-from jdaso.core.metrics import metrics
+from jdaso.core.state import metrics
 from jdaso.core.types import JdasoError, Schedule
 from jdaso.exchange.axis import axis_exchange, single_exchange
 from jdaso.exchange.mpi import mpi_exchange

@@ -14,7 +14,7 @@ from jdaso.cluster import sbatch
 from jdaso.cluster.local_devices import use_virtual_devices
 from jdaso.cluster.mpi_start import library, thread_level
 from jdaso.cluster.topology import Topology, discover_topology
-from jdaso.core.text_table import text_table
+from jdaso.core.command_line import text_table
 from jdaso.exchange.host.slots import unavailable_reason
 from jdaso.perf import predict_command, tune_command
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from data import Dataset, Split
 
-from jdaso.core.local_path import local_path
+from jdaso.core.command_line import local_path
 
 HELD_OUT = 20  # one part of so many is never trained on
 NOT_IN_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}

@@ -2,8 +2,7 @@
 
 from jdaso.algorithms.defaults import averaging_on_one_wire, mixing_merge, resolve_wire
 from jdaso.core.exchange import Exchange
-from jdaso.core.sync_target import GRADIENTS
-from jdaso.core.transformation import Averaging
+from jdaso.core.transformation import GRADIENTS, Averaging
 from jdaso.schedules import constant
 
 

@@ -2,8 +2,8 @@
 
 from jdaso.algorithms.defaults import averaging_on_one_wire, mixing_merge, resolve_schedule
 from jdaso.core.exchange import Exchange
-from jdaso.core.fragments import Fragments
 from jdaso.core.transformation import Averaging
+from jdaso.core.tree import Fragments
 from jdaso.core.types import Schedule
 from jdaso.core.validation import check_share
 

@@ -1,11 +1,9 @@
 """DASO: asynchronous averaging with a merge weighted by age. Its schedule is jdaso.cycling."""
 
 from jdaso.algorithms.defaults import resolve_wire
-from jdaso.core.engine import averaging
 from jdaso.core.exchange import Exchange
-from jdaso.core.fragments import Fragments
-from jdaso.core.transformation import Averaging
-from jdaso.core.tree import division_by
+from jdaso.core.transformation import Averaging, averaging
+from jdaso.core.tree import Fragments, division_by
 from jdaso.core.types import Arrival, Leaves, Merge, PyTree, Schedule
 
 
@@ -85,6 +83,7 @@ def daso(
             init=lambda params: (),
             merge=_merge,
             own_weight=lambda arrival: 2.0 * arrival.age / (2.0 * arrival.age + arrival.members),
+            leafwise=True,
         ),
         wire=resolve_wire("wire", wire, exchange, "float32"),
         blocking_wire=resolve_wire("blocking_wire", blocking_wire, exchange, "bfloat16"),

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from jdaso.core.engine import averaging
 from jdaso.core.exchange import Exchange
-from jdaso.core.transformation import Averaging
+from jdaso.core.transformation import Averaging, averaging
 from jdaso.core.types import Arrival, Leaves, Merge, PyTree, Schedule
 from jdaso.core.validation import check_schedule, is_concrete
 from jdaso.core.wire import check_wire
@@ -78,7 +77,7 @@ def mixing_merge(own: float) -> Merge:
     def merge(leaves: Leaves, arrival: Arrival, state: PyTree) -> tuple[Leaves, PyTree]:
         return mix_leaves(own, leaves, arrival.mean), state
 
-    return Merge(lambda params: (), merge, own_weight=lambda arrival: own)
+    return Merge(lambda params: (), merge, own_weight=lambda arrival: own, leafwise=True)
 
 
 def mix_leaves(own: float, leaves: Leaves, others: Leaves) -> Leaves:

@@ -8,10 +8,9 @@ import optax
 
 from jdaso.algorithms.defaults import averaging_on_one_wire, mix_leaves, resolve_schedule
 from jdaso.core.exchange import Exchange
-from jdaso.core.fragments import Fragments
 from jdaso.core.state import averaging_state
 from jdaso.core.transformation import Averaging
-from jdaso.core.tree import is_float, is_masked, where_tree, widened
+from jdaso.core.tree import Fragments, is_float, is_masked, where_tree, widened
 from jdaso.core.types import Arrival, Leaves, Merge, PyTree, Schedule
 from jdaso.core.validation import check_share, check_whole
 from jdaso.core.wire import round_to
@@ -180,6 +179,29 @@ def _with_warmup(outer: optax.GradientTransformation, rounds: int) -> optax.Grad
     return optax.GradientTransformation(init, update)
 
 
+def _is_leafwise(outer: optax.GradientTransformation) -> bool:
+    """Whether an optimizer updates each leaf by itself, as SGD and Adam do, unlike a clipped norm.
+
+    :func:`jax.vmap` tells, without computing anything: two steps on a list of two leaves are mapped
+    over the second leaf, and what then has an axis depends on it.
+    """
+
+    def without_second(second):
+        params: list[jax.Array] = [jnp.ones(2), second]
+        state = outer.init(params)
+        for _ in range(2):  # the second step reads what the first has written to the state
+            updates, state = outer.update(params, state, params)
+            params = optax.apply_updates(params, updates)
+        state = optax.tree_map_params(outer, lambda xs: xs[0], state, is_leaf=lambda _: True)
+        return params[0], state
+
+    try:
+        jax.eval_shape(jax.vmap(without_second, out_axes=None), jnp.ones((3, 2)))
+    except Exception:  # of vmap where an axis is left, and of an optimizer for other trees
+        return False
+    return True
+
+
 def _outer_merge(outer: optax.GradientTransformation, mix: float) -> Merge:
     """Returns the outer step of DiLoCo as a merge rule."""
 
@@ -202,6 +224,7 @@ def _outer_merge(outer: optax.GradientTransformation, mix: float) -> Merge:
         init,
         merge,
         own_weight=lambda arrival: mix,
+        leafwise=_is_leafwise(outer),
         shared=True,
         base=lambda state: jax.tree.leaves(state.anchor),
     )

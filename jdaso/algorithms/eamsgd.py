@@ -9,9 +9,8 @@ import optax
 
 from jdaso.algorithms.easgd import elastic_averaging
 from jdaso.core.exchange import Exchange
-from jdaso.core.optimizer_step import apply_step
 from jdaso.core.state import find_state
-from jdaso.core.transformation import Averaging
+from jdaso.core.transformation import Averaging, apply_step
 from jdaso.core.tree import is_float, is_masked
 from jdaso.core.types import PyTree, Schedule
 from jdaso.core.validation import check_share

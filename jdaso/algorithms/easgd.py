@@ -6,8 +6,7 @@ from typing import NamedTuple
 from jdaso.algorithms.defaults import averaging_on_one_wire, resolve_schedule
 from jdaso.core.exchange import Exchange
 from jdaso.core.state import averaging_state
-from jdaso.core.sync_target import BEFORE_UPDATE
-from jdaso.core.transformation import Averaging
+from jdaso.core.transformation import BEFORE_UPDATE, Averaging
 from jdaso.core.tree import split, widened
 from jdaso.core.types import Arrival, Leaves, Merge, PyTree, Schedule
 from jdaso.core.validation import check_positive, is_concrete
@@ -163,4 +162,4 @@ def _elastic_merge(alpha: float) -> Merge:
     def base(state: ElasticState) -> Leaves:
         return split(state.center)[0]
 
-    return Merge(init, merge, on_post, shared=True, base=base)
+    return Merge(init, merge, on_post, leafwise=True, shared=True, base=base)

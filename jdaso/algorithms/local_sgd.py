@@ -4,8 +4,8 @@ import jax.numpy as jnp
 
 from jdaso.algorithms.defaults import averaging_on_one_wire, mixing_merge, resolve_schedule
 from jdaso.core.exchange import Exchange
-from jdaso.core.fragments import Fragments
 from jdaso.core.transformation import Averaging
+from jdaso.core.tree import Fragments
 from jdaso.core.types import Arrival, Leaves, Merge, PyTree, Schedule
 from jdaso.core.validation import check_choice
 
@@ -76,4 +76,6 @@ def _add_change(leaves: Leaves, arrival: Arrival, state: PyTree) -> tuple[Leaves
 
 
 # The state tells a checkpoint of the delta rule from one of the mean, whose sums differ in flight.
-_DELTA = Merge(lambda params: {"delta": jnp.zeros((), bool)}, _add_change, relative=True)
+_DELTA = Merge(
+    lambda params: {"delta": jnp.zeros((), bool)}, _add_change, leafwise=True, relative=True
+)

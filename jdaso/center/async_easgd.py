@@ -14,9 +14,7 @@ from jdaso.center.types import (
     first_state,
     python_float,
 )
-from jdaso.core.engine import averaging
-from jdaso.core.sync_target import BEFORE_UPDATE
-from jdaso.core.transformation import Averaging
+from jdaso.core.transformation import BEFORE_UPDATE, Averaging, averaging
 from jdaso.core.tree import split, widened
 from jdaso.core.types import Arrival, Leaves, Merge, PyTree
 from jdaso.core.validation import check_positive, check_share
@@ -158,7 +156,7 @@ def _elastic(name, center, period, alpha, beta, delay, nonfinite) -> Averaging:
     def merge(leaves: Leaves, arrival: Arrival, state: PyTree):
         sent = split(state.sent)[0] if late else leaves
         pulled = [
-            jnp.where(arrival.sound, x - alpha * (s - c), c)  # the reply is the old center
+            jnp.where(arrival.healthy, x - alpha * (s - c), c)  # the reply is the old center
             for x, s, c in zip(leaves, sent, arrival.total, strict=True)
         ]
         return pulled, state

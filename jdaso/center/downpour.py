@@ -18,11 +18,9 @@ from jdaso.center.types import (
     python_float,
 )
 from jdaso.core.chain import chain
-from jdaso.core.engine import averaging
-from jdaso.core.sync_target import SyncTarget
-from jdaso.core.transformation import Averaging
+from jdaso.core.transformation import Averaging, averaging
 from jdaso.core.tree import split, widened
-from jdaso.core.types import Arrival, Leaves, Merge, PyTree
+from jdaso.core.types import Arrival, Leaves, Merge, PyTree, SyncTarget
 from jdaso.core.validation import check_positive, check_share
 from jdaso.core.wire import round_to
 from jdaso.schedules import constant
@@ -152,7 +150,7 @@ def _downpour(name, center, period, delay, nonfinite, rule: ServerRule) -> Avera
     def merge(leaves: Leaves, arrival: Arrival, state: BaseState):
         base, where = split(state.base)
         moved = [  # the center and the updates made since sending
-            jnp.where(arrival.sound, c + (x - b.astype(x.dtype)), c)
+            jnp.where(arrival.healthy, c + (x - b.astype(x.dtype)), c)
             for x, b, c in zip(leaves, base, arrival.total, strict=True)
         ]
         # In the dtype of the parameters, because later updates start from rounded parameters.

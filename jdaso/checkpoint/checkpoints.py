@@ -30,8 +30,8 @@ from jdaso.checkpoint.node_part import (
 from jdaso.cluster.barrier import barrier
 from jdaso.cluster.ranks import MAX_NAMES
 from jdaso.cluster.topology import Topology
+from jdaso.core.command_line import local_path
 from jdaso.core.exchange import Exchange
-from jdaso.core.local_path import local_path
 from jdaso.core.log import logger
 from jdaso.core.types import JdasoError, PyTree
 from jdaso.core.validation import check_whole

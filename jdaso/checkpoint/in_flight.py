@@ -166,13 +166,13 @@ def reset_exchanges(tree: PyTree, like: PyTree) -> PyTree:
     """Returns the tree with nothing in flight and the exchanges' states of another tree.
 
     A node's steps without finite gradients do not concern the mean that all nodes continue from,
-    so all are sound.
+    so all are healthy.
     """
     idle = iter(find_states(FragmentState, like))
 
     def reset(fragment: FragmentState) -> FragmentState:
-        posted, sound = jnp.zeros_like(fragment.posted), jnp.ones_like(fragment.sound)
-        return fragment._replace(posted=posted, sound=sound, exchange=next(idle).exchange)
+        posted, healthy = jnp.zeros_like(fragment.posted), jnp.ones_like(fragment.healthy)
+        return fragment._replace(posted=posted, healthy=healthy, exchange=next(idle).exchange)
 
     return map_states(FragmentState, reset, tree)
 

@@ -22,9 +22,9 @@ import optax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jdaso.checkpoint.in_flight import InFlight, arrays_to_posted, owner, posted_to_arrays
+from jdaso.cluster.mpi_types import Comm
 from jdaso.core.chain import ChainState
 from jdaso.core.exchange import Exchange, HostState, Shards
-from jdaso.core.mpi_types import Comm
 from jdaso.core.state import AveragingState, FragmentState, find_states, map_states
 from jdaso.core.tree import named_floats, place_like
 from jdaso.core.types import JdasoError, PyTree

@@ -16,14 +16,13 @@ import numpy as np
 from jdaso.checkpoint.folder import SavedCheckpoint, describe_incomplete, list_checkpoints
 from jdaso.checkpoint.in_flight import awaited_names, describe_posted, differences, other_bits
 from jdaso.checkpoint.node_part import NodePart, checkpointer, raw_bytes, read_part
-from jdaso.core.local_path import path_option
-from jdaso.core.text_table import text_table
+from jdaso.core.command_line import path_option, text_table
 from jdaso.core.types import JdasoError
 
 # Fields of an averaging state that may differ between nodes. Of the state of a merge, only the
 # fields center, anchor and outer must be equal. Merges that users write may have any others.
 _LOCAL = re.compile(
-    r"(skipped|left_out|losses|fragments\.\d+\.(sound|exchange|feedback\.residual"
+    r"(skipped|left_out|losses|fragments\.\d+\.(healthy|exchange|feedback\.residual"
     r"|merge(?!\.(center|anchor|outer)(\.|$))))(\.|$)"
 )
 _HEAD = ("node", "arrays", "MB", "step", "exchanges", "in flight", "skipped", "left out", "finite")

@@ -17,11 +17,11 @@ import numpy as np
 from jdaso.cluster.heartbeat_tree import parents
 from jdaso.cluster.json_socket import MAX_MESSAGE_BYTES, JsonSocket
 from jdaso.cluster.links import CONNECT_SECONDS, NO_HEARTBEAT_ADVICE, Links, make_links
+from jdaso.cluster.mpi_types import Comm
 from jdaso.cluster.ranks import decode_ranks, is_number, name_ranks
 from jdaso.cluster.reports import Reports
 from jdaso.cluster.roll_call import RollCall
 from jdaso.core.log import logger
-from jdaso.core.mpi_types import Comm
 
 #: Exit status when a process has died or was silent for too long: EX_UNAVAILABLE of sysexits.h.
 EXIT_NODE_LOST = 69

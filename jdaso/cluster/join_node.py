@@ -6,8 +6,8 @@ import secrets
 import jax
 
 from jdaso.cluster.heartbeat import LOST_SECONDS
+from jdaso.cluster.mpi_types import Comm
 from jdaso.cluster.placement import Placement
-from jdaso.core.mpi_types import Comm
 
 # A process that exits waits this long for the others of its node.
 _SHUTDOWN_SECONDS = 1800

@@ -19,10 +19,10 @@ import numpy as np
 from jdaso.cluster.addresses import addresses, listen
 from jdaso.cluster.heartbeat_tree import GROUP, ancestors
 from jdaso.cluster.json_socket import MAX_MESSAGE_BYTES, JsonSocket
+from jdaso.cluster.mpi_types import Comm
 from jdaso.cluster.ranks import encode_ranks
 from jdaso.cluster.rendezvous import Acceptor, Secret, connect, new_secret
 from jdaso.core.log import logger
-from jdaso.core.mpi_types import Comm
 
 # Seconds for the whole search for a process to report to, and for one attempt if there are several
 # candidates.

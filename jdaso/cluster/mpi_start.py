@@ -7,7 +7,7 @@ import socket
 from typing import Any
 
 from jdaso.cluster import launch_environment
-from jdaso.core.mpi_types import Comm
+from jdaso.cluster.mpi_types import Comm
 from jdaso.core.types import JdasoError
 
 

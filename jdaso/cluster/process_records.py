@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
+from jdaso.cluster.mpi_types import Comm
 from jdaso.cluster.placement import Process
-from jdaso.core.mpi_types import Comm
 
 # Linux allows host names of 64 bytes.
 HOST = np.dtype([("host", "S64"), ("memory_group", "<i4")])

@@ -18,9 +18,9 @@ from jdaso.cluster.heartbeat import EXIT_NODE_LOST, Heartbeat, start_heartbeat
 from jdaso.cluster.join_node import join_node
 from jdaso.cluster.local_devices import LOCAL_AXIS, use_enough_threads
 from jdaso.cluster.mpi_start import start_mpi
+from jdaso.cluster.mpi_types import Comm
 from jdaso.cluster.placement import Placement, Process, assign_nodes, fill_nodes
 from jdaso.cluster.process_records import DEVICES, HOST, gather, memory_group, processes_of
-from jdaso.core.mpi_types import Comm
 from jdaso.core.types import JdasoError
 from jdaso.core.validation import check_whole
 

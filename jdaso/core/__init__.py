@@ -5,11 +5,9 @@ your own, use the names below. A schedule says when to exchange, a :class:`Merge
 changes the parameters, and :func:`averaging` makes an optax transformation of both.
 """
 
-from jdaso.core.engine import averaging
-from jdaso.core.metrics import Metrics
-from jdaso.core.state import AveragingState, averaging_state
-from jdaso.core.sync_target import AFTER_UPDATE, BEFORE_UPDATE, GRADIENTS, SyncTarget
-from jdaso.core.types import Arrival, Merge, Plan
+from jdaso.core.state import AveragingState, Metrics, averaging_state
+from jdaso.core.transformation import AFTER_UPDATE, BEFORE_UPDATE, GRADIENTS, averaging
+from jdaso.core.types import Arrival, Merge, Plan, SyncTarget
 
 __all__ = [
     "AFTER_UPDATE",

@@ -1,14 +1,16 @@
-"""Chains of an optimizer and an averaging, and three ways to treat the optimizer's moments."""
+"""A local optimizer with an averaging: the chain of both, its step, and its end."""
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 
 from jdaso.core.block_format import FORMATS
+from jdaso.core.engine import Engine
+from jdaso.core.exchange import Exchange
 from jdaso.core.moments import (
     check_moments,
     check_reset,
@@ -17,8 +19,9 @@ from jdaso.core.moments import (
     reset_moments_if,
     warn_of_copies,
 )
-from jdaso.core.optimizer_step import Moments, apply_step
-from jdaso.core.transformation import Averaging, Engine
+from jdaso.core.state import AveragingState, averaging_state, find_state, find_states, map_states
+from jdaso.core.transformation import Averaging, apply_step
+from jdaso.core.tree import is_floating, is_masked
 from jdaso.core.types import ParamsWithMoments, PyTree
 from jdaso.core.validation import check_choice
 
@@ -78,23 +81,19 @@ def chain(
     """
     engine = _check_arguments(averaging, moments, moments_wire)
     optimizer = optax.with_extra_args_support(optimizer)
-    averaged = Moments(
-        functools.partial(read_moments, optimizer),
-        functools.partial(replace_moments, optimizer),
-        moments_wire,
-    )
+    averages = moments == "average"
 
     def with_moments(params: PyTree, state: PyTree) -> PyTree:
-        if moments != "average":
+        if not averages:
             return params
-        return ParamsWithMoments(params, averaged.read(state, params))
+        return ParamsWithMoments(params, read_moments(optimizer, state, params))
 
     def init(params: PyTree) -> ChainState:
         state = optimizer.init(params)
         if moments == "local":
             warn_of_copies(state, params)
         else:
-            check_moments(optimizer, state, params if moments == "average" else None)
+            check_moments(optimizer, state, params if averages else None)
         if moments == "reset":
             check_reset(state)
         inner = averaging.init(with_moments(params, state))
@@ -107,14 +106,7 @@ def chain(
 
     def step(grads, state, params, updates_needed, extra_args):
         result = apply_step(
-            engine,
-            optimizer,
-            grads,
-            state,
-            params,
-            averaged if moments == "average" else None,
-            updates_needed,
-            **extra_args,
+            engine, optimizer, grads, state, params, averages, updates_needed, **extra_args
         )
         new = result.optimizer
         if moments == "reset":
@@ -133,8 +125,9 @@ def chain(
         old, inner = state
         in_flight = jnp.stack([fragment.posted for fragment in inner.fragments]).any()
         merged, inner = averaging.finish(with_moments(params, old), inner)
-        if moments == "average":
-            return merged.params, ChainState(averaged.replace(old, merged.moments), inner)
+        if averages:
+            old = replace_moments(optimizer, old, merged.moments)
+            return merged.params, ChainState(old, inner)
         if moments == "reset":
             old = reset_moments_if(in_flight & inner.merged, optimizer, old, merged)
         return merged, ChainState(old, inner)
@@ -171,9 +164,117 @@ def _check_arguments(averaging: Averaging, moments: str, moments_wire: str | Non
                 f"moments_wire requires moments='average', got {moments_wire!r} with "
                 f"moments={moments!r}, which sends no moments."
             )
-    if moments != "local" and not engine.moves_moments:
+    if moments != "local" and engine.merge.own_weight is None:
         raise ValueError(
             f"moments must be 'local' with this algorithm, got {moments!r}: the algorithm does not "
             "replace a node's parameters by a mean."
         )
-    return engine
+    return engine._replace(moments_wire=moments_wire)
+
+
+def apply_gradients(
+    tx: Averaging, grads: PyTree, opt_state: PyTree, params: PyTree, **extra_args: Any
+) -> tuple[PyTree, PyTree]:
+    """Updates the parameters with the optimizer, and merges and posts what is due.
+
+    It computes what ``tx.update`` and ``optax.apply_updates`` compute, up to rounding. But the
+    averaging changes the parameters in place, in one conditional after the optimizer's update. If
+    parameters and state are donated, it costs no memory and little time at steps without exchange.
+
+    Args:
+        tx: from :func:`jdaso.chain`, or one with its own averaging, such as :func:`jdaso.eamsgd`.
+        grads: a tree like ``params``.
+        opt_state: the state that ``tx.init`` or this function returned.
+        params: arrays.
+        **extra_args: passed to the local optimizer. Schedules observe ``value=loss``.
+
+    Returns:
+        The new parameters and the new optimizer state.
+
+    Raises:
+        ValueError: for any other optimizer.
+
+    >>> import jax.numpy as jnp, jdaso, optax
+    >>> averaging = jdaso.local_sgd(jdaso.single_exchange(), period=4)
+    >>> tx = jdaso.chain(optax.sgd(1.0), averaging)
+    >>> params = jnp.array([1.0, 2.0])
+    >>> params, state = jdaso.apply_gradients(tx, jnp.ones(2), tx.init(params), params)
+    >>> params.tolist()
+    [0.0, 1.0]
+    """
+    if not isinstance(tx, Averaging) or tx.apply is None:
+        raise ValueError(
+            "tx must be what jdaso.chain(optimizer, averaging) returned, or an optimizer that "
+            f"contains its averaging, such as jdaso.eamsgd; got an object of type "
+            f"{type(tx).__name__}: pass jdaso.chain(optimizer, averaging), or call tx.update and "
+            "optax.apply_updates."
+        )
+    return tx.apply(grads, opt_state, params, **extra_args)
+
+
+def drain(transformation: Averaging, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+    """Waits for the exchanges in flight and merges them, with their actual age.
+
+    Use it at the end of training if the schedule does not know the end, and before the state is
+    saved by other means than :class:`jdaso.checkpoint.Checkpoints`, which saves what is in flight.
+    It changes nothing if no exchange is in flight. The merge has the algorithm's own weight, so
+    nodes still differ after that of :func:`jdaso.dasgd`. :func:`jdaso.consensus` gives the mean.
+
+    Args:
+        transformation: what ``jdaso.daso(...)``, another algorithm, or ``jdaso.chain(...)``
+            returned. For an ``optax.chain`` that contains it, pass the member, not the chain.
+        opt_state: the state of the whole optimizer.
+        params: the node's parameters.
+
+    Returns:
+        ``(params, opt_state)`` with nothing in flight.
+
+    Raises:
+        ValueError: for another transformation, or if ``opt_state`` does not hold exactly one state
+            of it.
+
+    >>> import jax.numpy as jnp, jdaso, optax
+    >>> averaging = jdaso.daso(jdaso.single_exchange(), jdaso.constant(period=4, delay=2))
+    >>> tx = jdaso.chain(optax.sgd(0.1), averaging)
+    >>> params = {"w": jnp.ones(3)}
+    >>> params, state = jdaso.drain(tx, tx.init(params), params)
+    """
+    if not isinstance(transformation, Averaging):
+        raise ValueError(
+            "drain requires the transformation that jdaso.daso(...), another algorithm or "
+            "jdaso.chain(...) returned, not an optax.chain or another wrapper around it: with "
+            "averaging = jdaso.daso(...) inside the wrapper, call jdaso.drain(averaging, "
+            "opt_state, params), and with tx = jdaso.chain(...) inside it jdaso.drain(tx, "
+            f"opt_state, params). Got an object of type {type(transformation).__name__}."
+        )
+    if transformation.state_type is AveragingState and find_states(ChainState, opt_state):
+        raise ValueError(
+            "opt_state must belong to the transformation, got the state of a jdaso.chain that "
+            "contains it: with tx = jdaso.chain(...), call jdaso.drain(tx, opt_state, params)."
+        )
+    state = find_state(transformation.state_type, opt_state)
+    own = _exchanged(transformation.exchange, averaging_state(state), params)
+    moved, state = transformation.finish(own, state)
+    params = jax.tree.map(
+        lambda new, old: old if is_masked(new) else new, *(moved, params), is_leaf=is_masked
+    )
+    return params, map_states(transformation.state_type, lambda _: state, opt_state)
+
+
+def _exchanged(exchange: Exchange, state: AveragingState, params: PyTree) -> PyTree:
+    """The parameters, with placeholders for those that the state does not know.
+
+    Inside a wrapper such as ``optax.partition``, an averaging may have only some of them.
+    """
+    sent = [exchange.sent_leaves(fragment.exchange) for fragment in state.fragments]
+    if any(leaves is None for leaves in sent):
+        return params
+    names = {leaf.name for leaves in sent if leaves for leaf in leaves}
+
+    def choose(path: tuple[Any, ...], x: Any) -> Any:
+        name = jax.tree_util.keystr(path)
+        # With averaged moments, the names are those of a ParamsWithMoments.
+        known = not is_floating(x) or name in names or f".params{name}" in names
+        return x if known else optax.MaskedNode()
+
+    return jax.tree_util.tree_map_with_path(choose, params)

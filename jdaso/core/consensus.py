@@ -11,13 +11,13 @@ import numpy as np
 import optax
 
 from jdaso.core.caller import caller, named
-from jdaso.core.consistency import agreement_numbers
 from jdaso.core.exchange import (
     AGREEMENT_NAMES,
     HEADER_SIZE,
     REPLICATED_NAME,
     UNCOUNTED,
     Exchange,
+    agreement_numbers,
 )
 from jdaso.core.log import logger
 from jdaso.core.state import AveragingState, find_states

@@ -39,15 +39,18 @@ References:
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jdaso.core.block_format import FORMATS
-from jdaso.core.tree import float_leaves
-from jdaso.core.types import Leaves, Merge, PyTree
-from jdaso.core.wire import block_bits, round_to, rounded, sum_dtype, wire_dtype
+from jdaso.core.exchange import FINITE, MEMBERS, BoundExchange
+from jdaso.core.tree import float_leaves, where_tree
+from jdaso.core.types import Leaves, Number, PyTree
+from jdaso.core.wire import Wire, block_bits, round_to, rounded, sum_dtype, wire_dtype
 
 FIRST_WIRE = "float32"
 
@@ -80,19 +83,12 @@ def init_feedback(tree: PyTree, uses_anchor: bool) -> Feedback:
     return Feedback(zeros, list(zeros) if uses_anchor else [], bits, ready)
 
 
-def anchors(merge: Merge, state: PyTree, feedback: Feedback) -> Leaves:
-    """Returns the anchors of the feedback, or those of the merge rule if it has its own."""
-    if feedback.anchor or merge.base is None:
-        return feedback.anchor
-    return merge.base(state)
-
-
 def compress(
-    wire: str | None, sound: jax.Array, leaves: Leaves, residual: Leaves, anchor: Leaves
+    wire: str | None, healthy: jax.Array, leaves: Leaves, residual: Leaves, anchor: Leaves
 ) -> tuple[Leaves, Leaves]:
     """Computes what to send, and the new residual.
 
-    A node that is not ``sound`` does not contribute and keeps its old residual.
+    A node that is not ``healthy`` does not contribute and keeps its old residual.
     """
     message, kept = [], []
     for x, r, a in zip(leaves, residual, _anchors(anchor, residual), strict=True):
@@ -103,8 +99,44 @@ def compress(
             value = x.astype(r.dtype) + r
             sent = round_to(value, wire_dtype(x.dtype, wire)).astype(x.dtype)
         message.append(sent)
-        kept.append(jnp.where(sound, _finite_or_zero(value - sent.astype(r.dtype)), r))
+        kept.append(jnp.where(healthy, _finite_or_zero(value - sent.astype(r.dtype)), r))
     return message, kept
+
+
+def start_with_feedback(
+    exchange: BoundExchange,
+    state: PyTree,
+    sent: tuple[jax.Array, jax.Array, Leaves, jax.Array],
+    wires: list[str | None],
+    of_leaves: list[Wire],
+    choice: jax.Array,
+    feedback: Feedback,
+    anchor: Leaves,
+) -> tuple[PyTree, Number, Feedback]:
+    """Posts a message on the chosen one of ``wires``, with what the residuals add to it.
+
+    Args:
+        state: of the exchange.
+        sent: number, step, leaves and header, as ``start`` of :class:`BoundExchange` takes them.
+        wires: those of the parameters, of which ``choice`` is an index.
+        of_leaves: for each of ``wires``, the wire of all leaves, or one for each.
+
+    Returns:
+        The state of the exchange, the number of the next one, and the new feedback.
+    """
+    number, step, message, header = sent
+    count = len(feedback.residual)  # of the parameters; moments have no feedback
+
+    def start(wire, of_leaves, state, residual):
+        run = exchange.per_shard(functools.partial(compress, wire), slice(0, count))
+        rounded, residual = run(header[0] > 0, message[:count], residual, anchor)
+        rounded = [*rounded, *message[count:]]
+        return *exchange.start(state, number, step, rounded, header, of_leaves), residual
+
+    starts = [functools.partial(start, *pair) for pair in zip(wires, of_leaves, strict=True)]
+    state, following, residual = lax.switch(choice, starts, state, feedback.residual)
+    bits = jnp.array([block_bits(wire) for wire in wires], jnp.int32)[choice]
+    return state, following, feedback._replace(residual=residual, block_bits=bits)
 
 
 def decompress(
@@ -132,6 +164,30 @@ def decompress(
         means.append(mean)
         moved.append(jnp.where(members > 0, mean, a))
     return means, kept, moved[: len(anchor)]
+
+
+def decompress_part(
+    exchange: BoundExchange,
+    feedback: Feedback,
+    total: Leaves,
+    header: jax.Array,
+    part: slice,
+    anchor: Leaves,
+) -> tuple[Leaves, list[Leaves]]:
+    """The means of the parameters of a part, and their residual and anchor after the exchange.
+
+    ``total`` and ``header`` are what the exchange has returned for the part. ``anchor`` has the
+    anchors of all parameters, also if the merge rule keeps and moves them. The list of those that
+    the feedback keeps is then empty.
+    """
+    run = exchange.per_shard(decompress, slice(part.start, part.start + len(total)))
+    residual, own_anchor = feedback.residual[part], feedback.anchor[part]
+    means, new_residual, moved = run(
+        total, header[MEMBERS], feedback.block_bits, residual, anchor[part]
+    )
+    new = [new_residual, moved[: len(own_anchor)]]
+    # A sum that is not finite must not stay in the feedback.
+    return means, where_tree(header[FINITE] > 0, new, [residual, own_anchor])
 
 
 def _finite_or_zero(error: jax.Array) -> jax.Array:

@@ -9,13 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from jdaso.core.types import Leaves, Number, PyTree
+from jdaso.core.types import Leaves, Number, Plan, PyTree
 from jdaso.core.wire import Wire
 
 #: Names of the quantities that must be equal on all nodes, as error messages show them. The
-#: function :func:`jdaso.core.consistency.agreement_numbers` computes one number for each.
+#: function :func:`agreement_numbers` computes one number for each.
 AGREEMENT_NAMES = ("period", "delay", "phase", "the schedule's state", "the shared state")
 #: Length of the header that travels with every exchange and is never rounded: 1 if the node
 #: contributes, the sum and the number of its losses in this epoch, and its agreement numbers. The
@@ -23,10 +25,10 @@ AGREEMENT_NAMES = ("period", "delay", "phase", "the schedule's state", "the shar
 #: that does not contribute has -k, if leaf k is the first that is not finite, counted from 1, and 0
 #: if all are finite, but a step since the last merge was skipped. These count as 0 in the sum.
 HEADER_SIZE = 3 + len(AGREEMENT_NAMES)
-#: Where the header of an exchange that has ended says whether all sums are finite, 1 or 0.
-FINITE = 3
-#: Where it says whether this node has contributed.
-OWN = 4
+#: Where the header of an exchange that has ended has the number of nodes that have contributed, the
+#: sum and the number of their losses, whether all sums are finite (1 or 0), and whether this node
+#: has contributed.
+MEMBERS, LOSSES, FINITE, OWN = 0, slice(1, 3), 3, 4
 #: Number of an exchange that is finished immediately and does not count.
 UNCOUNTED = -1
 #: Name of a leaf that is the same on all devices of a node, whatever ``shardings`` says.
@@ -344,3 +346,63 @@ def changed(exchange: _T, **attributes: Any) -> _T:
     result = copy.copy(exchange)
     vars(result).update(attributes)
     return result
+
+
+# Gives each axis weights of its own.
+_ODD = 0x9E3779B1
+
+
+def agreement_numbers(plan: Plan, schedule: PyTree, shared: PyTree) -> jax.Array:
+    """The numbers that ``AGREEMENT_NAMES`` names.
+
+    Args:
+        plan: what the schedule requests at this step.
+        schedule: the schedule's state.
+        shared: what else is the same on all nodes: a center, an anchor, replicated parameters.
+
+    Returns:
+        float32[5], whole numbers. Those above 2^24 are rounded to float32.
+    """
+    numbers = [plan.period, plan.delay, plan.phase, fingerprint(schedule), fingerprint(shared)]
+    return jnp.stack([jnp.asarray(number, jnp.float32) for number in numbers])
+
+
+def fingerprint(tree: PyTree) -> jax.Array:
+    """A number that differs, with high probability, if the bits of two trees differ.
+
+    It sums the 32-bit words of a leaf with odd weights, modulo 2^32, along each axis. It detects
+    the change of any single word, but for about one in 2^24, and most changes of several words. It
+    does not detect the change of the signs of an even number of words.
+
+    Returns:
+        int32 scalar in [0, 2^24), 0 if the tree has no leaf.
+
+    >>> a, b = jnp.array([1.0, 2.0]), jnp.array([2.0, 1.0])
+    >>> len({int(fingerprint(tree)) for tree in (a, b, {"a": a, "b": b}, ())})
+    4
+    """
+    sums = [jnp.uint32(0)]
+    for leaf in jax.tree.leaves(tree):
+        words = _words(jnp.asarray(leaf))
+        # The weights depend on the leaf before, so that XLA has the products of one leaf after the
+        # other in memory.
+        first = 2 * sums[-1] + 1
+        for axis in range(words.ndim):
+            step = 2 * jnp.uint32(pow(_ODD, axis, 2**32))
+            weights = first + step * lax.iota(jnp.uint32, len(words))
+            weights = weights.reshape(-1, *[1] * (words.ndim - 1))
+            words = jnp.sum(words * weights, axis=0, dtype=jnp.uint32)
+        sums.append(words)
+    odd = 2 * jnp.arange(len(sums), dtype=jnp.uint32) + 1
+    total = jnp.sum(jnp.stack(sums) * odd, dtype=jnp.uint32)
+    return ((total ^ (total >> 24)) & 0xFFFFFF).astype(jnp.int32)
+
+
+def _words(leaf: jax.Array) -> jax.Array:
+    """The bits of an array as uint32. Narrower dtypes are padded with zero bits."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    if leaf.dtype == bool:
+        return leaf.astype(jnp.uint32)
+    size = min(leaf.dtype.itemsize, 4)  # 64-bit numbers become two words
+    return lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * size}")).astype(jnp.uint32)

@@ -1,4 +1,9 @@
-"""The type of all averaging transformations, which :func:`jdaso.drain` accepts."""
+"""Averagings as optax transformations, and one step of an optimizer with an averaging.
+
+A step is the update of a local optimizer, and the move of the parameters by the engine.
+:func:`apply_step` changes the parameters in place. An optax transformation returns updates. They
+must exist in memory, so it costs a copy of the parameters.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +12,31 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jdaso.core.block_format import FORMATS
+from jdaso.core.engine import Engine, finish, guard, init_state, move
 from jdaso.core.exchange import Exchange
+from jdaso.core.moments import read_moments, replace_moments
 from jdaso.core.state import AveragingState
-from jdaso.core.sync_target import SyncTarget
-from jdaso.core.types import PyTree
+from jdaso.core.tree import Fragments, add_updates, conditional, where_tree
+from jdaso.core.types import Merge, ParamsWithMoments, PyTree, Schedule, SyncTarget
+from jdaso.core.validation import check_choice, check_fragments, check_schedule
 
-
-class Engine(NamedTuple):
-    """The parts of a step in which an averaging takes part.
-
-    Attributes:
-        name: of the algorithm, for error messages.
-        guard: ``(grads, state) -> bool``, whether the gradients are finite.
-        move: ``(tree, state, finite, value, replicated, origin, moments_wire) -> (tree, state)``,
-            merges and posts what is due.
-        moves_moments: whether :func:`jdaso.chain` may average the optimizer's moments as well.
-    """
-
-    name: str
-    sync_target: SyncTarget
-    guard: Callable[[PyTree, AveragingState], jax.Array]
-    move: Callable[..., tuple[PyTree, AveragingState]]
-    moves_moments: bool
+#: Parameters after the local optimizer's update, for DASO, DaSGD, Local SGD and DiLoCo.
+AFTER_UPDATE = SyncTarget(add_updates, lambda tree, updates: tree)
+#: Parameters before the update, at which the gradient was computed, for EASGD.
+BEFORE_UPDATE = SyncTarget(lambda params, updates: params, add_updates, schedule_lag=1)
+#: Gradients, for synchronous data parallelism.
+GRADIENTS = SyncTarget(
+    add_updates,
+    add_updates,
+    of_gradients=True,
+    fallback=jnp.zeros_like,  # with their own gradients, the nodes would diverge
+    uses_anchor=False,
+)
 
 
 class Averaging(optax.GradientTransformationExtraArgs):
@@ -49,7 +54,7 @@ class Averaging(optax.GradientTransformationExtraArgs):
         exchange: how it communicates.
         apply: ``(grads, state, params, **extra_args) -> (params, state)`` of a whole optimizer,
             which changes the parameters in place. None if an optimizer is missing.
-        engine: for :func:`jdaso.chain`. None if there is nothing to chain.
+        engine: its configuration, for :func:`jdaso.chain`. None if there is nothing to chain.
     """
 
     finish: Callable[[PyTree, Any], tuple[PyTree, Any]]
@@ -85,3 +90,230 @@ def _compiled_outside_jit(function: Callable) -> Callable:
         )
 
     return call
+
+
+def averaging(
+    name: str,
+    exchange: Exchange,
+    schedule: Schedule,
+    merge: Merge,
+    wire: str | None = None,
+    blocking_wire: str | None = None,
+    nonfinite: str = "skip",
+    fragments: Fragments = 1,
+    sync_target: SyncTarget = AFTER_UPDATE,
+) -> Averaging:
+    """Makes an optax transformation of a schedule, an exchange and a merge.
+
+    Args:
+        name: name of the algorithm, for error messages.
+        exchange: how nodes communicate.
+        schedule: when to post and when to merge.
+        merge: how the sums change the parameters.
+        wire: dtype name on the wire, or None for the dtype of each leaf. With int8 or float4 the
+            state holds error feedback: two float32 copies of the parameters, or one of the
+            gradients, and with EASGD and DiLoCo.
+        blocking_wire: the wire of steps whose plan is ``blocking``.
+        nonfinite: what to do if gradients are not finite. ``skip`` skips the step and leaves the
+            node out of the next sum. The node then takes the mean of the others. The state counts
+            both. ``raise`` raises an error. ``off`` does not read the gradients. Parameters that
+            are not finite are found when they are posted. The node is then left out as well,
+            unless ``nonfinite`` is ``raise``. A sum that is not finite, because large numbers
+            overflow, is ignored by all nodes and counted.
+        fragments: number of parts of about equal bytes that the parameters are cut into, or a
+            function that returns the index of its part for the path of a leaf. Each part is
+            exchanged once in a period, at different steps, so that the load of the network is even.
+        sync_target: what is exchanged.
+
+    Returns:
+        An :class:`Averaging`, for :func:`jdaso.chain`. It is an optax transformation as well. It
+        must then come last in a chain, and its ``update`` requires ``params``, unless
+        ``sync_target`` is ``GRADIENTS``.
+
+    Raises:
+        ValueError: for another ``nonfinite``, or for more fragments than steps in a period. In
+            ``init``, for more fragments than floating-point leaves.
+    """
+    check_choice("nonfinite", nonfinite, ("skip", "raise", "off"))
+    check_schedule(name, schedule)
+    if not callable(fragments):
+        check_fragments(fragments, schedule)
+    if merge.relative and (rounds := {wire, blocking_wire} & {*FORMATS}):
+        raise ValueError(
+            f"{name}: the wire {rounds.pop()} sends differences from an anchor, and does not "
+            'go with a merge that adds the mean\'s change, as merge="delta" does: use the wire '
+            "float32, or bfloat16, which rounds the sum of each merge."
+        )
+    if merge.base is not None and not merge.shared:
+        raise ValueError(f"{name}: a merge with a base must be shared, because all nodes use it.")
+    if not schedule.may_block:
+        blocking_wire = wire  # so that the program has no code for the other one
+    engine = Engine(
+        name, exchange, schedule, merge, wire, blocking_wire, nonfinite, fragments, sync_target
+    )
+    nothing = optax.with_extra_args_support(optax.identity())
+
+    def update(updates, state, params=None, **extra_args):
+        nested = (optax.EmptyState(), state)
+        step = apply_step(
+            engine, nothing, updates, nested, params, updates_needed=True, **extra_args
+        )
+        return step.updates, step.averaging
+
+    merge_all = jax.jit(functools.partial(finish, engine))
+    init = functools.partial(init_state, engine)
+    return Averaging(init, update, merge_all, AveragingState, exchange, engine=engine)
+
+
+class Step(NamedTuple):
+    """The result of :func:`apply_step`.
+
+    Attributes:
+        params: after the step.
+        optimizer: state of the local optimizer.
+        averaging: state of the averaging.
+        updates: that make the step, or None if they were not asked for.
+    """
+
+    params: PyTree
+    optimizer: PyTree
+    averaging: AveragingState
+    updates: PyTree
+
+
+def apply_step(
+    engine: Engine,
+    optimizer: optax.GradientTransformationExtraArgs,
+    grads: PyTree,
+    state: tuple[PyTree, AveragingState],
+    params: PyTree,
+    average_moments: bool = False,
+    updates_needed: bool = False,
+    value: Any = None,
+    **extra_args: Any,
+) -> Step:
+    """Updates the parameters with a local optimizer, and merges and posts what is due.
+
+    If the gradients are not finite, the optimizer's state stays unchanged.
+
+    Args:
+        state: of the optimizer and of the averaging.
+        average_moments: whether the optimizer's moments are averaged as well.
+        updates_needed: whether the result must have updates, which cost memory.
+    """
+    _check_gradients(engine.name, grads, params, value)
+    old, averaging = state
+    target = engine.sync_target
+    finite = guard(engine, grads, averaging)
+
+    def local(tree, params, old, grads):
+        """The tree after an update that is computed at ``params``, the state, and the update."""
+        updates, new = optimizer.update(grads, old, params, value=value, **extra_args)
+        return (add_updates(tree, updates) if params is not None else None), new, updates
+
+    if target.of_gradients:
+        grads, averaging = move(engine, grads, averaging, finite, value, params)
+        params, new, updates = local(params, params, old, grads)
+        return Step(params, new, averaging, updates)
+    if params is None:
+        raise ValueError(f"{engine.name} moves parameters: call update(updates, state, params).")
+    # Only parameters can be moved in place. Another target, such as the gradients that MDOWNPOUR
+    # sends for new parameters, says with its functions how updates are made of what is exchanged.
+    updates_needed = updates_needed or target not in (AFTER_UPDATE, BEFORE_UPDATE)
+    if target is BEFORE_UPDATE and not updates_needed:
+        # The update is added to the merged parameters, so that it needs no memory of its own.
+        tree, averaging = move(engine, params, averaging, finite, value)
+        params, new = _if(finite, local, tree, params, old, grads)
+        return Step(params, new, averaging, None)
+    origin = params if updates_needed else None
+    if updates_needed:
+        _, new, updates = local(params, params, old, grads)
+        tree, new = _where_finite(finite, updates, params), where_tree(finite, new, old)
+    else:
+        tree, new = _if(finite, local, params, params, old, grads)
+    if average_moments:
+        moments = read_moments(optimizer, new, params)
+        tree = ParamsWithMoments(tree, moments)
+        origin = None if origin is None else ParamsWithMoments(origin, moments)
+    tree, averaging = move(engine, tree, averaging, finite, value, origin=origin)
+    if average_moments:
+        new = replace_moments(optimizer, new, tree.moments)
+        tree = tree.params
+    if updates_needed:
+        return Step(add_updates(params, tree), new, averaging, tree)
+    return Step(tree, new, averaging, None)
+
+
+def _check_gradients(name: str, grads: PyTree, params: PyTree, value: Any) -> None:
+    """Raises ValueError for a loss that is no scalar, and gradients of another tree or shape."""
+    if value is not None and jnp.shape(value) != ():
+        raise ValueError(
+            f"{name}: value must be the loss, a scalar, got the shape {jnp.shape(value)}: pass "
+            "its mean, which is also what the gradients belong to."
+        )
+    if params is None:
+        return
+    own, given = _shapes(params), _shapes(grads)
+    if given.keys() - own.keys():
+        raise ValueError(
+            f"{name}: gradients must be a tree like params, got a leaf "
+            f"{min(given.keys() - own.keys())!r} that params does not have; it has "
+            f"{', '.join(sorted(own)[:4])}, ..."
+        )
+    if own.keys() - given.keys():
+        raise ValueError(
+            f"{name}: gradients must be a tree like params, got none for the leaf "
+            f"{min(own.keys() - given.keys())!r}: pass zeros for it."
+        )
+    for path, shape in given.items():
+        if None not in (shape, own[path]) and shape != own[path]:
+            raise ValueError(
+                f"{name}: gradients must have the shapes of params, got {shape} at {path!r}, where "
+                f"params has {own[path]}."
+            )
+
+
+def _shapes(tree: PyTree) -> dict[str, tuple[int, ...] | None]:
+    """The shape of each leaf by its path. A leaf may be None."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is None)
+    return {
+        jax.tree_util.keystr(path): None if leaf is None else jnp.shape(leaf)
+        for path, leaf in leaves
+    }
+
+
+def _if(
+    condition: jax.Array,
+    local: Callable,
+    tree: PyTree,
+    params: PyTree,
+    state: PyTree,
+    grads: PyTree,
+) -> tuple[PyTree, PyTree]:
+    """Tree and state of ``local(tree, params, state, grads)``, or both unchanged.
+
+    With ``lax.cond``, XLA changes both in place. ``jnp.where`` would read the old values again, so
+    XLA would copy them. XLA also copies them if the changing branch is the second, so ``change`` is
+    the first.
+    """
+    like = jax.eval_shape(local, tree, params, state, grads)[:2]
+
+    def change(*operands):
+        return local(*operands)[:2]
+
+    def keep(tree, params, state, grads):
+        # An optimizer may widen its state at the first step.
+        return jax.tree.map(lambda x, y: x.astype(y.dtype), (tree, state), like)
+
+    return conditional("jdaso.chain", condition, change, keep, tree, params, state, grads)
+
+
+def _where_finite(finite: jax.Array, updates: PyTree, params: PyTree) -> PyTree:
+    """The updates, or zeros where there are none or the gradients are not finite."""
+
+    def choose(x, update):
+        if x is None:
+            return update
+        return jnp.zeros_like(x) if update is None else jnp.where(finite, update, 0)
+
+    return jax.tree.map(choose, params, updates, is_leaf=lambda x: x is None)

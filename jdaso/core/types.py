@@ -84,15 +84,15 @@ class Arrival(NamedTuple):
             from what this node has posted: ``mean_i x_i - x_posted``.
         members: float32 scalar, the number of members, the nodes whose leaves are in the sum.
         age: int32 scalar, steps since the exchange was posted.
-        sound: bool scalar. A node is sound if its parameters have been finite since its last
-            merge. If it is not sound, the merge gets the mean in their place.
+        healthy: bool scalar. A node is healthy if its parameters have been finite since its last
+            merge. If it is not, the merge gets the mean in their place.
     """
 
     total: Leaves
     mean: Leaves
     members: jax.Array
     age: jax.Array
-    sound: jax.Array
+    healthy: jax.Array
 
 
 def keep_leaves(leaves: Leaves, state: PyTree) -> Leaves:
@@ -120,17 +120,19 @@ class Merge(NamedTuple):
             comes first, because the message depends on the state.
         own_weight: ``(arrival) -> w``, the weight of a node's own optimizer moments m where they
             are averaged as well: ``m <- w m + (1 - w) mean_i m_i``. None if they cannot be.
+        leafwise: whether leaf j of each result depends on the leaves j only, and the rest of the
+            state, such as a count, on no leaf. ``merge`` may then be called for some of the leaves
+            at a time, so that the sums of the others need no memory. In the state,
+            :class:`optax.MaskedNode` takes the places of the others.
         shared: whether the state must be the same on all nodes, bit for bit.
         relative: whether the sums are differences from what this node has posted. The host
             subtracts it in the staging buffers, so that the device keeps no copy. It excludes int8
-            and float4. If the node has not contributed, ``leaves`` are zeros.
+            and float4. If the node has not contributed, ``leaves`` are zeros. Where a merge is due
+            at a step that posts, it comes first.
         base: ``(state) -> leaves``, one for each floating-point leaf, in the dtype of its sum. They
             must be the same on all nodes (``shared``) and change only in ``merge``. int8 and float4
             send differences from them. If it is None, int8 and float4 send differences from the
             last mean, which they keep in addition.
-
-    If leaf j of each result depends on the leaves j only, ``merge`` may be called with some of the
-    leaves. In the state, :class:`optax.MaskedNode` then takes the places of the others.
     """
 
     init: Callable[[PyTree], PyTree]
@@ -138,9 +140,33 @@ class Merge(NamedTuple):
     on_post: Callable[[Leaves, PyTree], Leaves] = keep_leaves
     own_weight: Callable[[Arrival], jax.Array | float] | None = None
     message: Callable[[Leaves, PyTree], tuple[Leaves, PyTree]] = send_leaves
+    leafwise: bool = False
     shared: bool = False
     relative: bool = False
     base: Callable[[PyTree], Leaves] | None = None
+
+
+class SyncTarget(NamedTuple):
+    """What is exchanged at a step, and what to make of the merged tree.
+
+    Attributes:
+        to_tree: ``(params, updates) -> tree`` to exchange, with updates of the local optimizer.
+        to_params: ``(tree, updates) -> params`` after the step, from the merged tree.
+        of_gradients: whether the tree is that of the gradients, before the local optimizer sees
+            them. Then ``to_tree`` and ``to_params`` are not used.
+        fallback: ``(leaf) -> leaf``, used in place of a merged leaf if no node has contributed.
+        schedule_lag: steps by which the schedule's clock is behind. It is 1 if parameters are
+            exchanged before the update, because they are the result of the previous step.
+        uses_anchor: whether int8 and float4 send differences from an anchor. This requires leaves
+            that stay close to their last mean.
+    """
+
+    to_tree: Callable[[PyTree, PyTree], PyTree]
+    to_params: Callable[[PyTree, PyTree], PyTree]
+    of_gradients: bool = False
+    fallback: Callable[[jax.Array], jax.Array] = lambda leaf: leaf
+    schedule_lag: int = 0
+    uses_anchor: bool = True
 
 
 class ParamsWithMoments(NamedTuple):

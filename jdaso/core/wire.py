@@ -180,6 +180,19 @@ def describe_narrow_wires(dtypes) -> str:
     )
 
 
+def finite_like_packed(leaf, dtype):
+    """An array whose numbers are finite where those of a leaf in its wire dtype are.
+
+    Rows of int8 and float4 are always finite, so for them it is the leaf.
+    """
+    if format_of(dtype):
+        return leaf
+    if dtype == jnp.bfloat16 and leaf.dtype == jnp.float32:
+        # What bfloat16 cannot hold overflows in this product, which is faster than to round.
+        return leaf * (float(jnp.finfo(leaf.dtype).max) / float(jnp.finfo(dtype).max))
+    return round_to(leaf, dtype)
+
+
 def sum_divisor(dtype, num_nodes: int) -> int:
     """The divisor of a sum on its way back. It is not 1 for dtypes whose sums may overflow.
 

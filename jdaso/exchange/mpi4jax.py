@@ -14,10 +14,10 @@ import numpy as np
 from jax import lax
 
 from jdaso.cluster.local_devices import await_programs
+from jdaso.cluster.mpi_types import Comm
 from jdaso.cluster.topology import Topology
 from jdaso.core.block_format import FORMATS, format_of
 from jdaso.core.exchange import Exchange, changed
-from jdaso.core.mpi_types import Comm
 from jdaso.core.tree import is_placeholder, outline
 from jdaso.core.types import Leaves, PyTree
 from jdaso.core.wire import check_wire, pack_sum, sum_dtype, unpack_sum

@@ -9,8 +9,7 @@ import numpy as np
 import optax
 from jax.extend.core import Literal
 
-from jdaso.core.fragments import near_equal
-from jdaso.core.tree import is_float
+from jdaso.core.tree import is_float, near_equal
 from jdaso.core.types import PyTree
 from jdaso.core.validation import check_whole
 

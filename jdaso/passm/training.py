@@ -11,8 +11,7 @@ import optax
 
 from jdaso.core.consensus import broadcast, consensus
 from jdaso.core.exchange import Exchange
-from jdaso.core.fragments import part
-from jdaso.core.tree import all_finite, is_masked
+from jdaso.core.tree import all_finite, is_masked, part_of
 from jdaso.core.types import JdasoError, Leaves, Number, PyTree
 from jdaso.core.validation import check_choice, check_positive, check_share, check_whole
 from jdaso.core.wire import sum_dtype
@@ -141,7 +140,7 @@ def make_training(
             value, grads = value_and_grad(params, *args)
             if group is not None:
                 grads = group_mean(group, grads, batch_size or 1)
-            within = part(params, list(inside))
+            within = part_of(params, list(inside))
             grads, _ = before.update(grads, before.init(within), within)
             subgradient = jax.tree.leaves(grads)
             finite = all_finite(subgradient)
@@ -160,7 +159,7 @@ def make_training(
 
     def init(*args: PyTree) -> State:
         written = everything if True in method.kinds else leaves_of[memory.process]
-        zeros = jax.tree.map(jnp.zeros_like, part(memory.params, list(written)))
+        zeros = jax.tree.map(jnp.zeros_like, part_of(memory.params, list(written)))
         if args:
             leaves = jax.tree.leaves(zeros, is_leaf=is_masked)
             for inside, compute in computations.items():

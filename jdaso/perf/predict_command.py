@@ -8,8 +8,7 @@ from typing import Any
 from jdaso import perf
 from jdaso.core.block_format import FORMATS
 from jdaso.core.chain import MOMENTS_WIRES
-from jdaso.core.local_path import path_option
-from jdaso.core.text_table import text_table, wrapped
+from jdaso.core.command_line import path_option, text_table, wrapped
 from jdaso.perf.choice import COMPARED_WIRES, advice
 from jdaso.perf.model import (
     FLOAT32_WIRES,

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jdaso import perf
 from jdaso.algorithms.dasgd import dasgd
 from jdaso.cluster.topology import Topology, discover_topology
+from jdaso.core.command_line import text_table, wrapped
+from jdaso.core.engine import move
 from jdaso.core.exchange import Exchange
-from jdaso.core.text_table import text_table, wrapped
 from jdaso.core.types import ParamsWithMoments, PyTree
 from jdaso.exchange.mpi import mpi_exchange
 from jdaso.perf.choice import COMPARED_WIRES, advice
@@ -272,13 +273,13 @@ def prepare(
     seconds the exchange was in flight, and the seconds of the copies before and after.
     """
     averaging = dasgd(exchange, period=2, delay=1, wire=wire)
-    engine = averaging.engine
-    assert engine is not None
+    assert averaging.engine is not None
+    engine = averaging.engine._replace(moments_wire=moments_wire)
 
     # The steps of a training after the optimizer's update, which post and merge in turn.
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state):
-        return engine.move(params, state, jnp.bool_(True), moments_wire=moments_wire)
+        return move(engine, params, state, jnp.bool_(True))
 
     def zeros() -> jax.Array:
         return jnp.zeros(elements, jnp.float32)

@@ -6,7 +6,7 @@ import predicted
 import pytest
 
 from jdaso import perf
-from jdaso.core.text_table import wrapped
+from jdaso.core.command_line import wrapped
 from jdaso.perf import tune_command as tune
 
 

@@ -39,21 +39,21 @@ def restore(folder, like):
     return Checkpoints(folder, TOPOLOGY, EXCHANGE).restore(like).state
 
 
-def node_state(value, sound=True, **more):
+def node_state(value, healthy=True, **more):
     """The state of a node whose parameters have this value, after a step."""
     params = {"w": jnp.full(3, value)}
     opt_state = TX.init({"w": jnp.ones(3)})  # it refuses numbers that are not finite
     _, averaging = opt_state
-    fragment = averaging.fragments[0]._replace(sound=jnp.array(sound))
+    fragment = averaging.fragments[0]._replace(healthy=jnp.array(healthy))
     opt_state = opt_state._replace(averaging=averaging._replace(fragments=(fragment,)))
     return {"params": params, "opt_state": opt_state, **more}
 
 
-def test_on_another_number_of_nodes_all_are_sound(tmp_path):
-    write(tmp_path, [node_state(1.0, sound=False), node_state(3.0)])
+def test_on_another_number_of_nodes_all_are_healthy(tmp_path):
+    write(tmp_path, [node_state(1.0, healthy=False), node_state(3.0)])
     state = restore(tmp_path, node_state(0.0))
     assert state["params"]["w"].tolist() == [2, 2, 2]
-    assert bool(state["opt_state"].averaging.fragments[0].sound)
+    assert bool(state["opt_state"].averaging.fragments[0].healthy)
 
 
 MASK = np.array([0, -INF])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import jdaso
-from jdaso.core.fragments import cut, part
+from jdaso.core.tree import cut, part_of
 from jdaso.core.types import ParamsWithMoments
 
 NODES, STEPS, LR = 3, 26, 2.0**-4
@@ -62,7 +62,7 @@ def test_cut_balances_bytes_within_the_largest_leaf(drawn):
 @given(trees_and_counts())
 def test_parts_hold_each_leaf_once(drawn):
     tree, count = drawn
-    held = [part({"a": tree}, places)["a"] for places in cut(tree, count)]
+    held = [part_of({"a": tree}, places)["a"] for places in cut(tree, count)]
     for i, leaf in enumerate(tree):
         (only,) = [x[i] for x in held if not isinstance(x[i], optax.MaskedNode)]
         assert only is leaf

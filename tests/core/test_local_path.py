@@ -8,7 +8,7 @@ import pytest
 import jdaso
 from jdaso.checkpoint import Checkpoints
 from jdaso.checkpoint.verify import add_command
-from jdaso.core.local_path import local_path
+from jdaso.core.command_line import local_path
 from jdaso.perf import predict_command
 
 

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jdaso
-from jdaso.core.text_table import wrapped
+from jdaso.core.command_line import wrapped
 
 EXCHANGE = jdaso.single_exchange()
 PARAMS = {"w": jnp.ones(3)}

@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from jdaso.core.tree import division_by
+from jdaso.algorithms.diloco import NESTEROV, _outer_merge
+from jdaso.core.tree import division_by, split_state
 
 NUMBERS = np.random.default_rng(1).normal(size=(4, 100_000)).astype(np.float32)
 
@@ -35,3 +37,26 @@ def test_products_with_a_rounded_reciprocal_have_a_bias():
     exact = NUMBERS.astype(np.float64) / 3
     error = (NUMBERS * (np.float32(1) / np.float32(3)) - exact) / exact * 2**24
     assert abs(error.mean()) > 100 / np.sqrt(error.size)
+
+
+PARAMS = {"a": jnp.ones((2, 3)), "b": {"c": jnp.ones(4), "n": jnp.arange(2)}}
+
+
+def test_split_state_finds_all_arrays_and_rebuilds_them():
+    init = _outer_merge(optax.adam(0.1), 0.0).init
+    state = init(PARAMS)
+    lists, rest, rebuild = split_state(init, state)
+    # The anchor, and Adam's m and v; integers are not exchanged. Adam's step count is the rest.
+    assert [[x.shape for x in each] for each in lists] == [[(2, 3), (4,)]] * 3
+    assert [x.shape for x in rest] == [()]
+    rebuilt = rebuild([[x + 1 for x in each] for each in lists], rest)
+    assert jax.tree.structure(rebuilt) == jax.tree.structure(state)
+    np.testing.assert_array_equal(rebuilt.anchor["b"]["c"], 2 * np.ones(4))
+
+
+def test_a_part_of_a_state_has_the_leaves_of_the_part():
+    init = _outer_merge(NESTEROV, 0.0).init
+    lists, rest, rebuild = split_state(init, init(PARAMS))
+    of_second = rebuild([each[1:] for each in lists], rest, slice(1, 2))
+    assert [x.shape for x in jax.tree.leaves(of_second)] == [(4,)] * 2
+    assert isinstance(of_second.anchor["a"], optax.MaskedNode)

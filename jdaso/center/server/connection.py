@@ -9,8 +9,8 @@ import numpy as np
 from jdaso.center.server import frames
 from jdaso.center.server.event_loop import SERVER_TAG, reply_tag
 from jdaso.center.server.worker_exit import ExitPolicy
+from jdaso.cluster.mpi_types import Comm
 from jdaso.cluster.topology import Topology
-from jdaso.core.mpi_types import Comm
 from jdaso.core.types import JdasoError
 from jdaso.exchange.host.slots import PlainTable, Table
 from jdaso.exchange.transport.progress import Operation, Progress, WaitState

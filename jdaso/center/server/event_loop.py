@@ -9,8 +9,8 @@ import numpy as np
 from jdaso.center.server import frames
 from jdaso.center.server.liveness import Liveness
 from jdaso.center.server.state_machine import CenterServer
+from jdaso.cluster.mpi_types import Comm, MpiRequest
 from jdaso.core.log import logger
-from jdaso.core.mpi_types import Comm, MpiRequest
 from jdaso.exchange.transport.progress import Operation, WaitState
 
 # The tag of requests. Replies have the tags after it, one for each open request.

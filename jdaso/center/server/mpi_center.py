@@ -24,9 +24,9 @@ from jdaso.center.types import (
     no_broadcast,
 )
 from jdaso.cluster.barrier import barrier
+from jdaso.cluster.mpi_types import Comm
 from jdaso.cluster.topology import Topology
 from jdaso.core.exchange import UNCOUNTED, BoundExchange, Exchange, changed
-from jdaso.core.mpi_types import Comm
 from jdaso.core.tree import check_finite, is_placeholder, outline, split, widened
 from jdaso.core.types import Number, PyTree
 from jdaso.core.validation import check_number

@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jdaso.cluster.mpi_types import Comm, MpiRequest
 from jdaso.core.block_format import format_of
-from jdaso.core.mpi_types import Comm, MpiRequest
 from jdaso.core.types import JdasoError
 from jdaso.core.wire import Pieces, pack_sum, shards, sum_divisor, sum_dtype
 from jdaso.exchange.host.layout import Memory

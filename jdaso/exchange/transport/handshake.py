@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jdaso.cluster.mpi_types import Comm
 from jdaso.cluster.topology import Topology
 from jdaso.core.exchange import AGREEMENT_NAMES, HEADER_SIZE, UNCOUNTED
 from jdaso.core.log import logger
-from jdaso.core.mpi_types import Comm
 from jdaso.core.tree import KEEP_OUT
 from jdaso.core.types import JdasoError
 from jdaso.core.wire import describe_narrow_wires

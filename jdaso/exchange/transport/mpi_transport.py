@@ -19,12 +19,12 @@ import numpy as np
 
 from jdaso.cluster.abort import at_exit
 from jdaso.cluster.local_devices import devices_are_busy
+from jdaso.cluster.mpi_types import Comm
 from jdaso.cluster.roll_call import Call
 from jdaso.cluster.topology import Topology
 from jdaso.core.caller import caller
 from jdaso.core.exchange import FINITE, OWN, UNCOUNTED, PostedExchange
 from jdaso.core.log import logger
-from jdaso.core.mpi_types import Comm
 from jdaso.core.tree import KEEP_OUT, host_arrays, named_floats
 from jdaso.core.types import PyTree
 from jdaso.core.wire import describe_narrow_wires

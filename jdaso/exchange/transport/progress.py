@@ -20,11 +20,11 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jdaso.cluster.abort import at_exit
+from jdaso.cluster.mpi_types import MpiRequest
 from jdaso.cluster.ranks import name_ranks
 from jdaso.cluster.roll_call import Answer, Call
 from jdaso.cluster.topology import Topology
 from jdaso.core.log import logger
-from jdaso.core.mpi_types import MpiRequest
 from jdaso.core.types import JdasoError
 from jdaso.exchange.host.slots import PlainTable, Table
 

@@ -14,7 +14,7 @@ from common import SGD, gradients, loss, saved_leaves
 from jax.sharding import PartitionSpec as P
 
 import jdaso
-from jdaso.core import parts
+from jdaso.core import engine
 from jdaso.core.tree import is_float
 from jdaso.exchange.host import slots
 
@@ -46,7 +46,7 @@ schedule = jdaso.cycling(period=4, delay=2, warmup=6, cooldown=6, total=30, epoc
 
 
 # Compiled code copies the leaves in two parts.
-parts._LEAST_BYTES, parts._COUNT = 1, 2
+engine._LEAST_BYTES, engine._PARTS = 1, 2
 
 
 def make_averaging(exchange):

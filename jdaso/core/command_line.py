@@ -1,10 +1,13 @@
-"""The paths that programs and users give: one function reads all of them."""
+"""What commands share: the paths that users give, and tables and text for the terminal."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import re
+import shutil
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -60,3 +63,37 @@ def path_option(text: str) -> Path:
         return local_path(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def text_table(rows: Sequence[tuple[str, ...]], numbers: bool = True) -> str:
+    """Formats rows as text. Columns of ``numbers``, all but the first, are aligned to the right.
+
+    >>> print(text_table([("", "loss"), ("sgd", "0.1")]))
+         loss
+    sgd   0.1
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if numbers and place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def wrapped(text: str) -> str:
+    """The text with lines of at most the terminal's width, if the output is one.
+
+    Lines to copy, with a command or a call, are not wrapped.
+
+    >>> print(wrapped("one line"))
+    one line
+    """
+    width = shutil.get_terminal_size(fallback=(1 << 16, 0)).columns
+    return "\n".join(
+        line
+        if "python -m jdaso" in line or line.startswith("jdaso.")
+        else textwrap.fill(line, width)
+        for line in text.split("\n")
+    )
