@@ -31,7 +31,7 @@ from small_cnn import SmallCNN as SmallCNN
 
 from jdaso.core.chain import apply_gradients, drain
 from jdaso.core.consensus import consensus
-from jdaso.core.exchange import Exchange
+from jdaso.core.exchange import BoundExchange, Exchange, changed
 from jdaso.core.state import averaging_state
 from jdaso.core.transformation import Averaging
 from jdaso.core.types import PyTree
@@ -176,22 +176,29 @@ def counting(exchange: Exchange) -> Exchange:
     exchange is not counted.
     """
 
-    def init(params):
-        return CountingState(exchange.init(params), jnp.zeros((), jnp.uint32))
+    def init(params, sharded=True):
+        return CountingState(exchange.init(params, sharded), jnp.zeros((), jnp.uint32))
 
+    def bind(names, leaves):
+        return _counting(exchange.bind(names, leaves), exchange.num_nodes)
+
+    return changed(exchange, init=init, bind=bind)
+
+
+def _counting(exchange: BoundExchange, nodes: int) -> BoundExchange:
     def start(state, number, step, leaves, header, wire, **options):
         dtypes = wire_dtypes([x.dtype for x in leaves], wire)
         size = sum(_wire_bytes(x, dtype) for x, dtype in zip(leaves, dtypes, strict=True))
-        sent = 2 * (exchange.num_nodes - 1) * size // exchange.num_nodes
+        sent = 2 * (nodes - 1) * size // nodes
         sent_now = number, step, leaves, header, wire
         inner, number = exchange.start(state.exchange, *sent_now, **options)
         return CountingState(inner, state.bytes_sent + jnp.uint32(sent)), number
 
-    def finish(state, number, like):
+    def finish(state, number, like, part=None):
         sums, header, inner = exchange.finish(state.exchange, number, like)
         return sums, header, state._replace(exchange=inner)
 
-    return exchange._replace(init=init, start=start, finish=finish)
+    return changed(exchange, start=start, finish=finish)
 
 
 def _wire_bytes(leaf: jax.Array, dtype: np.dtype) -> int:

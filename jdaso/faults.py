@@ -9,7 +9,6 @@ for MPI jobs with one device per process. bench/README.md lists how jdaso reacts
 
 import contextlib
 import enum
-import functools
 import os
 import resource
 import signal
@@ -27,7 +26,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 from jdaso.checkpoint.checkpoints import Checkpoints
-from jdaso.core.exchange import Exchange
+from jdaso.core.exchange import BoundExchange, Exchange, changed
 from jdaso.core.log import logger
 from jdaso.core.types import Leaves, PyTree
 from jdaso.core.validation import check_number, check_whole
@@ -187,6 +186,16 @@ def _with_faults(
     exchange: Exchange, pending: _PendingFaults, callbacks: _ExchangeCallbacks
 ) -> Exchange:
     """Puts host callbacks around the start and finish of an exchange."""
+
+    def bind(names: Sequence[str], leaves: Leaves) -> BoundExchange:
+        return _with_callbacks(exchange.bind(names, leaves), pending, callbacks)
+
+    return changed(exchange, bind=bind)
+
+
+def _with_callbacks(
+    exchange: BoundExchange, pending: _PendingFaults, callbacks: _ExchangeCallbacks
+) -> BoundExchange:
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
 
     # The results of the callbacks are used, because that orders them and the exchange.
@@ -196,29 +205,26 @@ def _with_faults(
         posted_step, wrong_shape = io_callback(
             callbacks.before_post, (scalar, scalar), step, number
         )
-        send = functools.partial(exchange.start, state, number, posted_step, **options)
+
+        def send(leaves: Leaves):
+            return exchange.start(state, number, posted_step, leaves, header, wire, **options)
 
         def send_longer(leaves: Leaves):
             first = leaves[0].reshape(-1)
-            return send([jnp.concatenate([first, first[:1]]), *leaves[1:]], header, wire)
+            return send([jnp.concatenate([first, first[:1]]), *leaves[1:]])
 
         if Kind.WRONG_SHAPE in pending.kinds():
-            sent = lax.cond(wrong_shape > 0, send_longer, lambda xs: send(xs, header, wire), leaves)
+            sent = lax.cond(wrong_shape > 0, send_longer, send, leaves)
         else:
-            sent = send(leaves, header, wire)
+            sent = send(leaves)
         return sent[0], io_callback(callbacks.after_post, scalar, step, sent[1])
 
-    def finish(state, number, like: Leaves):
+    def finish(state, number, like: Leaves, part=None):
         if not isinstance(number, int):
             number = io_callback(callbacks.before_finish, scalar, number)
         return exchange.finish(state, number, like)
 
-    def bind(names: Sequence[str], leaves: Leaves) -> Exchange:
-        return _with_faults(exchange.bound(names, leaves), pending, callbacks)
-
-    return exchange._replace(
-        start=start, finish=finish, parts=None, bind=bind if exchange.bind else None
-    )
+    return changed(exchange, start=start, finish=finish, in_parts=False)
 
 
 class FaultyGradientsState(NamedTuple):

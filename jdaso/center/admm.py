@@ -59,8 +59,9 @@ def admm(center: Center, learning_rate: float, rho: float) -> optax.GradientTran
     force, workers = learning_rate * rho, center.num_workers
 
     def exchanged(state: PyTree, message: Leaves) -> tuple[PyTree, Leaves]:
-        state, number = exchange.start(state, 0, 0, message, header, None)
-        reply, _, state = exchange.finish(state, number, message)
+        bound = exchange.bind((), message)
+        state, number = bound.start(state, 0, 0, message, header, None)
+        reply, _, state = bound.finish(state, number, message)
         return state, reply
 
     def init(params: PyTree) -> AdmmState:

@@ -17,7 +17,7 @@ from jdaso.center.types import (
     no_broadcast,
     reply_header,
 )
-from jdaso.core.exchange import Exchange
+from jdaso.core.exchange import BoundExchange, Exchange, changed
 from jdaso.core.state import find_state, map_states
 from jdaso.core.tree import all_finite, split, widened
 from jdaso.core.types import Leaves, PyTree
@@ -53,7 +53,7 @@ def simulated_center(num_workers: int) -> Center:
     check_whole("num_workers", num_workers, 1)
 
     def make_exchange(rule: ServerRule) -> Exchange:
-        def init(params: PyTree) -> SimulatedState:
+        def init(params: PyTree, sharded: bool = True) -> SimulatedState:
             first = rule.init(split(widened(params))[0])
             reply = [jnp.zeros_like(x) for x in first.center]
             return SimulatedState(first, reply, jnp.zeros((num_workers, 0)))
@@ -66,11 +66,17 @@ def simulated_center(num_workers: int) -> Center:
             )
             return state._replace(center=center, reply=reply), number + 1
 
-        def finish(state, number, like):
+        def finish(state, number, like, part=None):
             header = jnp.array(reply_header(all_finite(state.reply)), jnp.float32)
             return state.reply, header, state
 
-        return Exchange(num_workers, None, init, start, finish, no_broadcast)
+        bound = changed(BoundExchange(), start=start, finish=finish)
+        return changed(
+            Exchange(num_workers),
+            init=init,
+            bind=lambda names, leaves: bound,
+            broadcast=no_broadcast,
+        )
 
     return Center(num_workers, in_turns=True, make_exchange=make_exchange)
 

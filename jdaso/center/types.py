@@ -1,6 +1,6 @@
 """The interface between workers and the center, and the state that the server keeps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -113,7 +113,7 @@ def check_center(name: str, center: Center) -> None:
         )
 
 
-def no_broadcast(leaves: Leaves, root: int) -> Leaves:
+def no_broadcast(names: Sequence[str], leaves: Leaves, root: int) -> Leaves:
     """Raises ValueError, as workers exchange messages with the server only."""
     raise ValueError(ONLY_WITH_THE_SERVER)
 

@@ -79,7 +79,7 @@ def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyT
     if not floats:
         return tree
     leaves = [jnp.asarray(x) for x in floats]
-    if exchange.bind is None:
+    if not exchange.may_shard:
         leaves = [_on_one_device(x) for x in leaves]
     names = [name for name, _ in named_floats(tree)]
     finite = _finite(leaves)
@@ -88,7 +88,7 @@ def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyT
     # The number of nodes on which each leaf is finite travels as one more leaf.
     finite = exchange.all_devices(finite)
     leaves = [*_finite_only(leaves, finite), finite.astype(jnp.float32)]
-    exchange = exchange.bound([*names, REPLICATED_NAME], leaves)
+    bound = exchange.bind([*names, REPLICATED_NAME], leaves)
     header = jnp.zeros((HEADER_SIZE,), jnp.float32).at[0].set(1)
     step: jax.Array | int = UNCOUNTED
     states = find_states(AveragingState, opt_state)
@@ -97,8 +97,9 @@ def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyT
         schedules = [(s.step, s.exchanges, s.schedule) for s in states]
         header = header.at[-len(AGREEMENT_NAMES) :].set(agreement_numbers(plan, schedules, ()))
     with helpful_errors(caller() or "jdaso.consensus"):
-        state, _ = exchange.start(exchange.init(tree), UNCOUNTED, step, leaves, header, None)
-        [*total, members], _, _ = exchange.finish(state, UNCOUNTED, leaves)
+        state = exchange.init(tree, sharded=False)
+        state, _ = bound.start(state, UNCOUNTED, step, leaves, header, None)
+        [*total, members], _, _ = bound.finish(state, UNCOUNTED, leaves)
     means = _means(total, members, leaves[:-1])
     return replace([place_like(mean, x) for mean, x in zip(means, floats, strict=True)])
 
@@ -138,9 +139,8 @@ def broadcast(exchange: Exchange, tree: PyTree, root: int = 0) -> PyTree:
     leaves = [_on_host(x) for x in flat]
     plain = jax.tree.unflatten(treedef, flat)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(plain)]
-    exchange = exchange.bound([jax.tree_util.keystr(path) for path in paths], leaves)
-    exchange.init(plain)  # raises if trees differ
-    sent = exchange.broadcast(leaves, root)
+    exchange.init(plain, sharded=False)  # raises if trees differ
+    sent = exchange.broadcast([jax.tree_util.keystr(path) for path in paths], leaves, root)
     sent = [place_like(y, x) for y, x in zip(sent, flat, strict=True)]
     return jax.tree.unflatten(treedef, map(_like_given, paths, sent, given))
 

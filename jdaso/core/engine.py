@@ -40,6 +40,7 @@ from jdaso.core.exchange import (
     LOSSES,
     MEMBERS,
     OWN,
+    BoundExchange,
     Exchange,
     agreement_numbers,
 )
@@ -98,7 +99,8 @@ class Engine(NamedTuple):
         name, exchange, schedule, merge, wire, blocking_wire, nonfinite, fragments, sync_target: the
             arguments of :func:`jdaso.core.averaging`.
         moments_wire: that of :func:`jdaso.chain`.
-        names: the names of the leaves of a fragment, to which ``exchange`` is then bound.
+        names: the names of the leaves of a fragment.
+        bound: the exchange of these leaves.
         num_params: how many of them are parameters. The others, moments of the optimizer, follow.
     """
 
@@ -113,6 +115,7 @@ class Engine(NamedTuple):
     sync_target: SyncTarget
     moments_wire: str | None = None
     names: tuple[str, ...] = ()
+    bound: BoundExchange = BoundExchange()
     num_params: int = 0
 
 
@@ -124,8 +127,8 @@ def _bind(engine: Engine, tree: PyTree, positions: list[int]) -> Engine:
     leaves: list[Any] = [named[i][1] for i in positions]
     # Moments are posted in the dtype of their sum.
     leaves[count:] = [jax.ShapeDtypeStruct(x.shape, sum_dtype(x.dtype)) for x in leaves[count:]]
-    exchange = engine.exchange.bound(names, leaves)
-    return engine._replace(exchange=exchange, names=names, num_params=count)
+    bound = engine.exchange.bind(names, leaves)
+    return engine._replace(bound=bound, names=names, num_params=count)
 
 
 # ------------------------------------------------------------------------ The state at the start
@@ -532,20 +535,20 @@ def _post(
     sent = number, step.step, message, header
     if feedback:
         state, following, feedback = start_with_feedback(
-            *(exchange, fragment.exchange, sent, wires, of_leaves, choice, feedback),
+            *(engine.bound, fragment.exchange, sent, wires, of_leaves, choice, feedback),
             _anchors(engine, fragment),
         )
     else:
-        options = {"relative": True} if rule.relative else {}
+        options: dict[str, Any] = {"relative": True} if rule.relative else {}
 
         def start(wire, state):
-            return exchange.start(state, *sent, wire, **options)
+            return engine.bound.start(state, *sent, wire, **options)
 
         starts = [functools.partial(start, wire) for wire in of_leaves]
         state, following = lax.switch(choice, starts, fragment.exchange)
-    if exchange.parts is not None:
+    if engine.bound.in_parts:
         # ``after`` makes the leaves depend on the post, so that later moves change them in place.
-        state, [leaves] = exchange.parts.after(state, slice(0, len(leaves)), [leaves])
+        state, [leaves] = engine.bound.after(state, slice(0, len(leaves)), [leaves])
         # Without the barrier, arrays that pass through this branch unchanged would make XLA copy
         # what the merge before the post has changed in place.
         new_state, feedback = lax.optimization_barrier((new_state, feedback))
@@ -635,7 +638,7 @@ def _collect(
     Returns:
         The lists for all leaves, the header, and the fragment with new exchange and feedback.
     """
-    exchange, state, feedback = engine.exchange, fragment.exchange, fragment.feedback
+    exchange, state, feedback = engine.bound, fragment.exchange, fragment.feedback
     anchor = _anchors(engine, fragment) if feedback else []
     if feedback:
         old, in_place = [*old, feedback.residual, feedback.anchor], False
@@ -645,7 +648,7 @@ def _collect(
 
     sizes = np.array([x.size * x.dtype.itemsize for x in leaves])
     num_parts = int(min(_PARTS, len(leaves), sizes.sum() // _LEAST_BYTES))
-    if whole or exchange.parts is None or num_parts < 2:
+    if whole or not exchange.in_parts or num_parts < 2:
         parts = [slice(0, len(leaves))]
     else:
         parts = [slice(*ends) for ends in near_equal(sizes, num_parts)]
@@ -654,24 +657,22 @@ def _collect(
     for part in parts:
         count = max(0, min(engine.num_params, part.stop) - part.start)
         sent, moved = (state, fragment.number, leaves[part]), list[Leaves]()
-        if exchange.parts is None:
-            arrived, header, state = exchange.finish(*sent)
-        else:
-            arrived, header, state = exchange.parts.finish(*sent, part)
+        arrived, header, state = exchange.finish(*sent, part if exchange.in_parts else None)
 
         divide = division_by(jnp.maximum(header[MEMBERS], 1))
         if feedback:
-            mean, moved = decompress_part(exchange, feedback, arrived[:count], header, part, anchor)
+            total = arrived[:count]
+            mean, moved = decompress_part(exchange, feedback, total, header, part, anchor)
             arrival = _of_means([*mean, *map(divide, arrived[count:])], header, fragment)
         else:
             mean = [*map(divide, arrived)]
             arrival = Arrival(arrived, mean, header[MEMBERS], fragment.age, fragment.healthy)
 
         lists = [*use(part, count, arrival, header), *moved]
-        if exchange.parts is not None:
+        if exchange.in_parts:
             # The next part arrives when this one is merged.
             places = None if into is None else [each[part] for each in into]
-            state, lists = exchange.parts.after(state, part, lists, places)
+            state, lists = exchange.after(state, part, lists, places)
         results.append(lists)
 
     lists = [[*chain.from_iterable(of_parts)] for of_parts in zip(*results, strict=True)]

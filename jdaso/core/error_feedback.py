@@ -47,7 +47,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdaso.core.block_format import FORMATS
-from jdaso.core.exchange import FINITE, MEMBERS, Exchange
+from jdaso.core.exchange import FINITE, MEMBERS, BoundExchange
 from jdaso.core.tree import float_leaves, where_tree
 from jdaso.core.types import Leaves, Number, PyTree
 from jdaso.core.wire import Wire, block_bits, round_to, rounded, sum_dtype, wire_dtype
@@ -104,7 +104,7 @@ def compress(
 
 
 def start_with_feedback(
-    exchange: Exchange,
+    exchange: BoundExchange,
     state: PyTree,
     sent: tuple[jax.Array, jax.Array, Leaves, jax.Array],
     wires: list[str | None],
@@ -117,7 +117,7 @@ def start_with_feedback(
 
     Args:
         state: of the exchange.
-        sent: number, step, leaves and header, as ``start`` of :class:`jdaso.Exchange` takes them.
+        sent: number, step, leaves and header, as ``start`` of :class:`BoundExchange` takes them.
         wires: those of the parameters, of which ``choice`` is an index.
         of_leaves: for each of ``wires``, the wire of all leaves, or one for each.
 
@@ -133,8 +133,7 @@ def start_with_feedback(
         rounded = [*rounded, *message[count:]]
         return *exchange.start(state, number, step, rounded, header, of_leaves), residual
 
-    each = zip(wires, of_leaves, strict=True)
-    starts = [functools.partial(start, *pair) for pair in each]
+    starts = [functools.partial(start, *pair) for pair in zip(wires, of_leaves, strict=True)]
     state, following, residual = lax.switch(choice, starts, state, feedback.residual)
     bits = jnp.array([block_bits(wire) for wire in wires], jnp.int32)[choice]
     return state, following, feedback._replace(residual=residual, block_bits=bits)
@@ -168,7 +167,7 @@ def decompress(
 
 
 def decompress_part(
-    exchange: Exchange,
+    exchange: BoundExchange,
     feedback: Feedback,
     total: Leaves,
     header: jax.Array,

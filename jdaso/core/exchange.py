@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from jdaso.core.types import Leaves, Number, Plan, PyTree
+from jdaso.core.wire import Wire
 
 #: Names of the quantities that must be equal on all nodes, as error messages show them. The
 #: function :func:`agreement_numbers` computes one number for each.
@@ -41,7 +44,7 @@ class PostedExchange(NamedTuple):
         leaves: arrays in their wire dtypes, float32 for int8 and float4.
         block_bits: for each leaf 8 for the wire int8, 4 for float4, 0 for others. Blocks depend on
             the sharding of the leaves.
-        relative: as in ``start`` of :class:`jdaso.Exchange`.
+        relative: as in :meth:`BoundExchange.start`.
     """
 
     step: int
@@ -114,130 +117,213 @@ class ExchangeRecord(NamedTuple):
     copy_to_device: tuple[float, float]
 
 
-def empty_report() -> dict[str, float]:
-    """The report of an exchange that runs inside the compiled program."""
-    return {"exchanges": 0, "bytes_sent": 0, "seconds_blocked": 0.0, "seconds_in_flight": 0.0}
-
-
-def _refuse_posted(posted: dict[int, PostedExchange], sent: dict[int, list[SentLeaf]]) -> None:
-    del sent
-    if posted:
-        raise ValueError(
-            f"posted must be empty for an exchange that keeps everything in its state, got "
-            f"exchanges {sorted(posted)}, which an mpi_exchange had posted: restore with an "
-            "mpi_exchange."
-        )
-
-
-class PartOperations(NamedTuple):
-    """How an exchange copies its leaves in parts, one after the other.
-
-    A part is a slice of the leaves to which the exchange is bound.
+class BoundExchange:
+    """An exchange of one list of leaves: what of it runs inside a program.
 
     Attributes:
-        finish: as that of :class:`Exchange`, like the leaves of a part, and the part.
-        after: ``(state, part, lists, into) -> (state, lists)``, returns the lists unchanged. Calls
-            of the exchange that take the returned state run after the lists have been computed.
-            Array j of each list is like leaf j of the part. With ``into``, the arrays are copied
-            over those of ``into``, which must not be used afterwards.
+        in_parts: whether :meth:`finish` returns parts of the leaves, one after the other.
     """
 
-    finish: Callable[[PyTree, Number, Leaves, slice], tuple[Leaves, jax.Array, PyTree]]
-    after: Callable[..., tuple[PyTree, list[Leaves]]]
+    in_parts = False
+
+    def start(
+        self,
+        state: PyTree,
+        number: Number,
+        step: Number,
+        leaves: Leaves,
+        header: jax.Array,
+        wire: Wire,
+        relative: bool = False,
+    ) -> tuple[PyTree, Number]:
+        """Posts the leaves, and returns without waiting where the network allows it.
+
+        Args:
+            state: what :meth:`Exchange.init`, or the last call, has returned.
+            number: int32, counts the exchanges and is equal on all nodes. The Python int
+                ``UNCOUNTED`` stands for an exchange that is finished immediately.
+            step: int32, equal on all nodes.
+            leaves: arrays. Unless ``header[0]`` is 1, they count as zeros, whatever they contain.
+            header: float32[HEADER_SIZE].
+            wire: a dtype name or None for all leaves, or a tuple with one for each.
+            relative: whether the sums are, where m nodes contribute, ``sum_i x_i - m x``. Here x is
+                what this node has sent, as rounded on the wire. int8 and float4 exclude it.
+
+        Returns:
+            The state and the number of the next exchange.
+        """
+        raise NotImplementedError
+
+    def finish(
+        self, state: PyTree, number: Number, like: Leaves, part: slice | None = None
+    ) -> tuple[Leaves, jax.Array, PyTree]:
+        """Waits for the sums.
+
+        Args:
+            like: arrays or shapes like the leaves, or those of the part.
+            part: the part of the leaves to return, if the exchange is ``in_parts``.
+
+        Returns:
+            The sums in their accumulation dtype, float32 or float64; the header, and the state. The
+            header holds the number of nodes that contributed, the sum and the number of the losses,
+            at ``FINITE`` 1 if all sums are finite, 0 if not, and at ``OWN`` 1 if this node has
+            contributed. With the wires int8 and float4, the part that this node has summed is not
+            rounded yet. The node must round it and keep the rounding error in its error feedback,
+            because no other node knows the error.
+        """
+        raise NotImplementedError
+
+    def after(
+        self, state: PyTree, part: slice, lists: list[Leaves], into: list[Leaves] | None = None
+    ) -> tuple[PyTree, list[Leaves]]:
+        """Orders calls of an exchange that is ``in_parts``. Returns the lists unchanged.
+
+        Calls that take the returned state run after the lists have been computed. Array j of each
+        list is like leaf j of the part. With ``into``, the arrays are copied over those of
+        ``into``, which must not be used afterwards.
+        """
+        return state, lists
+
+    def per_shard(self, function: Callable, part: slice) -> Callable:
+        """A function that is applied to the shards of each device.
+
+        Lists with one array per leaf of the part are sharded like the leaves, all other arrays are
+        replicated.
+        """
+        return function
 
 
-class Exchange(NamedTuple):
+class Exchange:
     """How nodes communicate. This is the only part of an algorithm that knows a network.
 
     An exchange sums lists of arrays over all nodes, and a header of ``HEADER_SIZE`` numbers.
-    ``start`` posts the exchange and returns without waiting where the network allows it.
-    ``finish`` waits for the sums and returns them.
+    ``with jdaso.mpi_exchange(topology) as exchange:`` closes it at the end.
+
+    A new exchange defines :meth:`init`, :meth:`bind` and :meth:`broadcast`. What the other methods
+    do here suits one that runs inside the program.
+
+    Args:
+        num_nodes: number of nodes.
+        wire: dtype name that overrides the algorithm's choice, or None.
+        name: what messages call it, if there are several.
+        at_close: functions that :meth:`close` calls in this order.
 
     Attributes:
-        wire: dtype name that overrides the algorithm's choice, or None.
-        init: ``(params) -> state`` of one exchange in flight, arrays only. It raises if the nodes'
-            parameters differ in structure, shape or dtype.
-        start: ``(state, number, step, leaves, header, wire) -> (state, next_number)``. ``number``
-            (int32) counts the exchanges and is equal on all nodes. The Python int ``UNCOUNTED``
-            stands for an exchange that is finished immediately. ``step`` (int32) must also be
-            equal on all nodes. ``wire`` is a dtype name or None for all leaves, or a tuple with one
-            for each leaf. Unless ``header[0]`` is 1, this node's leaves count as zeros,
-            whatever they contain. With ``relative=True``, where m nodes contribute, the
-            sums are ``sum_i x_i - m x``, and x is what this node has sent, as rounded on the wire.
-            int8 and float4 exclude it.
-        finish: ``(state, number, like) -> (sums, header, state)``. The sums have the shapes of
-            ``like`` and their accumulation dtype, float32 or float64. The header holds the number
-            of nodes that contributed, the sum and the number of the losses, at ``FINITE`` 1 if all
-            sums are finite, 0 if not, and at ``OWN`` 1 if this node has contributed. With the wires
-            int8 and float4, the part that this node has summed is not rounded yet. The node must
-            round it and keep the rounding error in its error feedback, because no other node knows
-            the error.
-        broadcast: ``(leaves, root) -> leaves``, those of node ``root``, bit for bit.
-        report: ``() -> dict`` of what the host has measured, as in :func:`empty_report`.
-        history: ``() -> list`` of :class:`ExchangeRecord`, for the last thousand completed
-            exchanges.
-        posted: ``() -> dict`` from number to :class:`PostedExchange`, for what the host keeps
-            outside the state. A checkpoint needs both. The dictionary is complete once the
-            program that posts has ended. What it holds counts as saved: of other exchanges that
-            are still in flight at the end, ``close`` and the exit of the process warn.
-        post_again: ``(posted, sent)``, the inverse of ``posted``, called by all nodes together. It
-            posts the given exchanges again and forgets those that were still in flight. ``sent``
-            has the list of :class:`SentLeaf` of each.
-        begin_run: ``(total, params, gradients) -> None``, called when an optimizer state is made,
-            with the number of steps in the schedule, or None. Its exchanges may have the numbers of
-            those of an earlier state, which are then forgotten. Over MPI it warns if the nodes'
-            ``params`` differ, unless they are None or traced. ``gradients`` says whether gradients
-            are exchanged, and not parameters.
-        sent_leaves: ``(state) -> list`` of :class:`SentLeaf`, given what ``init`` has returned.
-            None if the state is of another exchange, or traced.
-        any_node: ``(flag) -> bool``, whether any node passed True in one call: this call, or over
-            MPI the fourth before it. The answer is the same on all nodes. All nodes call it at the
-            same steps, on the host, outside jit.
         keeps_sums: whether the state holds the sums in flight. An exchange is then finished with
             the state that its own ``start`` has returned, also if a later one has been posted.
         compares: whether the exchange compares the agreement numbers of the nodes. If not, the
             engine does not compute them.
         same_bits: whether the last agreement number, the shared state's, must be equal.
-        bind: ``(names, leaves) -> Exchange`` whose ``start``, ``finish``, ``per_shard`` and
-            ``parts`` are for these leaves. It differs from this exchange where leaves may be
-            sharded over devices.
-        parts: how a bound exchange copies its leaves in parts, or None if it does not.
-        per_shard: ``(function, part) -> function``, which is applied to the shards of each device.
-            Lists with one array per leaf of the part are sharded like the leaves, all other arrays
-            are replicated.
-        all_devices: ``(flag) -> flag``, whether a flag holds on all devices of the node.
-        close: ``() -> None``, completes what is in flight and gives back threads, memory and
-            communicators. All nodes call it, on the host. Afterwards the exchange cannot be used.
-            ``with jdaso.mpi_exchange(topology) as exchange:`` calls it at the end.
+        may_shard: whether leaves may be sharded over devices. If not, arrays outside jit are put on
+            one device.
     """
 
-    num_nodes: int
-    wire: str | None
-    init: Callable[[PyTree], PyTree]
-    start: Callable[..., tuple[PyTree, Number]]
-    finish: Callable[[PyTree, Number, Leaves], tuple[Leaves, jax.Array, PyTree]]
-    broadcast: Callable[[Leaves, int], Leaves]
-    report: Callable[[], dict[str, float]] = empty_report
-    history: Callable[[], list[ExchangeRecord]] = lambda: []
-    posted: Callable[[], dict[int, PostedExchange]] = lambda: {}
-    post_again: Callable[[dict[int, PostedExchange], dict[int, list[SentLeaf]]], None] = (
-        _refuse_posted
-    )
-    begin_run: Callable[[int | None, PyTree, bool], None] = lambda total, params, gradients: None
-    sent_leaves: Callable[[PyTree], list[SentLeaf] | None] = lambda state: None
-    any_node: Callable[[bool], bool] = lambda flag: flag
-    keeps_sums: bool = False
-    compares: bool = False
-    same_bits: bool = True
-    bind: Callable[[Sequence[str], Leaves], Exchange] | None = None
-    parts: PartOperations | None = None
-    per_shard: Callable[[Callable, slice], Callable] = lambda function, part: function
-    all_devices: Callable[[jax.Array], jax.Array] = lambda flag: flag
-    close: Callable[[], None] = lambda: None
+    keeps_sums = False
+    compares = False
+    same_bits = True
+    may_shard = False
 
-    def bound(self, names: Sequence[str], leaves: Leaves) -> Exchange:
-        """The exchange for leaves of these names, as ``jax.tree_util.keystr`` returns them."""
-        return self if self.bind is None else self.bind(names, leaves)
+    def __init__(
+        self,
+        num_nodes: int,
+        wire: str | None = None,
+        name: str = "",
+        at_close: Sequence[Callable[[], object]] = (),
+    ):
+        self.num_nodes, self.wire, self.name = num_nodes, wire, name
+        self._at_close = [*at_close]
+        self._closing = threading.RLock()  # a signal handler may close it again
+
+    def init(self, params: PyTree, sharded: bool = True) -> PyTree:
+        """Makes the state of one exchange in flight, arrays only.
+
+        Args:
+            params: what is exchanged. ``sharded`` says whether the shardings that the exchange was
+                given, if any, describe it.
+
+        Raises:
+            JdasoError: if the nodes' parameters differ in structure, shape or dtype.
+        """
+        raise NotImplementedError
+
+    def bind(self, names: Sequence[str], leaves: Leaves) -> BoundExchange:
+        """The exchange of leaves of these names, as ``jax.tree_util.keystr`` returns them."""
+        raise NotImplementedError
+
+    def all_devices(self, flag: jax.Array) -> jax.Array:
+        """Whether a flag holds on all devices of the node."""
+        return flag
+
+    def broadcast(self, names: Sequence[str], leaves: Leaves, root: int) -> Leaves:
+        """The leaves of node ``root``, bit for bit."""
+        raise NotImplementedError
+
+    def begin_run(self, total: int | None, params: PyTree, gradients: bool) -> None:
+        """Begins a run; called when an optimizer state is made.
+
+        Its exchanges may have the numbers of those of an earlier state, which are then forgotten.
+
+        Args:
+            total: the number of steps in the schedule, or None.
+            params: over MPI it warns if those of the nodes differ, unless they are None or traced.
+            gradients: whether gradients are exchanged, and not parameters.
+        """
+
+    def any_node(self, flag: bool) -> bool:
+        """Whether any node passed True in one call: this one, or over MPI the fourth before it.
+
+        The answer is the same on all nodes. All nodes call it at the same steps, on the host,
+        outside jit.
+        """
+        return flag
+
+    def sent_leaves(self, state: PyTree) -> list[SentLeaf] | None:
+        """What is sent with a state. None if the state is of another exchange, or traced."""
+        return None
+
+    def posted(self) -> dict[int, PostedExchange]:
+        """What the host keeps outside the state, by number. A checkpoint needs both.
+
+        The dictionary is complete once the program that posts has ended. What it holds counts as
+        saved: of other exchanges that are still in flight at the end, :meth:`close` and the exit of
+        the process warn.
+        """
+        return {}
+
+    def post_again(
+        self, posted: dict[int, PostedExchange], sent: dict[int, list[SentLeaf]]
+    ) -> None:
+        """The inverse of :meth:`posted`, called by all nodes together.
+
+        It posts the given exchanges again, whose leaves are ``sent``, and forgets those that were
+        still in flight.
+        """
+        if posted:
+            raise ValueError(
+                "posted must be empty for an exchange that keeps everything in its state, got "
+                f"exchanges {sorted(posted)}, which an mpi_exchange had posted: restore with an "
+                "mpi_exchange."
+            )
+
+    def report(self) -> dict[str, float]:
+        """What the host has measured; zeros for an exchange that runs inside the program."""
+        return {"exchanges": 0, "bytes_sent": 0, "seconds_blocked": 0.0, "seconds_in_flight": 0.0}
+
+    def history(self) -> list[ExchangeRecord]:
+        """The last thousand completed exchanges."""
+        return []
+
+    def close(self) -> None:
+        """Completes what is in flight and gives back threads, memory and communicators.
+
+        All nodes call it, on the host. Afterwards the exchange cannot be used. Further calls do
+        nothing, and wait until the first one has ended.
+        """
+        with self._closing:
+            functions = self._at_close.copy()
+            self._at_close.clear()
+            for function in functions:
+                function()
 
     def __enter__(self) -> Exchange:
         return self
@@ -246,6 +332,20 @@ class Exchange(NamedTuple):
         # After an error, other nodes may never call it.
         if kind is None:
             self.close()
+
+
+_T = TypeVar("_T", Exchange, BoundExchange)
+
+
+def changed(exchange: _T, **attributes: Any) -> _T:
+    """An exchange with other attributes or methods, for what wraps another one.
+
+    >>> changed(Exchange(2), name="outer").name
+    'outer'
+    """
+    result = copy.copy(exchange)
+    vars(result).update(attributes)
+    return result
 
 
 # Gives each axis weights of its own.

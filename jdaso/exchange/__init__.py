@@ -5,7 +5,7 @@ This entry imports :mod:`jdaso.cluster` and :mod:`jdaso.core`. The entries :mod:
 over MPI, and ``host/`` moves arrays between devices and host memory.
 """
 
-from jdaso.core.exchange import ExchangeRecord
+from jdaso.core.exchange import BoundExchange, ExchangeRecord, changed
 from jdaso.exchange.mpi4jax import mpi4jax_exchange
 
-__all__ = ["ExchangeRecord", "mpi4jax_exchange"]
+__all__ = ["BoundExchange", "ExchangeRecord", "changed", "mpi4jax_exchange"]

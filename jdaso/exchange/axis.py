@@ -6,7 +6,6 @@ They compute the sum when they are posted, and keep it in their state.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -18,7 +17,15 @@ from jax import lax
 
 from jdaso.cluster.launchers import detect_launch
 from jdaso.core.block_format import format_of
-from jdaso.core.exchange import FINITE, HEADER_SIZE, OWN, UNCOUNTED, Exchange, SentLeaf
+from jdaso.core.exchange import (
+    FINITE,
+    HEADER_SIZE,
+    OWN,
+    UNCOUNTED,
+    BoundExchange,
+    Exchange,
+    SentLeaf,
+)
 from jdaso.core.log import logger
 from jdaso.core.tree import is_floating, named_floats
 from jdaso.core.types import Leaves, PyTree
@@ -42,14 +49,8 @@ class StoredState(NamedTuple):
     header: jax.Array
 
 
-def stored_exchange(
-    num_nodes: int,
-    wire: str | None,
-    all_reduce: Callable[[Leaves], Leaves],
-    broadcast: Callable[[Leaves, int], Leaves],
-    compare: Callable[[PyTree], None] = lambda params: None,
-) -> Exchange:
-    """An exchange whose network is a function inside the program.
+class StoredExchange(Exchange):
+    """An exchange whose network is a function inside the program. It completes when it is posted.
 
     Args:
         all_reduce: Sums arrays in their wire dtype over the nodes. Returns the sums in their
@@ -57,13 +58,24 @@ def stored_exchange(
             that a node would sum over MPI are not rounded.
         broadcast: ``(leaves, root) -> leaves`` of node ``root``.
         compare: Raises if the nodes' parameters differ in structure, shape or dtype.
-
-    Returns:
-        A :class:`jdaso.Exchange` that completes when it is posted.
     """
 
-    def init(params: PyTree) -> StoredState:
-        compare(params)
+    keeps_sums = True
+
+    def __init__(
+        self,
+        num_nodes: int,
+        wire: str | None,
+        all_reduce: Callable[[Leaves], Leaves],
+        broadcast: Callable[[Leaves, int], Leaves],
+        compare: Callable[[PyTree], None] = lambda params: None,
+        at_close: Sequence[Callable[[], object]] = (),
+    ):
+        super().__init__(num_nodes, check_wire("wire", wire), at_close=at_close)
+        self._all_reduce, self._broadcast, self._compare = all_reduce, broadcast, compare
+
+    def init(self, params: PyTree, sharded: bool = True) -> StoredState:
+        self._compare(params)
         sums = jax.tree.map(
             lambda x: (
                 jnp.zeros_like(x, sum_dtype(jnp.result_type(x)))  # on the devices of x
@@ -75,20 +87,30 @@ def stored_exchange(
         # A branch of vmap that is not taken must not find sums that are not finite.
         return StoredState(sums, jnp.zeros((HEADER_SIZE,), jnp.float32).at[FINITE].set(1))
 
-    def sent_leaves(state: PyTree) -> list[SentLeaf] | None:
+    def bind(self, names: Sequence[str], leaves: Leaves) -> BoundExchange:
+        return _Stored(self._all_reduce)
+
+    def broadcast(self, names: Sequence[str], leaves: Leaves, root: int) -> Leaves:
+        return self._broadcast(leaves, root)
+
+    def sent_leaves(self, state: PyTree) -> list[SentLeaf] | None:
         if not isinstance(state, StoredState):
             return None
         return [SentLeaf(name, x.shape, x.dtype) for name, x in named_floats(state.sums)]
 
-    def start(state, number, step, leaves, header, wire, relative=False):
-        del step
+
+class _Stored(BoundExchange):
+    def __init__(self, all_reduce: Callable[[Leaves], Leaves]):
+        self._all_reduce = all_reduce
+
+    def start(self, state, number, step, leaves, header, wire, relative=False):
         dtypes = wire_dtypes([x.dtype for x in leaves], wire)
         cast = [
             pack(jnp.where(header[0] > 0, x, jnp.zeros_like(x)), dtype)
             for x, dtype in zip(leaves, dtypes, strict=True)
         ]
         contributes = (header[0] > 0).astype(jnp.float32)
-        *sums, header = all_reduce([*cast, header.at[0].set(contributes)])
+        *sums, header = self._all_reduce([*cast, header.at[0].set(contributes)])
         # Rows of blocks are finite once they are rounded.
         finite = [
             jnp.isfinite(s).all() for s, x in zip(sums, cast, strict=True) if not format_of(x.dtype)
@@ -105,15 +127,8 @@ def stored_exchange(
         treedef = jax.tree.structure(state.sums)
         return StoredState(jax.tree.unflatten(treedef, sums), header), number + 1
 
-    def finish(state, number, like):
-        del number, like
+    def finish(self, state, number, like, part=None):
         return jax.tree.leaves(state.sums), state.header, state
-
-    return Exchange(
-        *(num_nodes, check_wire("wire", wire), init, start, finish, broadcast),
-        sent_leaves=sent_leaves,
-        keeps_sums=True,
-    )
 
 
 def axis_exchange(axis_name: str, num_nodes: int, wire: str | None = None) -> Exchange:
@@ -170,7 +185,7 @@ def axis_exchange(axis_name: str, num_nodes: int, wire: str | None = None) -> Ex
     def broadcast(leaves: Leaves, root: int) -> Leaves:
         return [lax.all_gather(x, axis_name)[root] for x in leaves]
 
-    return stored_exchange(num_nodes, wire, all_reduce, broadcast)
+    return StoredExchange(num_nodes, wire, all_reduce, broadcast)
 
 
 def single_exchange(wire: str | None = None) -> Exchange:
@@ -196,9 +211,9 @@ def single_exchange(wire: str | None = None) -> Exchange:
     return one_node(wire)
 
 
-def one_node(wire: str | None) -> Exchange:
+def one_node(wire: str | None) -> StoredExchange:
     """The exchange of one node, which may consist of several processes."""
-    return stored_exchange(
+    return StoredExchange(
         1,
         wire,
         all_reduce=lambda arrays: [unpack(x) for x in arrays],
@@ -217,17 +232,3 @@ def _own_rows(lengths: Sequence[int], num_nodes: int, node: jax.Array) -> list[j
     starts = accumulate(lengths, initial=0)
     rows = [start + jnp.arange(n) for start, n in zip(starts, lengths, strict=False)]
     return [(first <= r) & (r < first + count) for r in rows]
-
-
-def once(*functions: Callable[[], None]) -> Callable[[], None]:
-    """Returns a function that calls all functions once. Other threads wait until it has ended."""
-    lock, remaining = threading.RLock(), list(functions)  # a signal handler may call it again
-
-    def run() -> None:
-        with lock:
-            calls = remaining.copy()
-            remaining.clear()
-            for function in calls:
-                function()
-
-    return run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,18 +17,20 @@ from jdaso.cluster.topology import Topology
 from jdaso.core.block_format import FORMATS
 from jdaso.core.exchange import (
     UNCOUNTED,
+    BoundExchange,
     Exchange,
+    ExchangeRecord,
     HostState,
-    PartOperations,
     PostedExchange,
     SentLeaf,
+    changed,
 )
 from jdaso.core.log import logger
 from jdaso.core.tree import is_placeholder, named_floats, outline
-from jdaso.core.types import Leaves, PyTree
+from jdaso.core.types import Leaves, Number, PyTree
 from jdaso.core.validation import check_number, check_whole
-from jdaso.core.wire import check_wire
-from jdaso.exchange.axis import once, one_node
+from jdaso.core.wire import Wire, check_wire
+from jdaso.exchange.axis import one_node
 from jdaso.exchange.host.layout import Shardings
 from jdaso.exchange.host.program import Bound, Program
 from jdaso.exchange.host.slots import use_native
@@ -42,145 +44,6 @@ from jdaso.exchange.transport.mpi_transport import (
 from jdaso.exchange.transport.progress import Progress, run
 
 
-class Settings(NamedTuple):
-    """The arguments of mpi_exchange that must be the same on all processes."""
-
-    wire: str | None
-    chunk_bytes: int
-    same_bits: bool
-
-
-def check_settings(settings: Settings) -> None:
-    """Raises ValueError for arguments that a process can see to be invalid."""
-    check_whole("chunk_bytes", settings.chunk_bytes, 16)
-    if settings.chunk_bytes >= 2**31:
-        raise ValueError(f"chunk_bytes must be below 2**31, got {settings.chunk_bytes}.")
-    if settings.wire in FORMATS:
-        check_feedback(settings.wire, settings.same_bits)
-
-
-def check_feedback(wire: str, same_bits: bool) -> None:
-    """Raises ValueError for arguments with which the wires int8 and float4 cannot be used."""
-    if not same_bits:
-        raise ValueError(
-            f"same_bits=False allows nodes to differ in the last bits, and the wire {wire} sends "
-            "differences from a mean that must be equal on all nodes: use the wire bfloat16."
-        )
-
-
-def check_same_settings(topology: Topology, settings: Settings) -> None:
-    """Raises ValueError on all processes if their arguments differ; collective."""
-    assert topology.comm is not None
-    own = [repr(value) for value in settings]
-    if (pair := run(different(topology.comm, own))) is None:
-        return
-    ranks, values = list(pair), zip(Settings._fields, *pair.values(), strict=True)
-    name, *given = next(texts for texts in values if texts[1] != texts[2])
-    raise ValueError(
-        f"{name} must be the same on all processes, got {given[0]} in "
-        f"{topology.describe(ranks[0])} and {given[1]} in {topology.describe(ranks[1])}: pass the "
-        "same arguments to mpi_exchange."
-    )
-
-
-class OncePerProgram:
-    """Refuses a second consensus in one compiled program.
-
-    The calls have no order in it, so nodes could sum different trees.
-    """
-
-    def __init__(self) -> None:
-        self._traced: Any = None  # the last program with a consensus
-
-    def check(self) -> None:
-        """Raises ValueError if the program that is traced has called this before."""
-        trace = get_opaque_trace_state(convention="jdaso")
-        if trace == self._traced:
-            raise ValueError(
-                "a program calls consensus or drift twice for one exchange, and the calls have no "
-                "order: pass one tree with all arrays, or compile two programs."
-            )
-        self._traced = trace
-
-
-class LeafFunctions(NamedTuple):
-    """The methods are the fields of :class:`jdaso.Exchange` of the same names.
-
-    If ``bound`` is given, they are for these leaves.
-    """
-
-    topology: Topology
-    program: Program
-    transport: MpiTransport
-    collectives: HostCollectives
-    same_bits: bool
-    means: OncePerProgram
-    bound: Bound | None = None
-
-    def fields(self) -> dict[str, Any]:
-        """The functions, as fields of an exchange."""
-        parts = None
-        if self.bound is not None and self.program.compiled:
-            parts = PartOperations(self.finish, self.after)
-        return {
-            "start": self.start,
-            "finish": self.finish,
-            "broadcast": self.broadcast,
-            "parts": parts,
-            "per_shard": self.per_shard,
-        }
-
-    def start(self, state: HostState, number, step, leaves: Leaves, header, wire, relative=False):
-        for each in {*jax.tree.leaves(wire)} & {*FORMATS}:
-            check_feedback(each, self.same_bits)
-        uncounted = isinstance(number, int) and number == UNCOUNTED
-        if uncounted and isinstance(leaves[0], jax.core.Tracer):
-            self.means.check()
-        sent = state.key, number, step, leaves, header, wire
-        token, number = self.program.start(*sent, self.bound, relative)
-        return HostState(token), number
-
-    def finish(self, state: HostState, number, like: Leaves, part=None):
-        sums, header, token = self.program.finish(state.key, number, like, part, self.bound)
-        return sums, header, HostState(token)
-
-    def after(self, state: HostState, part: slice, lists: list[Leaves], into=None):
-        assert self.bound is not None
-        token, lists = self.program.after(state.key, part, lists, into, self.bound)
-        return HostState(token), lists
-
-    def per_shard(self, function, part: slice):
-        if self.bound is None:
-            return function
-        return self.program.mesh.per_shard(function, self.bound.specs[part])
-
-    def broadcast(self, leaves: Leaves, root: int) -> Leaves:
-        def send(*leaves):
-            with self.transport.abort_on_error():
-                return self.collectives.broadcast(leaves, root)
-
-        if self.topology.joined:
-            specs = (self.bound or self.program.bind((), leaves)).specs
-            return self.program.mesh.call_host(("broadcast", root), send, leaves, specs)
-        if self.program.mesh.inside():
-            raise ValueError(
-                "broadcast inside shard_map would run once on each device: call it outside."
-            )
-        if not any(isinstance(x, jax.core.Tracer) for x in leaves):
-            return send(*leaves)
-        shape = jax.ShapeDtypeStruct((), bool)
-        arrived, received = io_callback(
-            lambda *leaves: (np.bool_(True), send(*leaves)), (shape, leaves), *leaves
-        )
-        # ``arrived`` is always True. In a program for several devices, the host's result lies on
-        # one of them, and this operation with values on all devices distributes it.
-        return [jnp.where(arrived, y, x) for y, x in zip(received, leaves, strict=True)]
-
-
-# Unique in this process. A checkpoint stores the position of the exchange instead.
-_numbers = itertools.count()
-
-
 def mpi_exchange(
     topology: Topology,
     wire: str | None = None,
@@ -189,6 +52,7 @@ def mpi_exchange(
     native: bool | None = None,
     same_bits: bool = True,
     shardings: Any = None,
+    name: str = "",
 ) -> Exchange:
     """An exchange between MPI processes, advanced by a thread while training computes.
 
@@ -240,6 +104,7 @@ def mpi_exchange(
             all parameters, or a function of path and leaf that returns one. None if they are
             replicated. A ``PartitionSpec`` refers to ``topology.mesh`` with the axis ``"local"``.
             A ``NamedSharding`` has its own mesh, of all devices of the node and with any axes.
+        name: What messages call it, such as ``"exchange 3 of 'outer'"``, if there are several.
 
     Returns:
         A :class:`jdaso.Exchange`, whose state is a :class:`jdaso.core.exchange.HostState`. The host
@@ -263,106 +128,242 @@ def mpi_exchange(
     1
     """
     wire = check_wire("wire", wire)
-    settings = Settings(wire, chunk_bytes, same_bits)
+    settings = _Settings(wire, chunk_bytes, same_bits, name)
     check_number("timeout", timeout, above=True)
-    check_settings(settings)
+    _check_settings(settings)
     sharded = Shardings(shardings, topology.mesh)
     # The collectives that follow have no deadline.
     topology.group.barrier("the creation of an exchange", timeout)
     if topology.num_nodes == 1:
-        return _single_node(topology, wire, sharded if shardings is not None else None)
-    check_same_settings(topology, settings)
+        alone = _single_node(topology, wire, sharded if shardings is not None else None)
+        return changed(alone, name=name)
+    _check_same_settings(topology, settings)
     native = use_native(native, topology.devices[0].platform)
     membership = Membership(topology, chunk_bytes)
-    table = mpi_table(topology, native)
+    table = mpi_table(topology, native, name)
     progress = Progress(topology, timeout, membership.announce_exit, topology.deaths.abort, table)
-    transport = MpiTransport(membership, progress)
+    transport = MpiTransport(membership, progress, name)
     program = Program(table, sharded, transport.abort_on_error)
     collectives = HostCollectives(membership, progress)
-    functions = LeafFunctions(
-        topology, program, transport, collectives, same_bits, OncePerProgram()
+    return _MpiExchange(settings, topology, program, transport, collectives)
+
+
+class _Settings(NamedTuple):
+    """The arguments of mpi_exchange that must be the same on all processes."""
+
+    wire: str | None
+    chunk_bytes: int
+    same_bits: bool
+    name: str
+
+
+def _check_settings(settings: _Settings) -> None:
+    """Raises ValueError for arguments that a process can see to be invalid."""
+    if not (isinstance(settings.name, str) and settings.name.isprintable()) or (
+        set(settings.name) & {*"{}%"}
+    ):
+        raise ValueError(f"name must be a line of text without {{}} and %, got {settings.name!r}.")
+    check_whole("chunk_bytes", settings.chunk_bytes, 16)
+    if settings.chunk_bytes >= 2**31:
+        raise ValueError(f"chunk_bytes must be below 2**31, got {settings.chunk_bytes}.")
+    if settings.wire in FORMATS:
+        _check_feedback(settings.wire, settings.same_bits)
+
+
+def _check_feedback(wire: str, same_bits: bool) -> None:
+    """Raises ValueError for arguments with which the wires int8 and float4 cannot be used."""
+    if not same_bits:
+        raise ValueError(
+            f"same_bits=False allows nodes to differ in the last bits, and the wire {wire} sends "
+            "differences from a mean that must be equal on all nodes: use the wire bfloat16."
+        )
+
+
+def _check_same_settings(topology: Topology, settings: _Settings) -> None:
+    """Raises ValueError on all processes if their arguments differ; collective."""
+    assert topology.comm is not None
+    own = [repr(value) for value in settings]
+    if (pair := run(different(topology.comm, own))) is None:
+        return
+    ranks, values = list(pair), zip(_Settings._fields, *pair.values(), strict=True)
+    name, *given = next(texts for texts in values if texts[1] != texts[2])
+    raise ValueError(
+        f"{name} must be the same on all processes, got {given[0]} in "
+        f"{topology.describe(ranks[0])} and {given[1]} in {topology.describe(ranks[1])}: pass the "
+        "same arguments to mpi_exchange."
     )
-    keys = _Keys()
 
-    def compare(tree: PyTree, more: Sequence[str] = ()) -> HostState:
-        _wait_until_computed(tree)
-        if not is_placeholder(tree):
-            collectives.compare([*outline(tree), *more])
-        return HostState(jnp.asarray(keys.key(tree), jnp.int32))
 
-    def init(params: PyTree) -> HostState:
-        if shardings is not None and program.mesh.inside():
+class _MpiExchange(Exchange):
+    """Combines the program's side, the transport, and the host's collectives."""
+
+    compares = True
+    may_shard = True
+
+    def __init__(
+        self,
+        settings: _Settings,
+        topology: Topology,
+        program: Program,
+        transport: MpiTransport,
+        collectives: HostCollectives,
+    ):
+        # Programs end first. Communicators are in use until the thread has ended.
+        at_close = program.close, *transport.at_close()
+        super().__init__(topology.num_nodes, settings.wire, settings.name, at_close)
+        self.same_bits = settings.same_bits
+        self._topology, self._program = topology, program
+        self._transport, self._collectives = transport, collectives
+        self._keys, self._means = _Keys(), _OncePerProgram()
+
+    def init(self, params: PyTree, sharded: bool = True) -> HostState:
+        texts = self._program.register(params) if sharded else []
+        # Thereby the exchanges before these arrays are posted.
+        if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
+            jax.block_until_ready(params)
+        if not is_placeholder(params):
+            self._collectives.compare([*outline(params), *texts])
+        return HostState(jnp.asarray(self._keys.key(params), jnp.int32))
+
+    def bind(self, names: Sequence[str], leaves: Leaves) -> BoundExchange:
+        bound = self._program.bind(names, leaves)
+        return _MpiLeaves(self._program, bound, self.same_bits, self._means)
+
+    def broadcast(self, names: Sequence[str], leaves: Leaves, root: int) -> Leaves:
+        def send(*leaves):
+            with self._transport.abort_on_error():
+                return self._collectives.broadcast(leaves, root)
+
+        mesh = self._program.mesh
+        if self._topology.joined:
+            specs = self._program.bind(names, leaves).specs
+            return mesh.call_host(("broadcast", root), send, leaves, specs)
+        if mesh.inside():
             raise ValueError(
-                "init inside shard_map gets shards, and shardings are of whole parameters: call "
-                "it outside of shard_map."
+                "broadcast inside shard_map would run once on each device: call it outside."
             )
-        return compare(params, sharded.register(params))
+        if not any(isinstance(x, jax.core.Tracer) for x in leaves):
+            return send(*leaves)
+        shape = jax.ShapeDtypeStruct((), bool)
+        arrived, received = io_callback(
+            lambda *leaves: (np.bool_(True), send(*leaves)), (shape, leaves), *leaves
+        )
+        # ``arrived`` is always True. In a program for several devices, the host's result lies on
+        # one of them, and this operation with values on all devices distributes it.
+        return [jnp.where(arrived, y, x) for y, x in zip(received, leaves, strict=True)]
 
-    def bind(names: Sequence[str], leaves: Leaves) -> Exchange:
-        bound = functions._replace(bound=program.bind(names, leaves))
-        return exchange._replace(bind=None, init=compare, **bound.fields())
+    def all_devices(self, flag: jax.Array) -> jax.Array:
+        return self._program.mesh.all_devices(flag)
 
-    def post_again(posted: dict[int, PostedExchange], sent: dict[int, list[SentLeaf]]) -> None:
-        layouts = {n: program.posted_layout(sent[n], each) for n, each in posted.items()}
-        transport.post_again({n: (layouts[n], each) for n, each in posted.items()})
+    def begin_run(self, total: int | None, params: PyTree, gradients: bool) -> None:
+        if not isinstance(jnp.zeros(()), jax.core.Tracer):  # outside jit
+            self._program.complete()  # steps of the run before may still post
+        self._transport.begin_run(total, gradients)
+        if params is not None:
+            self._collectives.warn_if_different(params)
 
-    exchange = Exchange(
-        topology.num_nodes,
-        wire,
-        init,
-        report=transport.report,
-        history=transport.history,
-        posted=transport.posted,
-        post_again=post_again,
-        begin_run=functools.partial(_begin_run, program, transport, collectives),
-        sent_leaves=keys.sent_leaves,
-        any_node=collectives.any_node,
-        compares=True,
-        same_bits=same_bits,
-        bind=bind,
-        all_devices=program.mesh.all_devices,
-        close=once(program.close, progress.close, membership.free, transport.forget),
-        **functions.fields(),
-    )
-    return exchange
+    def any_node(self, flag: bool) -> bool:
+        return self._collectives.any_node(flag)
 
+    def sent_leaves(self, state: HostState) -> list[SentLeaf] | None:
+        return self._keys.sent_leaves(state)
 
-def _begin_run(
-    program: Program,
-    transport: MpiTransport,
-    collectives: HostCollectives,
-    total: int | None,
-    params: PyTree,
-    gradients: bool,
-) -> None:
-    if not isinstance(jnp.zeros(()), jax.core.Tracer):  # outside jit
-        program.complete()  # steps of the run before may still post
-    transport.restart(total, gradients)
-    if params is not None:
-        collectives.warn_if_different(params)
+    def posted(self) -> dict[int, PostedExchange]:
+        return self._transport.posted()
+
+    def report(self) -> dict[str, float]:
+        return self._transport.report()
+
+    def history(self) -> list[ExchangeRecord]:
+        return self._transport.history()
+
+    def post_again(
+        self, posted: dict[int, PostedExchange], sent: dict[int, list[SentLeaf]]
+    ) -> None:
+        layouts = {n: self._program.posted_layout(sent[n], each) for n, each in posted.items()}
+        self._transport.post_again({n: (layouts[n], each) for n, each in posted.items()})
 
 
-def _wait_until_computed(tree: PyTree) -> None:
-    """Waits for the arrays of a tree, and thereby until the exchanges before them are posted."""
-    if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree)):
-        jax.block_until_ready(tree)
+class _MpiLeaves(BoundExchange):
+    """The calls of :class:`Program`, with a state that says what it is."""
+
+    def __init__(self, program: Program, bound: Bound, same_bits: bool, means: _OncePerProgram):
+        self._program, self._bound = program, bound
+        self._same_bits, self._means = same_bits, means
+        self.in_parts = program.compiled
+
+    def start(
+        self,
+        state: HostState,
+        number: Number,
+        step: Number,
+        leaves: Leaves,
+        header: jax.Array,
+        wire: Wire,
+        relative: bool = False,
+    ) -> tuple[HostState, Number]:
+        for each in {*jax.tree.leaves(wire)} & {*FORMATS}:
+            _check_feedback(each, self._same_bits)
+        uncounted = isinstance(number, int) and number == UNCOUNTED
+        if uncounted and isinstance(leaves[0], jax.core.Tracer):
+            self._means.check()
+        sent = state.key, number, step, leaves, header, wire
+        token, number = self._program.start(*sent, self._bound, relative)
+        return HostState(token), number
+
+    def finish(
+        self, state: HostState, number: Number, like: Leaves, part: slice | None = None
+    ) -> tuple[Leaves, jax.Array, HostState]:
+        sums, header, token = self._program.finish(state.key, number, like, part, self._bound)
+        return sums, header, HostState(token)
+
+    def after(
+        self, state: HostState, part: slice, lists: list[Leaves], into: list[Leaves] | None = None
+    ) -> tuple[HostState, list[Leaves]]:
+        token, lists = self._program.after(state.key, part, lists, into, self._bound)
+        return HostState(token), lists
+
+    def per_shard(self, function: Callable, part: slice) -> Callable:
+        return self._program.mesh.per_shard(function, self._bound.specs[part])
 
 
-def _single_node(topology: Topology, wire: str | None, sharded: Shardings | None) -> Exchange:
+class _OncePerProgram:
+    """Refuses a second consensus in one compiled program.
+
+    The calls have no order in it, so nodes could sum different trees.
+    """
+
+    def __init__(self) -> None:
+        self._traced: Any = None  # the last program with a consensus
+
+    def check(self) -> None:
+        """Raises ValueError if the program that is traced has called this before."""
+        trace = get_opaque_trace_state(convention="jdaso")
+        if trace == self._traced:
+            raise ValueError(
+                "a program calls consensus or drift twice for one exchange, and the calls have no "
+                "order: pass one tree with all arrays, or compile two programs."
+            )
+        self._traced = trace
+
+
+def _single_node(topology: Topology, wire: str | None, shardings: Shardings | None) -> Exchange:
     """The exchange of one node, which may consist of several processes."""
-    exchange = bound = one_node(wire)
-    if sharded is not None:
+    plain = one_node(wire)
+    exchange: Exchange = plain
+    if shardings is not None:
 
-        def init(params: PyTree) -> PyTree:
-            sharded.register(params)
-            return bound.init(params)
+        def init(params: PyTree, sharded: bool = True) -> PyTree:
+            if sharded:
+                shardings.register(params)
+            return plain.init(params)
 
-        exchange = bound._replace(init=init, bind=lambda names, leaves: bound)
+        exchange = changed(plain, init=init, may_shard=True)
     if len(topology.processes) == 1:
         _say_alone()
         return exchange
     comm = topology.duplicate_comm()
-    return exchange._replace(any_node=lambda flag: any(comm.allgather(flag)), close=once(comm.Free))
+    return changed(exchange, any_node=lambda flag: any(comm.allgather(flag)), _at_close=[comm.Free])
 
 
 @functools.cache  # once per process
@@ -371,6 +372,10 @@ def _say_alone() -> None:
         "1 node: nothing to exchange with. For several, start several processes with mpiexec or "
         "srun."
     )
+
+
+# Unique in this process. A checkpoint stores the position of the exchange instead.
+_numbers = itertools.count()
 
 
 class _Keys:

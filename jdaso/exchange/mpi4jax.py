@@ -17,11 +17,11 @@ from jdaso.cluster.local_devices import await_programs
 from jdaso.cluster.mpi_types import Comm
 from jdaso.cluster.topology import Topology
 from jdaso.core.block_format import FORMATS, format_of
-from jdaso.core.exchange import Exchange
+from jdaso.core.exchange import Exchange, changed
 from jdaso.core.tree import is_placeholder, outline
 from jdaso.core.types import Leaves, PyTree
 from jdaso.core.wire import check_wire, pack_sum, sum_dtype, unpack_sum
-from jdaso.exchange.axis import once, one_node, stored_exchange
+from jdaso.exchange.axis import StoredExchange, one_node
 from jdaso.exchange.transport.collectives import check_alike
 
 # mpi4jax counts elements in 32 bits, without a check.
@@ -81,12 +81,10 @@ def mpi4jax_exchange(topology: Topology, wire: str | None = None) -> Exchange:
         if not is_placeholder(params):
             check_alike(host_comm.allgather(outline(params)), topology.describe)
 
-    exchange = stored_exchange(size, wire, all_reduce, broadcast, compare)
     complete = functools.partial(await_programs, topology.devices)
-    return exchange._replace(
-        any_node=lambda flag: any(host_comm.allgather(flag)),
-        close=once(complete, comm.Free, host_comm.Free),
-    )
+    at_close = complete, comm.Free, host_comm.Free
+    exchange = StoredExchange(size, wire, all_reduce, broadcast, compare, at_close)
+    return changed(exchange, any_node=lambda flag: any(host_comm.allgather(flag)))
 
 
 def _library() -> Any:

@@ -15,6 +15,7 @@ from flax.training.train_state import TrainState
 from jax import lax
 
 import jdaso
+from jdaso.core.exchange import changed
 
 EXACT = {"wire": "float32", "blocking_wire": "float32"}
 # Warm-up, cycling with plateaus, cool-down in 40 steps.
@@ -330,7 +331,7 @@ ALGORITHMS = {
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_programs_grow_as_the_number_of_leaves_does(algorithm):
     """XLA must not copy a reduction over all leaves into each use, or it compiles for minutes."""
-    exchange = jdaso.single_exchange()._replace(compares=True)
+    exchange = changed(jdaso.single_exchange(), compares=True)
 
     def size(leaves):
         params = [jnp.ones(3)] * leaves

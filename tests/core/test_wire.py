@@ -123,6 +123,7 @@ def test_complex_parameters_are_refused():
         ({"timeout": 0}, "timeout must be a finite number above 0"),
         ({"timeout": float("nan")}, "timeout must be a finite number above 0"),
         ({"wire": "int4"}, "wire must be one of"),
+        ({"name": "a{}"}, "name must be a line of text without {} and %, got 'a{}'"),
         ({"same_bits": False, "wire": "int8"}, "same_bits=False.* and the wire int8 sends"),
         ({"same_bits": False, "wire": "float4"}, "same_bits=False.* and the wire float4 sends"),
     ],

@@ -25,7 +25,7 @@ from jdaso.center.types import (
 )
 from jdaso.cluster.mpi_types import Comm
 from jdaso.cluster.topology import Topology
-from jdaso.core.exchange import UNCOUNTED, Exchange
+from jdaso.core.exchange import UNCOUNTED, BoundExchange, Exchange, changed
 from jdaso.core.tree import check_finite, is_placeholder, outline, split, widened
 from jdaso.core.types import Number, PyTree
 from jdaso.core.validation import check_number
@@ -164,9 +164,12 @@ class _MpiCenter:
         self._transport.rule_name = rule.name
         if self._hosted is not None:
             self._hosted.server.rule = rule
-        finish = self._program.finish
-        return Exchange(
-            self._num_workers, None, self._init_exchange, self._start, finish, no_broadcast
+        bound = changed(BoundExchange(), start=self._start, finish=self._program.finish)
+        return changed(
+            Exchange(self._num_workers),
+            init=self._init_exchange,
+            bind=lambda names, leaves: bound,
+            broadcast=no_broadcast,
         )
 
     def _start(self, token: jax.Array, number: Number, *sent: Any) -> tuple[jax.Array, jax.Array]:
@@ -174,7 +177,7 @@ class _MpiCenter:
             raise ValueError(ONLY_WITH_THE_SERVER)
         return self._program.start(token, number, *sent)
 
-    def _init_exchange(self, params: PyTree) -> jax.Array:
+    def _init_exchange(self, params: PyTree, sharded: bool = True) -> jax.Array:
         if not is_placeholder(params):
             self._transport.restart_numbers()
         return jnp.zeros((), jnp.int32)

@@ -37,6 +37,7 @@ class Shardings:
 
     Attributes:
         mesh: of all shardings.
+        given: whether there are any.
 
     Raises:
         ValueError: if a mesh has other devices, or if there are several meshes.
@@ -45,7 +46,7 @@ class Shardings:
     def __init__(self, given: Any, mesh: Mesh):
         self.mesh = self._devices_mesh = mesh
         self._has_mesh = False
-        self._given = given is not None
+        self.given = given is not None
         self._known: dict[Any, PartitionSpec] = {(REPLICATED_NAME, (0,)): PartitionSpec()}
         self._find: Callable[[Any, Any], Any]
         if given is None:
@@ -146,7 +147,7 @@ class Shardings:
             ]
         known = {(name, len(shape)): spec for (name, shape), spec in self._known.items()}
         of_leaf = [(name, np.ndim(leaf)) for name, leaf in zip(names, leaves, strict=True)]
-        if self._given and (unknown := [each for each in of_leaf if each not in known]):
+        if self.given and (unknown := [each for each in of_leaf if each not in known]):
             raise ValueError(_unknown_inside(*unknown[0]))
         return [known.get(each, PartitionSpec()) for each in of_leaf]
 
@@ -279,8 +280,8 @@ class Layout(NamedTuple):
         bounds: for each shard its leaf, and where it is in the leaf.
         shapes: of the whole leaves.
         fingerprint: a checksum of the shards of all processes of the program.
-        relative: whether the sums are to be without what this node has sent; see ``start`` of
-            :class:`jdaso.Exchange`.
+        relative: whether the sums are to be without what this node has sent; see
+            :meth:`jdaso.core.exchange.BoundExchange.start`.
         names: of the leaves, for messages. Empty if they are unknown.
     """
 

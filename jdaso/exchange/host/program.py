@@ -82,6 +82,15 @@ class Program:
         self.complete()
         self._table.close()
 
+    def register(self, params: PyTree) -> list[str]:
+        """Finds and checks the shardings of parameters; see :meth:`Shardings.register`."""
+        if self._shardings.given and self.mesh.inside():
+            raise ValueError(
+                "init inside shard_map gets shards, and shardings are of whole parameters: call "
+                "it outside of shard_map."
+            )
+        return self._shardings.register(params)
+
     def bind(self, names: Sequence[str], leaves: Leaves) -> Bound:
         """Finds the shardings of leaves by their names. Without names they are replicated."""
         inside = self.mesh.inside()
@@ -114,7 +123,7 @@ class Program:
         bound: Bound | None = None,
         relative: bool = False,
     ) -> tuple[jax.Array, jax.Array]:
-        """As in :class:`jdaso.Exchange`."""
+        """As in :class:`jdaso.core.exchange.BoundExchange`."""
         bound = bound or self.bind((), leaves)
         if header.shape != (HEADER_SIZE,):
             raise ValueError(f"header must be float32[{HEADER_SIZE}], got {header.shape}.")
@@ -200,7 +209,7 @@ class Program:
         part: slice | None = None,
         bound: Bound | None = None,
     ) -> tuple[Leaves, jax.Array, jax.Array]:
-        """As in :class:`jdaso.Exchange`, or for a part of the leaves that are bound."""
+        """As in :class:`jdaso.core.exchange.BoundExchange`."""
         bound = bound or self.bind((), like)
         part = part or slice(0, len(bound.specs))
         specs, shapes = bound.specs[part], [x.shape for x in like]
@@ -260,7 +269,7 @@ class Program:
         return io_callback(call, (list(shapes), _HEADER, token), token, device, number)
 
     def after(self, token, part: slice, lists: list[Leaves], into, bound: Bound):
-        """As in :class:`jdaso.core.exchange.PartOperations`."""
+        """As in :meth:`jdaso.core.exchange.BoundExchange.after`."""
         specs = [list(bound.specs[part][: len(arrays)]) for arrays in lists]
         of_into = None if into is None else specs
         return self.mesh.run(
@@ -280,7 +289,7 @@ class Program:
 def _order(
     token: jax.Array, lists: list[Leaves], into: list[Leaves] | None = None
 ) -> tuple[jax.Array, list[Leaves]]:
-    """As ``after`` of :class:`jdaso.core.exchange.PartOperations`."""
+    """As ``after`` of :class:`jdaso.core.exchange.BoundExchange`."""
     places, treedef = jax.tree.flatten((token, lists if into is None else into))
     copied = [] if into is None else jax.tree.leaves(lists)
     aliases = {i: i for i in range(len(places))}

@@ -66,6 +66,7 @@ def handshake(
     contributors: np.ndarray,
     describe: Callable[[int], str],
     content: int = 0,
+    of_name: str = "",
 ) -> Operation:
     """Sends a record of the exchange to all members, compares theirs, and sums the headers.
 
@@ -78,6 +79,7 @@ def handshake(
         step: Optimizer step after which it was posted.
         contributors: Ranks whose headers are summed, one per node.
         content: what :class:`Watch` has found about the arrays.
+        of_name: what messages add to the number.
 
     Returns:
         The header, float32[HEADER_SIZE], with the sums and this process's agreement numbers, and
@@ -86,7 +88,7 @@ def handshake(
     record = np.zeros(1, _RECORD)
     record[0] = (number, step, fingerprint, content, header)
     records = yield from gather(comm, record)
-    own, name = comm.Get_rank(), exchange_name(number)
+    own, name = comm.Get_rank(), exchange_name(number) + of_name
     for rank in np.flatnonzero(records["number"] == _EXIT)[:1]:
         raise JdasoError(
             f"{name} of {describe(own)} cannot complete: {closed_without(describe(rank))}"

@@ -75,6 +75,7 @@ class ExchangeCommunicators:
         memory: Memory,
         before: Request | None,
         watch: Watch,
+        of_name: str = "",
     ) -> Operation:
         """Sums a memory of a slot after the exchange ``before``; returns the header and bytes sent.
 
@@ -93,6 +94,7 @@ class ExchangeCommunicators:
             first,
             topology.describe,
             content,
+            of_name,
         )
         watch.compare(number, records["content"][self._members], topology, memory.layout)
         watch.check_contributions(number, records["header"][first, 0], memory.layout)
@@ -221,10 +223,16 @@ _NOT_IN_FLIGHT = (
 )
 
 
-def mpi_table(topology: Topology, native: bool) -> Table | PlainTable:
+def mpi_table(topology: Topology, native: bool, name: str = "") -> Table | PlainTable:
     """The slots of an exchange over MPI, with the errors that they report."""
-    name = topology.describe(topology.rank)
-    return (Table if native else PlainTable)(_POSTED_TWICE % name, _NOT_IN_FLIGHT % name)
+    own, exchange = topology.describe(topology.rank), "{}" + of_name(name)
+    twice, unknown = (x.replace("{}", exchange) % own for x in (_POSTED_TWICE, _NOT_IN_FLIGHT))
+    return (Table if native else PlainTable)(twice, unknown)
+
+
+def of_name(name: str) -> str:
+    """What messages add to the number of an exchange that has a name."""
+    return f" of {name!r}" if name else ""
 
 
 class MpiTransport:
@@ -233,8 +241,8 @@ class MpiTransport:
     Programs fill and read the slots without it. :meth:`take` runs on the progress thread.
     """
 
-    def __init__(self, membership: Membership, progress: Progress):
-        self._membership, self._progress = membership, progress
+    def __init__(self, membership: Membership, progress: Progress, name: str = ""):
+        self._membership, self._progress, self._of_name = membership, progress, of_name(name)
         self._table = progress.table
         self._name = membership.topology.describe(membership.topology.rank)
         self._last_of_queue: dict[int, Request] = {}
@@ -248,7 +256,11 @@ class MpiTransport:
         # Registered before the function that waits for programs, so it runs after that one.
         self._forget_exit = at_exit(self._warn_of_lost)
 
-    def forget(self) -> None:
+    def at_close(self) -> list[Callable[[], None]]:
+        """What ends the transport, in this order."""
+        return [self._progress.close, self._membership.free, self._forget]
+
+    def _forget(self) -> None:
         self._forget_exit()
         self._warn_of_lost()
         self._table.clear()
@@ -263,7 +275,7 @@ class MpiTransport:
         topology = self._membership.topology
         report_error(topology, topology.deaths.abort, problem)
 
-    def restart(self, total: int | None = None, gradients: bool = False) -> None:
+    def begin_run(self, total: int | None = None, gradients: bool = False) -> None:
         """Allows the numbers of exchanges to start again, once, for a run of ``total`` steps.
 
         What programs have posted before belongs to the run before, so the thread has to take that
@@ -291,12 +303,14 @@ class MpiTransport:
         queue = communicators.queue(number)
         before = self._last_of_queue.get(queue)
         self._saved.discard(number)
-        name, size = exchange_name(number), sum(vector.nbytes for vector, _ in memory.pairs)
+        name, size = self._label(number), sum(vector.nbytes for vector, _ in memory.pairs)
         logger.debug("%s posted %s after step %d, %d bytes", self._name, name, step, size)
         self._last_of_queue[queue] = self._progress.start(
             slot,
-            communicators.exchange(number, step, header, memory, before, self._watch),
-            _description(number, step, self._name),
+            communicators.exchange(
+                number, step, header, memory, before, self._watch, self._of_name
+            ),
+            self._description(number, step),
             measured=number != UNCOUNTED,
             call=self._membership.call("exchanges"),
         )
@@ -312,8 +326,18 @@ class MpiTransport:
                 text = (
                     "%s completed %s posted after step %d; transfer %.6f s, training blocked %.6f s"
                 )
-                name = exchange_name(record.number)
+                name = self._label(record.number)
                 logger.debug(text, self._name, name, record.step, *seconds)
+
+    def _label(self, number: int) -> str:
+        return exchange_name(number) + self._of_name
+
+    def _description(self, number: int, step: int) -> str:
+        """The subject of messages about an exchange, or a consensus, which belongs to no step."""
+        if number == UNCOUNTED:
+            called = f"called by {self._name} as jdaso.consensus or jdaso.drift"
+            return f"{self._label(number)}, {called},"
+        return f"{self._label(number)}, posted by {self._name} after step {step},"
 
     def posted(self) -> dict[int, PostedExchange]:
         """Copies of the exchanges that are posted and not yet collected. The caller saves them."""
@@ -366,7 +390,7 @@ class MpiTransport:
                 "%s is left out of %s, because %s. It was left out %d times before. If this "
                 "continues, the optimizer's moments may not be finite either (jdaso.chain keeps "
                 "them finite), or the learning rate is too high.%s",
-                *(self._name, exchange_name(number), which, self._left_out - 1, advice),
+                *(self._name, self._label(number), which, self._left_out - 1, advice),
             )
 
 
@@ -379,13 +403,6 @@ def _saved(slot: Any, memory: Memory) -> PostedExchange:
 
 def _nothing() -> Operation:
     yield from ()
-
-
-def _description(number: int, step: int, name: str) -> str:
-    """The subject of messages about an exchange, or a consensus, which belongs to no step."""
-    if number == UNCOUNTED:
-        return f"a consensus, called by {name} as jdaso.consensus or jdaso.drift,"
-    return f"{exchange_name(number)}, posted by {name} after step {step},"
 
 
 # Calls of ``any_node`` until its answer, which has arrived by then in most cases. One node may be

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import jdaso
+from jdaso.core.exchange import changed
 
 # One exchange of a single process.
 PROGRAM = """
@@ -53,14 +54,14 @@ def test_with_jdaso_debug_each_exchange_is_logged_when_posted_and_when_completed
 
 @pytest.mark.parametrize(("total", "times"), [(10, 0), (9, 1)])
 def test_the_first_step_beyond_those_of_the_schedule_is_said_to_block(total, times):
-    program = PROGRAM.replace("layout =", f"transport.restart({total})\nlayout =")
+    program = PROGRAM.replace("layout =", f"transport.begin_run({total})\nlayout =")
     text = f"has taken the {total} steps of its schedule. Every further step blocks"
     assert logged_by(program).count(text) == times
 
 
 def test_an_exchange_is_told_the_steps_of_the_schedule():
     told = []
-    exchange = jdaso.single_exchange()._replace(begin_run=lambda total, *_: told.append(total))
+    exchange = changed(jdaso.single_exchange(), begin_run=lambda total, *_: told.append(total))
     schedule = jdaso.cycling(period=2, warmup=1, cooldown=1, total=7)
     for each in (schedule, jdaso.constant(2)):
         jdaso.daso(exchange, each).init(jnp.ones(3))

@@ -1,15 +1,22 @@
-"""What a process says when it is left out of exchanges."""
+"""What a process says of its exchanges."""
 
 import types
 
 import numpy as np
+import pytest
 
+import jdaso
 from jdaso.exchange.host.layout import LeafSpec, memory_of
-from jdaso.exchange.transport.mpi_transport import MpiTransport
+from jdaso.exchange.host.slots import unavailable_reason
+from jdaso.exchange.transport.mpi_transport import MpiTransport, mpi_table
+
+
+class Process(types.SimpleNamespace):
+    _left_out, _name, _label = 0, "rank 1 (host)", "exchange {}".format
 
 
 def test_a_process_that_is_left_out_names_the_wire_that_cannot_hold_its_parameters(caplog):
-    process = types.SimpleNamespace(_left_out=0, _name="rank 1 (host)")
+    process = Process()
     memory = memory_of([LeafSpec((2,), np.dtype("float16"))])
     for number in range(7):
         MpiTransport._warn_left_out(process, number, memory, lost=1)
@@ -22,8 +29,15 @@ def test_a_process_that_is_left_out_names_the_wire_that_cannot_hold_its_paramete
 
 
 def test_a_process_that_has_skipped_steps_names_no_leaf(caplog):
-    process = types.SimpleNamespace(_left_out=0, _name="rank 1 (host)")
+    process = Process()
     memory = memory_of([LeafSpec((2,), np.dtype("float16"))])
     MpiTransport._warn_left_out(process, 3, memory, lost=0)
     assert "because gradients of a step since the last merge were not finite" in caplog.text
     assert "mask" not in caplog.text
+
+
+@pytest.mark.parametrize("native", [False, unavailable_reason() is None])
+def test_messages_have_the_name_of_an_exchange(native):
+    table = mpi_table(jdaso.discover_topology(), native, name="outer")
+    with pytest.raises(jdaso.JdasoError, match="exchange 3 of 'outer' is not in flight in rank 0"):
+        table.begin_collect(3, readers=1)
