@@ -104,7 +104,7 @@ class Deadlines:
     def _limit(self, least: float, deviations: float) -> float:
         # Neither median nor deviation is above the longest duration. So those of short exchanges,
         # whose CPU time counts most, need not be computed.
-        seconds = self._seconds
+        seconds = list(self._seconds)  # a copy, because another thread may append
         if len(seconds) < _ENOUGH or (1 + deviations) * max(seconds) <= least:
             return least
         median = statistics.median(seconds)
@@ -548,6 +548,8 @@ class Progress:
             self._loop()
         except BaseException as error:
             # Nobody may wait for a thread that has ended.
+            text = "%s: the thread of an exchange has ended by %s: %s"
+            logger.error(text, self._peers.own_name, type(error).__name__, error)
             self.table.close()
             with self._lock:
                 self._closing = True
