@@ -196,7 +196,9 @@ def _is_leafwise(outer: optax.GradientTransformation) -> bool:
         return params[0], state
 
     try:
-        jax.eval_shape(jax.vmap(without_second, out_axes=None), jnp.ones((3, 2)))
+        # Shapes, because arrays would choose the devices of this process.
+        second = jax.ShapeDtypeStruct((3, 2), jnp.float32)
+        jax.eval_shape(jax.vmap(without_second, out_axes=None), second)
     except Exception:  # of vmap where an axis is left, and of an optimizer for other trees
         return False
     return True

@@ -47,7 +47,7 @@ from jdaso.exchange.transport.progress import Progress, run
 def mpi_exchange(
     topology: Topology,
     wire: str | None = None,
-    chunk_bytes: int = 1 << 22,
+    chunk_bytes: int = 1 << 26,
     timeout: float = 600.0,
     native: bool | None = None,
     same_bits: bool = True,

@@ -4,6 +4,8 @@ A new algorithm is one line of ALGORITHMS.
 """
 
 import functools
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -342,3 +344,22 @@ def test_a_gradient_that_is_not_finite_leaves_nodes_in_step(name, sgd):
         assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(state) if is_float(x))
     else:
         assert jdaso.core.averaging_state(state).skipped[1] > 0
+
+
+# Programs choose virtual devices, and start MPI, after their optimizers are made or before.
+MAKE_ALL = """
+import jdaso, optax
+x, schedule = jdaso.axis_exchange("node", 2), jdaso.constant(4, 2)
+jdaso.chain(optax.adam(0.1), jdaso.daso(x, schedule), "average")
+jdaso.dasgd(x, 4, 2), jdaso.local_sgd(x, 4, 2, "delta"), jdaso.easgd(x, 4)
+jdaso.eamsgd(x, 4, 0.1, 0.9), jdaso.diloco(x, 4), jdaso.allreduce_gradients(x)
+jdaso.cluster.use_virtual_devices(3)
+import jax
+assert len(jax.devices()) == 3
+"""
+
+
+def test_factories_leave_the_devices_to_be_chosen():
+    command = [sys.executable, "-c", MAKE_ALL]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr

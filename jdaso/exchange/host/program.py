@@ -286,16 +286,26 @@ class Program:
         return self._table.id
 
 
+# The most arrays of a call that orders them. To compile one with n aliases, XLA takes a time like
+# n^3.
+_ALIASES = 64
+
+
 def _order(
     token: jax.Array, lists: list[Leaves], into: list[Leaves] | None = None
 ) -> tuple[jax.Array, list[Leaves]]:
     """As ``after`` of :class:`jdaso.core.exchange.BoundExchange`."""
-    places, treedef = jax.tree.flatten((token, lists if into is None else into))
+    places, treedef = jax.tree.flatten(lists if into is None else into)
     copied = [] if into is None else jax.tree.leaves(lists)
-    aliases = {i: i for i in range(len(places))}
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in places]
-    call = jax.ffi.ffi_call(slots.ORDER, shapes, input_output_aliases=aliases)
-    return jax.tree.unflatten(treedef, call(*places, *copied))
+    ordered: list[jax.Array] = []
+    for first in range(0, len(places), _ALIASES):
+        run = [token, *places[first : first + _ALIASES]]
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in run]
+        aliases = {i: i for i in range(len(run))}
+        call = jax.ffi.ffi_call(slots.ORDER, shapes, input_output_aliases=aliases)
+        token, *results = call(*run, *copied[first : first + _ALIASES])
+        ordered += results
+    return token, jax.tree.unflatten(treedef, ordered)
 
 
 def _check_sizes(number: int, memory: Memory, device: int, shapes: Sequence) -> None:

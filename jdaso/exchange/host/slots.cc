@@ -113,8 +113,9 @@ Slot* Table::BeginPost(int32_t number, int32_t step, const float* header, int32_
     if ((slot = Take(layouts_[layout], counts, fresh)) == nullptr) {
       // Without the mutex, because pinning may wait for a device, and that for a host function that
       // takes the mutex. The memory of a consensus is used once and not pinned.
+      const int64_t bytes = layouts_[layout].bytes;
       lock.unlock();
-      fresh = std::make_shared<Block>(layouts_[layout].bytes, pin && counts);
+      fresh = std::make_shared<Block>(bytes, pin && counts);
       lock.lock();
       continue;
     }

@@ -63,6 +63,7 @@ def all_reduce(
     sums: np.ndarray,
     arrived: np.ndarray,
     chunk_bytes: int,
+    spare: list[np.ndarray],
 ) -> Operation:
     """Sums a vector over the members of a communicator; returns the bytes sent.
 
@@ -72,6 +73,8 @@ def all_reduce(
         sums: With int8 and float4, receives the sums of the own pieces, which are not rounded.
         arrived: Receives the rounded sums. It is ``sums`` if the wire dtype is that of sums.
         chunk_bytes: Largest size of one message in bytes.
+        spare: Memory of earlier sums, which is used again. New memory would cost a page fault for
+            each 4 KB.
     """
     size, rank, row = comm.Get_size(), comm.Get_rank(), row_bytes(vector)
     owned = shards(len(vector), size)
@@ -88,8 +91,10 @@ def all_reduce(
             pieces, terms, request = scattered.popleft()
             yield from wait_for([request])
             gathered.append(_gather_sums(comm, terms, sums, arrived, pieces))
+            assert terms.base is not None
+            spare.append(terms.base)
         if step < chunks:
-            scattered.append(_scatter(comm, vector, _chunk(owned, step * rows, rows)))
+            scattered.append(_scatter(comm, vector, _chunk(owned, step * rows, rows), spare))
         if len(gathered) > ahead:
             yield from wait_for([gathered.popleft()])
     yield from wait_for(gathered)
@@ -104,12 +109,14 @@ def _chunk(owned: Pieces, offset: int, rows: int) -> Pieces:
 
 
 def _scatter(
-    comm: Comm, vector: np.ndarray, pieces: Pieces
+    comm: Comm, vector: np.ndarray, pieces: Pieces, spare: list[np.ndarray]
 ) -> tuple[Pieces, np.ndarray, MpiRequest]:
     """Starts to send each piece to its owner, and to receive all members' own pieces."""
     size, rank, row = comm.Get_size(), comm.Get_rank(), row_bytes(vector)
     own = int(pieces.counts[rank])
-    terms = np.empty((size, own, *vector.shape[1:]), vector.dtype)
+    terms = (
+        _memory(spare, size * own * row).view(vector.dtype).reshape(size, own, *vector.shape[1:])
+    )
     # MPICH copies what a member sends to itself in steps of 8 KB, one for each test.
     terms[rank] = vector[pieces.of(rank)]
     others = np.arange(size) != rank
@@ -117,6 +124,15 @@ def _scatter(
     received = Pieces(np.arange(size) * own, own * others)
     request = comm.Ialltoallv(_buffer(vector, sent, row), _buffer(terms, received, row))
     return pieces, terms, request
+
+
+def _memory(spare: list[np.ndarray], nbytes: int) -> np.ndarray:
+    """Returns bytes of spare memory, or new ones. What is too small is given back."""
+    while spare:
+        memory = spare.pop()
+        if len(memory) >= nbytes:
+            return memory[:nbytes]
+    return np.empty(nbytes, np.uint8)[:]
 
 
 def _gather_sums(
@@ -217,14 +233,15 @@ def _segments(memory: Memory) -> list[_Segment]:
     ]
 
 
-def sum_staged(comm: Comm, memory: Memory, chunk_bytes: int) -> Operation:
+def sum_staged(comm: Comm, memory: Memory, chunk_bytes: int, spare: list[np.ndarray]) -> Operation:
     """Sums a slot's memory over a communicator; returns the bytes sent.
 
-    The sums are rounded to the wire dtype until ``widen_staged`` has converted them.
+    The arguments are those of ``all_reduce``. The sums are rounded to the wire dtype until
+    ``widen_staged`` has converted them.
     """
     sent = 0
     for segment in _segments(memory):
-        sent += yield from all_reduce(comm, *segment, chunk_bytes)
+        sent += yield from all_reduce(comm, *segment, chunk_bytes, spare)
     return sent
 
 

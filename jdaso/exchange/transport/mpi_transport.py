@@ -49,6 +49,7 @@ class ExchangeCommunicators:
     def __init__(self, topology: Topology, chunk_bytes: int):
         self._topology = topology
         self._chunk_bytes = chunk_bytes
+        self._spare: list[np.ndarray] = []  # memory in which terms of sums have arrived
         # A process of several has the index of its local rank alone.
         self._by_index = [_create(topology) for _ in topology.devices]
         # A consensus must not receive messages of exchanges that are in flight.
@@ -117,7 +118,7 @@ class ExchangeCommunicators:
     def _sum(self, nodes: Comm, memory: Memory, members: float) -> Operation:
         """Sums a slot's memory over the nodes; returns the bytes sent."""
         topology = self._topology
-        sent = yield from collectives.sum_staged(nodes, memory, self._chunk_bytes)
+        sent = yield from collectives.sum_staged(nodes, memory, self._chunk_bytes, self._spare)
         yield from collectives.widen_staged(memory, topology.node, topology.num_nodes)
         if memory.layout.relative:
             yield from collectives.subtract_own(memory, members)

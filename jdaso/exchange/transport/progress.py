@@ -104,7 +104,7 @@ class Deadlines:
     def _limit(self, least: float, deviations: float) -> float:
         # Neither median nor deviation is above the longest duration. So those of short exchanges,
         # whose CPU time counts most, need not be computed.
-        seconds = self._seconds
+        seconds = list(self._seconds)  # a copy, because another thread may append
         if len(seconds) < _ENOUGH or (1 + deviations) * max(seconds) <= least:
             return least
         median = statistics.median(seconds)
@@ -240,11 +240,12 @@ def completed(request: Request | None) -> Operation:
 # While no MPI request completes, the thread looks this often at operations and deadlines.
 _LOOK_SECONDS = 0.1
 # The pause between two polls is a fraction of the time since the last progress, within these
-# limits. The longest pause is short enough that a slow link's send buffers do not run empty. The
-# limit is lower while an operation waits for a peer's message that it cannot name as an MPI
-# request.
-_SHORTEST_SECONDS, _LONGEST_SECONDS, _LONGEST_SERVING_SECONDS = 5e-4, 10e-3, 2e-3
-_POLLS_PER_PROGRESS = 4
+# limits. MPI moves bytes in polls only, so the longest pause is short on a fast network. It grows
+# with the time that the operation has taken, until polls cost no more than a slow link allows, and
+# stays short enough that the send buffers of that link do not run empty. It does not grow while an
+# operation waits for a peer's message that it cannot name as an MPI request.
+_SHORTEST_SECONDS, _LONGEST_SECONDS, _LONGEST_ON_SLOW_LINKS = 5e-4, 2e-3, 10e-3
+_POLLS_PER_PROGRESS, _POLLS_PER_OPERATION = 4, 128
 # While the program waits for a result, latency counts, but other processes may need the core. The
 # pause is a sixteenth of the time since the last progress, so that a long wait needs few polls.
 _AWAITED_SECONDS, _POLLS_PER_AWAITED = (5e-5, 2e-3), 16
@@ -288,10 +289,15 @@ class Polling:
         before, self.looked_at = self.looked_at, time.monotonic()
         return self.looked_at - before
 
-    def note(self, states: Sequence[WaitState]) -> None:
-        """Notes the states of the operations, and whether one of them has progressed."""
-        serving = not all(state.requests for state in states)
-        self._longest = _LONGEST_SERVING_SECONDS if serving else _LONGEST_SECONDS
+    def note(self, states: Sequence[WaitState], since: float = math.inf) -> None:
+        """Notes the states of the operations, and whether one of them has progressed.
+
+        The operation that takes the longest has begun at ``since``.
+        """
+        self._longest = _LONGEST_SECONDS
+        if all(state.requests for state in states):
+            taken = (self.looked_at - since) / _POLLS_PER_OPERATION
+            self._longest = max(_LONGEST_SECONDS, min(taken, _LONGEST_ON_SLOW_LINKS))
         if any(state.progressed for state in states):
             self._pause = (self.looked_at - self._progressed_at) / _POLLS_PER_PROGRESS
             self._progressed_at = self.looked_at
@@ -542,6 +548,8 @@ class Progress:
             self._loop()
         except BaseException as error:
             # Nobody may wait for a thread that has ended.
+            text = "%s: the thread of an exchange has ended by %s: %s"
+            logger.error(text, self._peers.own_name, type(error).__name__, error)
             self.table.close()
             with self._lock:
                 self._closing = True
@@ -561,7 +569,9 @@ class Progress:
             for request in requests:
                 request.step()
                 self._peers.check(request, polling.looked_at)
-            polling.note([r.state for r in requests if not r.done.is_set()])
+            pending = [r for r in requests if not r.done.is_set()]
+            since = min((r.started_at for r in pending), default=math.inf)
+            polling.note([r.state for r in pending], since)
             if requests and not self._remove_completed(requests):
                 polling.poll(requests)
 

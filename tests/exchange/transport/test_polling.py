@@ -32,23 +32,32 @@ def test_the_pause_is_a_fraction_of_the_time_since_the_last_progress(clock):
 
 def test_after_progress_the_pause_is_a_fraction_of_what_that_progress_took(clock):
     polling = Polling()
-    clock.seconds += 4 * 3e-3
+    clock.seconds += 4 * 1.5e-3
     polling.look()
     polling.note([WAITING._replace(progressed=True)])
-    assert polling.pause() == pytest.approx(3e-3)
-    clock.seconds += 4 * 2e-3
+    assert polling.pause() == pytest.approx(1.5e-3)
+    clock.seconds += 4 * 1e-3
     polling.look()
     polling.note([WAITING])
-    assert polling.pause() == pytest.approx(3e-3)  # it does not shrink before the next progress
+    assert polling.pause() == pytest.approx(1.5e-3)  # it does not shrink before the next progress
 
 
-def test_an_operation_that_names_no_message_is_polled_more_often(clock):
-    polling = Polling()
-    clock.seconds += 1.0
-    polling.note([WAITING, WaitState()])
-    assert polling.pause() == module._LONGEST_SERVING_SECONDS
-    polling.note([WAITING])
-    clock.seconds += 1.0
+def test_the_longest_pause_grows_with_the_time_of_an_operation(clock):
+    polling, began = Polling(), clock.seconds
+    for seconds in (0.1, 0.6, 100.0):
+        clock.seconds = began + seconds
+        polling.look()
+        polling.note([WAITING], began)
+        taken = seconds / module._POLLS_PER_OPERATION
+        limits = module._LONGEST_SECONDS, module._LONGEST_ON_SLOW_LINKS
+        assert polling.pause() == pytest.approx(max(limits[0], min(taken, limits[1])))
+
+
+def test_an_operation_that_names_no_message_is_polled_often(clock):
+    polling, began = Polling(), clock.seconds
+    clock.seconds += 100.0
+    polling.look()
+    polling.note([WAITING, WaitState()], began)
     assert polling.pause() == module._LONGEST_SECONDS
 
 
