@@ -134,7 +134,7 @@ def passm_plus(
     momentum of other blocks is unchanged, as in Algorithm 1.
 
     Args:
-        memory, blocks, loss_fn, learning_rate, momentum, **options: As in :func:`assm`.
+        memory, blocks, loss_fn, learning_rate, momentum, options: As in :func:`assm`.
         switches: Steps at which the other method begins, such as those of :func:`switches_around`.
             The learning rate changes with them, see :func:`phases`.
 
