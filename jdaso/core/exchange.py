@@ -78,7 +78,8 @@ class HostState(NamedTuple):
     """The state of an exchange whose data the host keeps outside the program.
 
     Attributes:
-        key: int32 scalar, which exchange and which leaves of this process it stands for.
+        key: int32 scalar. What ``init`` returns tells the exchange and the leaves of this process.
+            Inside a program it is the token that orders the calls of the exchange.
     """
 
     key: jax.Array

@@ -218,7 +218,7 @@ class _MpiExchange(Exchange):
 
     def init(self, params: PyTree, sharded: bool = True) -> HostState:
         texts = self._program.register(params) if sharded else []
-        # Thereby the exchanges before these arrays are posted.
+        # When these arrays are there, all exchanges before them have been posted.
         if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
             jax.block_until_ready(params)
         if not is_placeholder(params):

@@ -255,7 +255,7 @@ std::string Table::Problem() {
   return problem;
 }
 
-// ---- Python
+// ---- Any thread
 
 void Table::Wake() {
   std::lock_guard<std::mutex> lock(mutex_);

@@ -6,7 +6,6 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -113,7 +112,7 @@ class Table {
   bool Wait(double seconds);
   std::string Problem();
 
-  // ---- What other threads of Python call.
+  // ---- What any thread calls.
   void Wake();
   void Report(const std::string& problem);
   int32_t Hurry(int32_t change);

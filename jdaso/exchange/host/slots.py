@@ -449,7 +449,7 @@ class PlainTable:
                 return slot
             known = slot is not None or UNCOUNTED < number <= self._highest
             if known and not self._restarted:
-                raise JdasoError(self._texts[0].format(_name(number)))
+                raise JdasoError(self._texts[0].format(exchange_name(number)))
             if number != UNCOUNTED:
                 self._slots = [x for x in self._slots if x.number < number or x.state < _FILLED]
                 self._highest, self._restarted = number, False
@@ -481,7 +481,7 @@ class PlainTable:
             if self._closed:
                 raise JdasoError(_CLOSED)
             if slot is None or slot.state == _FILLING:
-                raise JdasoError(self._texts[1].format(_name(number)))
+                raise JdasoError(self._texts[1].format(exchange_name(number)))
             slot.awaited = 1
             self.hurry(1)
             self._wait(lambda: self._closed or slot.state != _FILLED)
@@ -579,5 +579,5 @@ def _report(totals: Sequence[float]) -> dict[str, float]:
     return dict(zip(names, (*map(int, totals[:2]), *totals[2:]), strict=True))
 
 
-def _name(number: int) -> str:
+def exchange_name(number: int) -> str:
     return "a consensus" if number == UNCOUNTED else f"exchange {number}"

@@ -17,6 +17,7 @@ from jdaso.core.tree import KEEP_OUT
 from jdaso.core.types import JdasoError
 from jdaso.core.wire import describe_narrow_wires
 from jdaso.exchange.host.layout import Layout, Memory, sender
+from jdaso.exchange.host.slots import exchange_name
 from jdaso.exchange.transport.collectives import add_in_order, gather
 from jdaso.exchange.transport.progress import Operation, closed_without
 
@@ -51,10 +52,6 @@ _EXIT = -2
 # The last entries of a header are agreement numbers, which are compared and not summed.
 _AGREEMENT = slice(-len(AGREEMENT_NAMES), None)
 _SUMMED = slice(None, -len(AGREEMENT_NAMES))
-
-
-def exchange_name(number: int) -> str:
-    return "a consensus" if number == UNCOUNTED else f"exchange {number}"
 
 
 def handshake(

@@ -30,9 +30,9 @@ from jdaso.core.types import PyTree
 from jdaso.core.wire import describe_narrow_wires
 from jdaso.exchange.host.layout import Layout, Memory, sender
 from jdaso.exchange.host.program import abort_on_error, report_error
-from jdaso.exchange.host.slots import PlainTable, Table
+from jdaso.exchange.host.slots import PlainTable, Table, exchange_name
 from jdaso.exchange.transport import collectives
-from jdaso.exchange.transport.handshake import Watch, exchange_name, exit_barrier, handshake
+from jdaso.exchange.transport.handshake import Watch, exit_barrier, handshake
 from jdaso.exchange.transport.progress import Operation, Progress, Request, completed
 
 
@@ -50,7 +50,7 @@ class ExchangeCommunicators:
         self._topology = topology
         self._chunk_bytes = chunk_bytes
         self._spare: list[np.ndarray] = []  # memory in which terms of sums have arrived
-        # A process of several has the index of its local rank alone.
+        # One of several processes of a node has one local index, its local rank.
         self._by_index = [_create(topology) for _ in topology.devices]
         # A consensus must not receive messages of exchanges that are in flight.
         self._consensus = _create(topology)
