@@ -1,6 +1,6 @@
 """Builds the extension jdaso.exchange.host._copies. All other settings are in pyproject.toml.
 
-If it cannot be compiled, the installation continues, and exchanges use host callbacks.
+If it cannot be compiled, the installation continues, without exchanges over MPI.
 """
 
 from importlib.util import find_spec

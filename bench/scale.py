@@ -31,7 +31,6 @@ import jdaso
 from jdaso.cluster.topology import Placement, Process
 from jdaso.core.exchange import HEADER_SIZE
 from jdaso.exchange.host.layout import LeafSpec, unsharded
-from jdaso.exchange.host.slots import use_native
 from jdaso.exchange.transport.mpi_transport import Membership, MpiTransport, mpi_table
 from jdaso.exchange.transport.progress import Progress
 
@@ -131,7 +130,7 @@ def stand_in(size: int, kilobytes: float, rounds: int) -> str:
         comm=StandIn(size),
     )
     membership = Membership(topology, chunk_bytes=1 << 22)
-    table = mpi_table(topology, use_native(None, "cpu"))
+    table = mpi_table(topology)
     progress = Progress(topology, 60.0, lambda progress: None, topology.abort, table)
     MpiTransport(membership, progress)
     layout = unsharded([LeafSpec((int(kilobytes * 250),), np.dtype("float32"))])

@@ -14,7 +14,7 @@ from jdaso.cluster import sbatch
 from jdaso.cluster.local_devices import use_virtual_devices
 from jdaso.cluster.topology import Topology, discover_topology, library, thread_level
 from jdaso.core.command_line import text_table
-from jdaso.exchange.host.slots import unavailable_reason
+from jdaso.exchange.host.slots import why_callbacks
 from jdaso.perf import predict_command, tune_command
 
 
@@ -56,7 +56,7 @@ def print_topology(arguments: argparse.Namespace) -> None:
     text = topology_table(topology)
     if topology.rank == 0:
         # How an mpi_exchange of this process copies parameters to the host and back.
-        reason = unavailable_reason(topology.devices[0].platform)
+        reason = why_callbacks(topology.devices[0].platform)
         copies = "compiled code" if reason is None else f"host callbacks: {reason}"
         print(f"{text}\n\ncopies by {copies}")
 

@@ -92,9 +92,9 @@ def mpi_exchange(
             It must cover everything that one node does alone, such as an evaluation or a
             checkpoint. A warning comes earlier, after 30 seconds or the median plus 20 deviations.
             The call of ``mpi_exchange`` also waits so long for the other processes.
-        native: Whether compiled code copies the parameters. None uses it if it was built and the
-            devices are CPUs, and warns once otherwise. True also uses it on CUDA devices, where it
-            has not been measured.
+        native: Whether compiled code copies the parameters, or else host callbacks. None uses it if
+            the devices are CPUs, and warns once otherwise. True also uses it on CUDA devices, where
+            it has been measured on one card only.
         same_bits: Whether it is an error if a center, an anchor, or the parameters of synchronous
             training differ between nodes in any bit. Pass False if the nodes' hardware rounds
             differently. Schedules and steps are compared in any case. The wires ``int8`` and
@@ -117,10 +117,11 @@ def mpi_exchange(
             is excluded above; if ``native=True`` is not available; if the arguments,
             except for ``timeout`` and ``native``, differ between processes; for a mesh of other
             devices. In ``init``, for shardings that do not fit the parameters.
-        JdasoError: If a process does not call ``mpi_exchange`` within ``timeout``. In ``init``, if
-            the nodes' parameters differ in structure, shape, dtype or sharding. In ``update``, if
-            nodes are at different steps, if a period, delay, schedule state, center or anchor
-            differs, or if a node is missing at the deadline.
+        JdasoError: If jdaso's compiled library is missing. If a process does not call
+            ``mpi_exchange`` within ``timeout``. In ``init``, if the nodes' parameters differ in
+            structure, shape, dtype or sharding. In ``update``, if nodes are at different steps, if
+            a period, delay, schedule state, center or anchor differs, or if a node is missing at
+            the deadline.
 
     >>> import jdaso
     >>> exchange = jdaso.mpi_exchange(jdaso.discover_topology())
@@ -132,18 +133,19 @@ def mpi_exchange(
     check_number("timeout", timeout, above=True)
     _check_settings(settings)
     sharded = Shardings(shardings, topology.mesh)
+    # What only one process may lack comes before it waits for the others.
+    native = topology.num_nodes > 1 and use_native(native, topology.devices[0].platform)
     # The collectives that follow have no deadline.
     topology.group.barrier("the creation of an exchange", timeout)
     if topology.num_nodes == 1:
         alone = _single_node(topology, wire, sharded if shardings is not None else None)
         return changed(alone, name=name)
     _check_same_settings(topology, settings)
-    native = use_native(native, topology.devices[0].platform)
     membership = Membership(topology, chunk_bytes)
-    table = mpi_table(topology, native, name)
+    table = mpi_table(topology, name)
     progress = Progress(topology, timeout, membership.announce_exit, topology.deaths.abort, table)
     transport = MpiTransport(membership, progress, name)
-    program = Program(table, sharded, transport.abort_on_error)
+    program = Program(table, native, sharded, transport.abort_on_error)
     collectives = HostCollectives(membership, progress)
     return _MpiExchange(settings, topology, program, transport, collectives)
 

@@ -1,15 +1,15 @@
-"""Compiled code gives the same bits as host callbacks, and is replaced where it is unavailable."""
+"""Compiled code gives the same bits as host callbacks, which replace it on other devices."""
 
 import os
 import shutil
 import subprocess
-import warnings
 from pathlib import Path
 
 import jax
 import pytest
 from launch import Batch
 
+import jdaso
 from jdaso.exchange.host import slots
 
 HERE = Path(__file__).parents[1] / "support" / "cuda_stand_in"
@@ -33,11 +33,6 @@ static_assert(jdaso::kStreamNonBlocking == CU_STREAM_NON_BLOCKING);
 static_assert(jdaso::kEventDisableTiming == CU_EVENT_DISABLE_TIMING);
 static_assert(jdaso::kHostRegisterPortable == CU_MEMHOSTREGISTER_PORTABLE);
 """
-
-needs_library = pytest.mark.skipif(
-    slots.unavailable_reason() is not None,
-    reason=f"no compiled code: {slots.unavailable_reason()}",
-)
 
 DTYPES = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32")
 MIXED = ("--dtypes", *DTYPES, "int32")
@@ -101,7 +96,6 @@ def jobs(folder):
     return alike(folder, (ONE_DEVICE | ON_CPU, TWO_DEVICES | ON_TWO_CPUS))
 
 
-@needs_library
 @pytest.mark.parametrize("options", OPTIONS_ON_CPU)
 def test_compiled_code_gives_the_bits_of_host_callbacks(jobs, options):
     jobs[options].passes(options)
@@ -124,7 +118,6 @@ def stand_in(folder, tmp_path_factory):
     return alike(folder, (ONE_DEVICE, TWO_DEVICES), "--stand-in", library)
 
 
-@needs_library
 @pytest.mark.parametrize("options", OPTIONS)
 def test_code_for_cuda_devices_gives_the_bits_of_host_callbacks(stand_in, options):
     stand_in[options].passes(options)
@@ -139,19 +132,13 @@ def test_functions_of_the_driver_are_declared_as_in_cuda(tmp_path):
     subprocess.run(["g++", *FLAGS, f"-I{root}/include", "-fsyntax-only", check], check=True)
 
 
-def test_without_a_compiled_library_callbacks_serve_and_it_is_said_once(monkeypatch):
-    monkeypatch.setattr(slots, "unavailable_reason", lambda *_: "it was not built")
-    slots._warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="host callbacks instead of compiled code: it was not"):
-        assert not slots.use_native(None, "cpu")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert not slots.use_native(None, "cpu")
-    with pytest.raises(ValueError, match=r"native=True: the compiled code cannot be used"):
-        slots.use_native(True, "cpu")
+def test_without_a_compiled_library_an_exchange_says_how_to_build_it(monkeypatch):
+    monkeypatch.setattr(slots, "_LIBRARY", "jdaso.exchange.host._missing")
+    monkeypatch.setattr(slots, "load", slots.load.__wrapped__)
+    with pytest.raises(jdaso.JdasoError, match=r"no compiled library.*C\+\+17 compiler builds it"):
+        slots.Table()
 
 
-@needs_library
 def test_compiled_code_serves_cuda_devices_where_it_is_asked_for(monkeypatch, tmp_path):
     slots._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="host callbacks .* needs native=True"):
@@ -170,4 +157,5 @@ def test_compiled_code_is_not_for_other_devices():
 
 def test_compiled_code_of_another_version_is_refused(monkeypatch):
     monkeypatch.setattr(slots, "HEADER_SIZE", slots.HEADER_SIZE + 1)
-    assert "belongs to another version of jdaso" in slots.load.__wrapped__()
+    with pytest.raises(jdaso.JdasoError, match="belongs to another version of jdaso"):
+        slots.load.__wrapped__()

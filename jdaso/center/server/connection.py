@@ -12,7 +12,7 @@ from jdaso.center.server.worker_exit import ExitPolicy
 from jdaso.cluster.mpi_types import Comm
 from jdaso.cluster.topology import Topology
 from jdaso.core.types import JdasoError
-from jdaso.exchange.host.slots import PlainTable, Table
+from jdaso.exchange.host.slots import Table
 from jdaso.exchange.transport.progress import Operation, Progress, WaitState
 
 _RETRY_SECONDS = 0.1
@@ -31,7 +31,7 @@ class Connection:
         timeout: float,
         heartbeat_seconds: float,
         policy: ExitPolicy,
-        table: Table | PlainTable,
+        table: Table,
     ):
         self._comm = comm
         self._timeout = timeout

@@ -105,8 +105,8 @@ def mpi_center(
             f"mpi_center needs one process per node, got {topology.processes_per_node}: a node is "
             "one worker. Use discover_topology(processes_per_node=1)."
         )
-    topology.group.barrier("the creation of a center", timeout)  # duplicate_comm has no deadline
     native = use_native(native, topology.devices[0].platform)
+    topology.group.barrier("the creation of a center", timeout)  # duplicate_comm has no deadline
     comm = topology.duplicate_comm()
     hosted = None
     if topology.rank == frames.SERVER:
@@ -119,11 +119,11 @@ def mpi_center(
     if topology.heartbeat is not None:
         topology.heartbeat.follow(policy)
     worker_exit.ignore_death_signal()
-    table = worker_table(topology, native)
+    table = worker_table(topology)
     connection = Connection(topology, comm, timeout, gone_after / _HEARTBEATS, policy, table)
     transport = WorkerTransport(topology, connection, policy.abort)
     sharded = Shardings(None, topology.mesh)
-    program = Program(table, sharded, transport.abort_on_error)
+    program = Program(table, native, sharded, transport.abort_on_error)
     center = _MpiCenter(topology.num_nodes, transport, program, hosted)
     return Center(
         topology.num_nodes,

@@ -15,7 +15,7 @@ from jdaso.cluster.topology import Topology
 from jdaso.core.log import logger
 from jdaso.exchange.host.layout import Memory
 from jdaso.exchange.host.program import abort_on_error, report_error
-from jdaso.exchange.host.slots import PlainTable, Table
+from jdaso.exchange.host.slots import Table
 from jdaso.exchange.transport.progress import Operation
 
 _POSTED_TWICE = (
@@ -29,10 +29,10 @@ _NOT_IN_FLIGHT = (
 )
 
 
-def worker_table(topology: Topology, native: bool) -> Table | PlainTable:
+def worker_table(topology: Topology) -> Table:
     """The slots of a worker's exchanges with the center, with the errors that they report."""
     name = topology.describe(topology.rank)
-    return (Table if native else PlainTable)(_POSTED_TWICE % name, _NOT_IN_FLIGHT % name)
+    return Table(_POSTED_TWICE % name, _NOT_IN_FLIGHT % name)
 
 
 class WorkerTransport:

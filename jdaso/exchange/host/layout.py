@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-import mmap
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -529,7 +528,7 @@ class Memory:
 
     def __init__(self, plan: Plan, buffer: np.ndarray | None = None):
         self.plan, self.layout, self.specs = plan, plan.layout, plan.layout.specs
-        self.buffer = buffer = page_aligned(plan.bytes) if buffer is None else buffer
+        self.buffer = buffer = np.empty(plan.bytes, np.uint8) if buffer is None else buffer
 
         def view(start: int, rows: int, row: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
             end = start + rows * math.prod(row) * dtype.itemsize
@@ -601,18 +600,6 @@ class Memory:
 def memory_of(specs: Sequence[LeafSpec]) -> Memory:
     """New memory for leaves on one device."""
     return Memory(Plan(unsharded(specs)))
-
-
-def page_aligned(size: int) -> np.ndarray:
-    """Uninitialized bytes that share no page with other memory.
-
-    >>> memory = page_aligned(12)
-    >>> memory.shape, memory.ctypes.data % mmap.PAGESIZE
-    ((12,), 0)
-    """
-    memory = np.empty((-(-size // mmap.PAGESIZE) + 1) * mmap.PAGESIZE, np.uint8)
-    start = -memory.ctypes.data % mmap.PAGESIZE
-    return memory[start : start + size]
 
 
 def _row(dtype: np.dtype) -> tuple[int, ...]:

@@ -2,8 +2,8 @@
 
 Each device of the node copies its own shards to the host. It does so inside ``shard_map`` over the
 mesh of the node, which :class:`NodeMesh` adds where the program is not in one already. The handlers
-of ``slots.cc`` copy where there is compiled code, and host callbacks do elsewhere. Both fill and
-read the same slots.
+of ``slots.cc`` copy on the platforms that they support, and host callbacks do elsewhere. Both fill
+and read the same slots.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jdaso.core.types import JdasoError, Leaves, Number, PyTree
 from jdaso.core.wire import WIRE_OF_BITS, pack, sum_dtype, sum_padding, unpadded, wire_dtypes
 from jdaso.exchange.host import slots
 from jdaso.exchange.host.layout import Layout, Memory, Shardings, make_layout
-from jdaso.exchange.host.slots import PlainTable, Table
+from jdaso.exchange.host.slots import Table
 
 REPLICATED = PartitionSpec()
 Specs = tuple[PartitionSpec, ...]
@@ -54,21 +54,22 @@ class Program:
     The token orders the calls of a program.
 
     Args:
-        table: The slots of the exchange. Handlers fill and read a :class:`Table`, and host
-            callbacks a :class:`PlainTable`.
+        table: The slots of the exchange.
+        compiled: Whether compiled handlers copy the leaves, which they can do in parts, or else
+            host callbacks.
         shardings: Of the leaves, on the mesh of the node.
         guard: A context in which an error of a host callback is reported.
     """
 
     def __init__(
         self,
-        table: Table | PlainTable,
+        table: Table,
+        compiled: bool,
         shardings: Shardings,
         guard: Callable[[], AbstractContextManager[None]],
     ):
         self._table, self._shardings, self._guard = table, shardings, guard
-        #: Whether compiled code copies the leaves. It can do so in parts.
-        self.compiled = isinstance(table, Table)
+        self.compiled = compiled
         self._rounds = slots.rounds(shardings.mesh.devices.flat[0].platform)
         self.mesh = NodeMesh(shardings)
         #: Waits for all programs that were dispatched.
@@ -174,7 +175,7 @@ class Program:
         # XLA is told of no side effects. The token orders the calls.
         call = jax.ffi.ffi_call(slots.POST, _TOKEN)
         scalars = (jnp.asarray(x, jnp.int32) for x in (token, device, number, step))
-        attributes = {"table": np.int32(self._table_id), "layout": np.int32(index)}
+        attributes = {"table": np.int32(self._table.id), "layout": np.int32(index)}
         return call(*scalars, header, *leaves, **attributes)
 
     def _post_by_callback(
@@ -237,7 +238,7 @@ class Program:
         assert device is not None
         if self.compiled:
             call = jax.ffi.ffi_call(slots.COLLECT, [_TOKEN, _HEADER, *sums])
-            attributes = {"table": self._table_id, "first": first, "last": last}
+            attributes = {"table": self._table.id, "first": first, "last": last}
             attributes["readers"] = self.mesh.local_size
             integers = {name: np.int32(value) for name, value in attributes.items()}
             token, header, *total = call(token, jnp.asarray(device, jnp.int32), number, **integers)
@@ -279,11 +280,6 @@ class Program:
             (REPLICATED, specs),
             *(token, lists, into),
         )
-
-    @property
-    def _table_id(self) -> int:
-        assert isinstance(self._table, Table)
-        return self._table.id
 
 
 # The most arrays of a call that orders them. To compile one with n aliases, XLA takes a time like

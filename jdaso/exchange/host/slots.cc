@@ -80,9 +80,10 @@ int32_t Table::Register(Layout layout) {
   return static_cast<int32_t>(layouts_.size()) - 1;
 }
 
-const Layout& Table::LayoutOf(const Slot* slot) {
+const Layout& Table::LayoutAt(int32_t index) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return layouts_[slot->layout];
+  if (index < 0 || index >= static_cast<int32_t>(layouts_.size())) throw Failure(kForeign);
+  return layouts_[index];
 }
 
 Slot* Table::BeginPost(int32_t number, int32_t step, const float* header, int32_t layout,
@@ -90,7 +91,6 @@ Slot* Table::BeginPost(int32_t number, int32_t step, const float* header, int32_
   const bool counts = number != kUncounted;
   std::shared_ptr<Block> fresh;
   std::unique_lock<std::mutex> lock(mutex_);
-  if (layout < 0 || layout >= static_cast<int32_t>(layouts_.size())) throw Failure(kForeign);
   while (true) {
     if (closed_) throw Failure(kClosed);
     Slot* slot = Find(number);
@@ -98,6 +98,7 @@ Slot* Table::BeginPost(int32_t number, int32_t step, const float* header, int32_
       --slot->to_join;
       return slot;
     }
+    if (slot != nullptr && slot->state == kFailed && !counts) throw Failure(slot->error);
     if ((slot != nullptr || (counts && number <= highest_)) && !restarted_) {
       throw Failure(Filled(posted_twice_, number));
     }
@@ -158,7 +159,10 @@ Slot* Table::BeginCollect(int32_t number, int32_t readers) {
     return closed_ || (slot == nullptr ? readers == 1 : slot->state != kFilling);
   };
   changed_.wait_for(lock, patience_, known);
-  if (slot != nullptr && slot->state == kFailed) throw Failure(slot->error);
+  if (slot != nullptr && slot->state == kFailed) {
+    slot->awaited = 1;
+    throw Failure(slot->error);
+  }
   if (closed_) throw Failure(kClosed);
   if (slot == nullptr || slot->state == kFilling) throw Failure(Filled(not_in_flight_, number));
   slot->awaited = 1;
@@ -433,6 +437,26 @@ std::vector<Result> ResultsOf(ffi::RemainingRets rets) {
   return results;
 }
 
+const Place* CheckedLeaves(const Layout& layout, int32_t number, int32_t device,
+                           ffi::RemainingArgs leaves) {
+  if (static_cast<size_t>(layout.leaves) != leaves.size()) {
+    throw Failure(Name(number) + " has " + std::to_string(layout.leaves) +
+                  " leaves, the program posts " + std::to_string(leaves.size()));
+  }
+  const Place* places = layout.of(device);
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    const auto leaf = *leaves.get<ffi::AnyBuffer>(i);
+    const bool rounds = places[i].bfloat16 && leaf.element_type() == ffi::F32;
+    const auto size = static_cast<int64_t>(rounds ? leaf.size_bytes() / 2 : leaf.size_bytes());
+    if (size != places[i].wire_bytes) {
+      throw Failure("leaf " + std::to_string(i) + " of " + Name(number) + " has " +
+                    std::to_string(places[i].wire_bytes) + " bytes, the program posts " +
+                    std::to_string(size));
+    }
+  }
+  return places;
+}
+
 const Place* CheckedSums(const Layout& layout, const Slot* slot, int32_t device,
                          const std::vector<Result>& results, int32_t first, bool last) {
   const int32_t end = first + static_cast<int32_t>(results.size());
@@ -471,8 +495,9 @@ ffi::Error Post(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> device,
   try {
     const float* sent = header.typed_data();
     const int32_t k = *number.typed_data();
+    const Place* place =
+        CheckedLeaves(table->LayoutAt(layout), k, *device.typed_data(), leaves);
     Slot* slot = table->BeginPost(k, *step.typed_data(), sent, layout, false);
-    const Place* place = table->LayoutOf(slot).of(*device.typed_data());
     for (size_t i = 0; i < leaves.size(); ++i, ++place) {
       if (std::max(k, 0) % place->copies != place->copy) continue;
       const auto leaf = *leaves.get<ffi::AnyBuffer>(i);
@@ -506,7 +531,7 @@ ffi::Error Collect(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> device,
     slot = table->BeginCollect(*number.typed_data(), readers);
     const std::vector<Result> results = ResultsOf(rets);
     const Place* place =
-        CheckedSums(table->LayoutOf(slot), slot, *device.typed_data(), results, first, last);
+        CheckedSums(table->LayoutAt(slot->layout), slot, *device.typed_data(), results, first, last);
     if (last) table->Count(slot, readers);
     for (const Result& result : results) {
       const char* from = slot->memory + place->sums;

@@ -95,7 +95,7 @@ class Table {
         talks_(talks) {}
 
   int32_t Register(Layout layout);
-  const Layout& LayoutOf(const Slot* slot);
+  const Layout& LayoutAt(int32_t index);
 
   // ---- What programs call. They raise Failure.
   Slot* BeginPost(int32_t number, int32_t step, const float* header, int32_t layout, bool pin);
@@ -162,6 +162,10 @@ struct Result {
   size_t BytesOf(const Place& place) const { return Widens(place) ? bytes / 2 : bytes; }
 };
 std::vector<Result> ResultsOf(ffi::RemainingRets rets);
+
+// Where the leaves that a program posts go. Fails if they are not those of the layout.
+const Place* CheckedLeaves(const Layout& layout, int32_t number, int32_t device,
+                           ffi::RemainingArgs leaves);
 
 // Where the sums of some leaves of a program are. Fails if they do not fit the exchange.
 const Place* CheckedSums(const Layout& layout, const Slot* slot, int32_t device,

@@ -2,7 +2,6 @@
 
 ``slots.cc`` says what a slot is. Compiled programs fill and read slots without Python. Host
 callbacks do the same through :class:`Table`, and the progress thread takes filled slots from it.
-Where there is no compiled library, :class:`PlainTable` stands in.
 """
 
 from __future__ import annotations
@@ -10,21 +9,18 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
-import itertools
 import logging
 import pathlib
 import threading
-import time
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jdaso.core.block_format import format_of, pack, unpack
+from jdaso.core.block_format import format_of
 from jdaso.core.exchange import HEADER_SIZE, UNCOUNTED, ExchangeRecord
 from jdaso.core.log import logger
 from jdaso.core.types import JdasoError
@@ -110,68 +106,75 @@ _FUNCTIONS: dict[str, tuple] = {
 
 
 @functools.cache
-def load() -> ctypes.CDLL | str:
-    """The compiled library, registered with XLA, or the reason why it cannot be used."""
+def load() -> ctypes.CDLL:
+    """Loads the compiled library.
+
+    Raises:
+        JdasoError: if it was not built, or for another system or version.
+    """
     found = importlib.util.find_spec(_LIBRARY)
     if found is None or found.origin is None:
-        folder = pathlib.Path(__file__).parent
-        return (
-            f"{folder} contains no compiled library; a C++17 compiler builds it when jdaso is "
-            "installed (in a clone, run pip install -e . or start Python in another folder)"
+        raise JdasoError(
+            f"{pathlib.Path(__file__).parent} contains no compiled library, which exchanges over "
+            "MPI need: a C++17 compiler builds it when jdaso is installed (in a clone, run pip "
+            "install -e . or start Python in another folder)."
         )
-    return open_library(found.origin, {"cpu": "", "CUDA": "_cuda"})
+    return open_library(found.origin)
 
 
-def open_library(path: str, suffixes: Mapping[str, str]) -> ctypes.CDLL | str:
-    """Loads a library, and registers its functions, which have these suffixes, with XLA."""
+def open_library(path: str) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(path)
         if library.jdaso_header() != HEADER_SIZE:
             raise OSError("the library belongs to another version of jdaso")
-        for (platform, suffix), name in itertools.product(suffixes.items(), (POST, COLLECT, ORDER)):
-            capsule = jax.ffi.pycapsule(getattr(library, name + suffix))
-            jax.ffi.register_ffi_target(name, capsule, platform=platform)
         for name, (result, *arguments) in _FUNCTIONS.items():
             function = getattr(library, f"jdaso_{name}")
             function.restype, function.argtypes = result, arguments
-    except Exception as error:  # built for another system, jdaso or XLA
-        return f"{path} cannot be loaded: {error}; install jdaso again"
+    except Exception as error:  # built for another system
+        raise JdasoError(f"{path} cannot be loaded: {error}; install jdaso again.") from error
     return library
 
 
-def unavailable_reason(platform: str = "cpu", native: bool | None = None) -> str | None:
-    """The reason why this process does not use compiled code; None if it does."""
-    if platform not in ("cpu", "gpu"):
-        return f"it supports CPU and CUDA devices, not {platform}"
-    library = load()
-    if isinstance(library, str):
-        return library
+@functools.cache
+def register_handlers(platform: str = "cpu", suffix: str = "") -> None:
+    """Tells XLA the handlers for the devices of a platform, once."""
+    for name in (POST, COLLECT, ORDER):
+        capsule = jax.ffi.pycapsule(getattr(load(), name + suffix))
+        jax.ffi.register_ffi_target(name, capsule, platform=platform)
+
+
+def why_callbacks(platform: str, native: bool | None = None) -> str | None:
+    """Why programs for these devices copy by host callbacks; None if compiled handlers copy."""
     if platform == "cpu":
         return None
+    if platform != "gpu":
+        return f"it supports CPU and CUDA devices, not {platform}"
     if not native:
-        # It has been tested with a simulated driver only.
-        return "on CUDA devices, where it has not been measured, it needs native=True"
-    error = library.jdaso_driver(_DRIVER)
+        return "on CUDA devices, where it has been measured on one card only, it needs native=True"
+    error = load().jdaso_driver(_DRIVER)
     return f"the CUDA driver cannot be used: {error.decode()}" if error else None
 
 
 def use_native(native: bool | None, platform: str) -> bool:
-    """Whether exchanges use compiled code.
+    """Whether compiled handlers copy in programs for these devices, or else host callbacks.
 
     Args:
-        native: True requires it, False excludes it, None uses it where it is available.
+        native: True requires handlers, False excludes them, None uses them where they are tested.
 
     Raises:
-        ValueError: If it is required and cannot be used.
+        ValueError: if they are required and cannot be used.
+        JdasoError: if there is no compiled library, which host callbacks need as well.
     """
-    if native is False:
-        return False
-    reason = unavailable_reason(platform, native)
-    if reason is not None and native:
+    load()
+    reason = None if native is False else why_callbacks(platform, native)
+    if native and reason is not None:
         raise ValueError(f"native=True: the compiled code cannot be used: {reason}.")
     if reason is not None:
         _warn_once(reason)
-    return reason is None
+    if native is False or reason is not None:
+        return False
+    register_handlers(*{"cpu": ("cpu", ""), "gpu": ("CUDA", "_cuda")}[platform])
+    return True
 
 
 def rounds(platform: str) -> bool:
@@ -196,6 +199,7 @@ def sum_blocks(terms: np.ndarray, sums: np.ndarray, packed: np.ndarray) -> None:
         sums: float32[rows, 64], receives the sums.
         packed: rows of the same format, [rows, row_bytes], receives the rounded sums.
 
+    >>> from jdaso.core.block_format import format_of, pack, unpack
     >>> rows = format_of(np.int8)
     >>> terms = np.stack([pack(np.full((1, 64), x, np.float32), rows) for x in (1, 2)])
     >>> sums, packed = np.empty((1, 64), np.float32), np.empty((1, 65), np.int8)
@@ -203,26 +207,13 @@ def sum_blocks(terms: np.ndarray, sums: np.ndarray, packed: np.ndarray) -> None:
     >>> float(sums[0, 0]), bool((unpack(packed) == sums).all())
     (3.0, True)
     """
-    loaded = load()
-    if isinstance(loaded, ctypes.CDLL):
-        addresses = [_address(array) for array in (terms, sums, packed)]
-        loaded.jdaso_sum_blocks(_bits(terms), addresses[0], *terms.shape[:2], *addresses[1:])
-        return
-    sums[...] = unpack(terms[0])
-    for term in terms[1:]:
-        sums += unpack(term)
-    rows = format_of(terms.dtype)
-    assert rows is not None
-    packed[...] = pack(sums, rows)
+    addresses = [_address(array) for array in (terms, sums, packed)]
+    load().jdaso_sum_blocks(_bits(terms), addresses[0], *terms.shape[:2], *addresses[1:])
 
 
 def unpack_blocks(packed: np.ndarray, numbers: np.ndarray) -> None:
     """Decodes rows of a format, [rows, row_bytes], into float32[rows, 64]."""
-    loaded = load()
-    if isinstance(loaded, ctypes.CDLL):
-        loaded.jdaso_unpack_blocks(_bits(packed), _address(packed), len(packed), _address(numbers))
-    else:
-        numbers[...] = unpack(packed)
+    load().jdaso_unpack_blocks(_bits(packed), _address(packed), len(packed), _address(numbers))
 
 
 def _bits(rows: np.ndarray) -> int:
@@ -238,8 +229,6 @@ def _address(array: np.ndarray) -> int:
 
 # The longest wait for another device of this node, or for copies; as in slots.cc.
 _SECONDS = 30.0
-_CLOSED = "the exchange is closed, or the interpreter is exiting: no exchange can start or end"
-_FREE, _FILLING, _FILLED, _DONE, _FAILED = range(5)
 
 
 class Table:
@@ -265,9 +254,8 @@ class Table:
     - ``clear()`` forgets all posted exchanges. Numbers may start again.
     """
 
-    def __init__(self, posted_twice: str, not_in_flight: str, patience: float = _SECONDS):
+    def __init__(self, posted_twice: str = "", not_in_flight: str = "", patience: float = _SECONDS):
         loaded = load()
-        assert not isinstance(loaded, str)
         texts = posted_twice.encode(), not_in_flight.encode()
         self.id = loaded.jdaso_open(*texts, patience, logger.isEnabledFor(logging.DEBUG))
         self._library, self._patience = loaded, patience
@@ -391,187 +379,6 @@ def _warn_unpinned() -> None:
         "the limit of locked memory (ulimit -l).",
         stacklevel=2,
     )
-
-
-class _PlainSlot:
-    """As :class:`Slot`. ``times`` are the pairs of an :class:`ExchangeRecord`."""
-
-    def __init__(self, number: int, step: int, header: np.ndarray, layout: int, plan: Plan):
-        self.number, self.step, self.layout, self.state = number, step, layout, _FILLING
-        self.parts_left, self.to_join = plan.layout.senders, plan.layout.senders - 1
-        self.header, self.memory, self.error = np.array(header, np.float32), Memory(plan), ""
-        self.total, self.awaited, self.collected, self.sent = self.header, 0, 0, 0
-        self.times = [[0.0, 0.0] for _ in range(4)]
-        self.times[0][0] = time.monotonic()
-
-
-class PlainTable:
-    """As :class:`Table`, in Python, for host callbacks. Memory is not reused."""
-
-    def __init__(self, posted_twice: str = "", not_in_flight: str = "", patience: float = _SECONDS):
-        self._texts, self._patience = (posted_twice, not_in_flight), patience
-        self._changed = threading.Condition()
-        self._plans: list[Plan] = []
-        self._slots: list[Any] = []
-        self._filled: deque[Any] = deque()
-        self._records: deque[Any] = deque(maxlen=1000)
-        self._totals, self._waiting, self._highest = [0.0] * 4, 0, UNCOUNTED
-        self._restarted = self._closed = self._news = False
-
-    def _change(self, function: Callable[[], Any]) -> Any:
-        """Calls a function with the lock, and wakes whoever waits."""
-        with self._changed:
-            result, self._news = function(), True
-            self._changed.notify_all()
-            return result
-
-    def _wait(self, condition: Callable[[], Any], seconds: float | None = None) -> Any:
-        with self._changed:
-            return self._changed.wait_for(condition, seconds)
-
-    def _find(self, number: int) -> Any:
-        return next((slot for slot in self._slots if slot.number == number), None)
-
-    def register(self, layout: Layout) -> int:
-        self._plans.append(Plan(layout))
-        return len(self._plans) - 1
-
-    def memory(self, slot: Any) -> Memory:
-        return slot.memory
-
-    def begin_post(self, number: int, step: int, header: np.ndarray, layout: int) -> Any:
-        with self._changed:
-            if self._closed:
-                raise JdasoError(_CLOSED)
-            slot = self._find(number)
-            if slot is not None and slot.state == _FILLING and slot.to_join > 0:
-                slot.to_join -= 1
-                return slot
-            known = slot is not None or UNCOUNTED < number <= self._highest
-            if known and not self._restarted:
-                raise JdasoError(self._texts[0].format(exchange_name(number)))
-            if number != UNCOUNTED:
-                self._slots = [x for x in self._slots if x.number < number or x.state < _FILLED]
-                self._highest, self._restarted = number, False
-            self._slots.append(_PlainSlot(number, step, header, layout, self._plans[layout]))
-            return self._slots[-1]
-
-    def end_post(self, slot: Any) -> None:
-        def count() -> None:
-            slot.times[0][1], slot.parts_left = time.monotonic(), slot.parts_left - 1
-            if not slot.parts_left:
-                slot.state = _FILLED
-                self._filled.append(slot)
-
-        self._change(count)
-
-    def discard(self, slot: Any) -> None:
-        self._change(lambda: self._slots.remove(slot))
-
-    def begin_collect(self, number: int, readers: int) -> Any:
-        def known() -> bool:
-            slot = self._find(number)
-            return self._closed or (readers == 1 if slot is None else slot.state != _FILLING)
-
-        with self._changed:
-            self._wait(known, self._patience)
-            slot, since = self._find(number), time.monotonic()
-            if slot is not None and slot.state == _FAILED:
-                raise JdasoError(slot.error)
-            if self._closed:
-                raise JdasoError(_CLOSED)
-            if slot is None or slot.state == _FILLING:
-                raise JdasoError(self._texts[1].format(exchange_name(number)))
-            slot.awaited = 1
-            self.hurry(1)
-            self._wait(lambda: self._closed or slot.state != _FILLED)
-            self.hurry(-1)
-            if slot.state != _DONE:
-                raise JdasoError(slot.error if slot.state == _FAILED else _CLOSED)
-            if not slot.times[2][0] and number != UNCOUNTED:
-                slot.times[2][:] = since, time.monotonic()
-                seconds = (end - start for start, end in (slot.times[2], slot.times[1]))
-                for i, value in enumerate((1, slot.sent, *seconds)):
-                    self._totals[i] += value
-                self._records.append((slot.number, slot.step, slot.sent, slot.times))
-            return slot
-
-    def end_collect(self, slot: Any, readers: int, last: bool) -> None:
-        with self._changed:
-            slot.collected += last
-            if slot.collected >= readers and slot in self._slots:
-                self._slots.remove(slot)
-                slot.times[3][:] = slot.times[2][1], time.monotonic()
-
-    def next(self) -> Any:
-        return self._filled.popleft() if self._filled else None
-
-    def done(self, slot: Any, total: np.ndarray, sent: int, began: float, ended: float) -> None:
-        slot.total, slot.sent, slot.times[1][:] = np.array(total), sent, (began, ended)
-        self._change(lambda: setattr(slot, "state", _DONE))
-
-    def fail(self, slot: Any, error: str) -> None:
-        slot.error = error
-        self._change(lambda: setattr(slot, "state", _FAILED))
-
-    def wait(self, seconds: float) -> bool:
-        with self._changed:
-            self._wait(lambda: self._news, None if seconds < 0 else seconds)
-            news, self._news = self._news, False
-            return news
-
-    def wake(self) -> None:
-        self._change(lambda: None)
-
-    def hurry(self, change: int) -> int:
-        with self._changed:
-            self._waiting += change
-            if change > 0:
-                self.wake()
-            return self._waiting
-
-    def problems(self) -> Iterator[str]:
-        return iter(())  # callbacks report their errors themselves
-
-    def await_posted(self) -> None:
-        def pending() -> list[int]:
-            return [x.number for x in self._slots if x.state == _FILLING]
-
-        self._wait(lambda: not pending(), self._patience)
-        _check_posted(min(pending(), default=UNCOUNTED - 1), self._patience)
-
-    def await_done(self) -> None:
-        for slot in self._slots:
-            slot.awaited = 1
-        self._wait(lambda: all(x.state != _FILLED for x in self._slots))
-        for slot in self._slots:
-            if slot.state == _FAILED:
-                raise JdasoError(slot.error)
-
-    def in_flight(self) -> list[Any]:
-        with self._changed:
-            found = [x for x in self._slots if x.state >= _FILLED and x.number != UNCOUNTED]
-            return sorted(found, key=lambda x: x.number)
-
-    def release(self, slot: Any) -> None:
-        """Does nothing: whoever refers to a slot keeps its memory."""
-
-    def restart(self) -> None:
-        self._restarted = True
-
-    def clear(self) -> None:
-        with self._changed:
-            self._slots = [x for x in self._slots if x.state == _FILLING]
-            self._highest = UNCOUNTED
-
-    def close(self) -> None:
-        self._change(lambda: setattr(self, "_closed", True))
-
-    def records(self) -> list[ExchangeRecord]:
-        return [ExchangeRecord(*first, *map(tuple, times)) for *first, times in self._records]
-
-    def report(self) -> dict[str, float]:
-        return _report(self._totals)
 
 
 def _report(totals: Sequence[float]) -> dict[str, float]:

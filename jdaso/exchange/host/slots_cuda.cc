@@ -179,8 +179,9 @@ ffi::Error Post(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S
     ReadAsync(&scalars.step, step, stream);
     ReadAsync(scalars.header, header, stream);
     CUDA(cuStreamSynchronize, stream);
+    const Place* place =
+        CheckedLeaves(table->LayoutAt(layout), scalars.number, scalars.device, leaves);
     slot = table->BeginPost(scalars.number, scalars.step, scalars.header, layout, true);
-    const Place* place = table->LayoutOf(slot).of(scalars.device);
     std::vector<Copy> copies;
     for (size_t i = 0; i < leaves.size(); ++i, ++place) {
       if (std::max(scalars.number, 0) % place->copies != place->copy) continue;
@@ -241,7 +242,7 @@ ffi::Error Collect(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi
     slot = table->BeginCollect(scalars.number, readers);
     const std::vector<Result> results = ResultsOf(rets);
     const Place* place =
-        CheckedSums(table->LayoutOf(slot), slot, scalars.device, results, first, last);
+        CheckedSums(table->LayoutAt(slot->layout), slot, scalars.device, results, first, last);
     auto collect = std::make_unique<CollectArguments>(CollectArguments{table, slot, {}, {}});
     std::copy_n(slot->total, kHeader, collect->header);
     if (last) table->Count(slot, readers);

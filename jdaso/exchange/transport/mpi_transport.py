@@ -30,7 +30,7 @@ from jdaso.core.types import PyTree
 from jdaso.core.wire import describe_narrow_wires
 from jdaso.exchange.host.layout import Layout, Memory, sender
 from jdaso.exchange.host.program import abort_on_error, report_error
-from jdaso.exchange.host.slots import PlainTable, Table, exchange_name
+from jdaso.exchange.host.slots import Table, exchange_name
 from jdaso.exchange.transport import collectives
 from jdaso.exchange.transport.handshake import Watch, exit_barrier, handshake
 from jdaso.exchange.transport.progress import Operation, Progress, Request, completed
@@ -52,9 +52,11 @@ class ExchangeCommunicators:
         self._spare: list[np.ndarray] = []  # memory in which terms of sums have arrived
         # One of several processes of a node has one local index, its local rank.
         self._by_index = [_create(topology) for _ in topology.devices]
-        # A consensus must not receive messages of exchanges that are in flight.
-        self._consensus = _create(topology)
         self.handshakes = topology.duplicate_comm()
+        # A consensus must not receive messages of exchanges that are in flight. Inside a program
+        # nothing orders it and a post, so it has handshakes of its own.
+        self._consensus = _create(topology)
+        self._consensus_handshakes = topology.duplicate_comm()
         # World ranks of the processes with each local rank, in the order of nodes.
         places = np.array(topology.placements)
         by_node = np.lexsort((places[:, 1], places[:, 0]))
@@ -66,7 +68,7 @@ class ExchangeCommunicators:
 
     def all(self) -> list[Comm]:
         nested = [comm for index in [*self._by_index, self._consensus] for comm in index]
-        return [self.handshakes, *filter(None, nested)]
+        return [self.handshakes, self._consensus_handshakes, *filter(None, nested)]
 
     def exchange(
         self,
@@ -84,10 +86,12 @@ class ExchangeCommunicators:
         look alike, and messages of a failed exchange may still arrive.
         """
         topology, first = self._topology, self._members[0]
-        used = self._consensus if number == UNCOUNTED else self._by_index[self.queue(number)]
+        used, handshakes = self._by_index[self.queue(number)], self.handshakes
+        if number == UNCOUNTED:
+            used, handshakes = self._consensus, self._consensus_handshakes
         content = watch.content(number, header, memory, topology.local_rank)
         total, records = yield from handshake(
-            self.handshakes,
+            handshakes,
             memory.layout.fingerprint,
             number,
             step,
@@ -148,7 +152,7 @@ def _create(topology: Topology) -> IndexCommunicators:
 
 
 # Operations that the processes post in the same order.
-SERIES = ("exchanges", "comparisons", "broadcasts", "flags", "exits")
+SERIES = ("exchanges", "consensus", "comparisons", "broadcasts", "flags", "exits")
 
 
 class Membership:
@@ -224,11 +228,11 @@ _NOT_IN_FLIGHT = (
 )
 
 
-def mpi_table(topology: Topology, native: bool, name: str = "") -> Table | PlainTable:
+def mpi_table(topology: Topology, name: str = "") -> Table:
     """The slots of an exchange over MPI, with the errors that they report."""
     own, exchange = topology.describe(topology.rank), "{}" + of_name(name)
     twice, unknown = (x.replace("{}", exchange) % own for x in (_POSTED_TWICE, _NOT_IN_FLIGHT))
-    return (Table if native else PlainTable)(twice, unknown)
+    return Table(twice, unknown)
 
 
 def of_name(name: str) -> str:
@@ -313,7 +317,7 @@ class MpiTransport:
             ),
             self._description(number, step),
             measured=number != UNCOUNTED,
-            call=self._membership.call("exchanges"),
+            call=self._membership.call("consensus" if number == UNCOUNTED else "exchanges"),
         )
 
     def log_completed(self) -> None:

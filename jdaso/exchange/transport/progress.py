@@ -25,7 +25,7 @@ from jdaso.cluster.roll_call import Answer, Call, name_ranks
 from jdaso.cluster.topology import Topology
 from jdaso.core.log import logger
 from jdaso.core.types import JdasoError
-from jdaso.exchange.host.slots import PlainTable, Table
+from jdaso.exchange.host.slots import Table
 
 _POLL_SECONDS = 1e-4
 
@@ -145,6 +145,7 @@ class Request:
         self.deadline = self.started_at + deadlines.deadline()
         self.failed_at = 0.0
         self.slot = slot
+        self._number = None if slot is None else slot.number
         self._awaited = self._blocks = False
         #: Since when another process and this one seem to wait for each other.
         self.deadlocked_since: float | None = None
@@ -154,8 +155,10 @@ class Request:
 
     @property
     def awaited(self) -> bool:
-        """Whether the program has waited for it."""
-        return self._awaited or (self.slot is not None and bool(self.slot.awaited))
+        """Whether the program has waited for it, or never will, because its slot has been freed."""
+        if self.slot is None or self._awaited:
+            return self._awaited
+        return bool(self.slot.awaited) or self.slot.number != self._number
 
     @awaited.setter
     def awaited(self, value: bool) -> None:
@@ -261,8 +264,8 @@ class Polling:
         looked_at: When the thread last looked at all operations.
     """
 
-    def __init__(self, table: Table | PlainTable | None = None) -> None:
-        self._table = table or PlainTable()
+    def __init__(self, table: Table) -> None:
+        self._table = table
         self._awaited = False
         self._pause, self._longest = _SHORTEST_SECONDS, _LONGEST_SECONDS
         self.reset()
@@ -459,13 +462,14 @@ class Progress:
         timeout: float,
         announce_exit: Callable[["Progress"], None],
         abort: Callable[[str], None],
-        table: Table | PlainTable | None = None,
+        table: Table | None = None,
     ):
         self._announce_exit, self._abort = announce_exit, abort
-        self.table = table or PlainTable()
+        self.table = table or Table()
         self.exchanges: Any = None  # what serves the slots; see MpiTransport
         self._peers = Peers(topology)
         self._deadlines = Deadlines(timeout)
+        self._submitted: list[Request] = []  # until the thread takes them
         self._requests: list[Request] = []
         self._failed: list[Request] = []
         self._lock = threading.Lock()
@@ -495,7 +499,7 @@ class Progress:
                     f"{description} cannot start: the exchange is closed, or the interpreter is "
                     "exiting."
                 )
-            self._requests.append(request)
+            self._submitted.append(request)
             self._polling.wake()
         return request
 
@@ -526,7 +530,7 @@ class Progress:
                 return
             self._closing = True
             unawaited = [request for request in self._failed if not request.awaited]
-            unfinished = list(dict.fromkeys([*unawaited, *self._requests]))
+            unfinished = list(dict.fromkeys([*unawaited, *self._requests, *self._submitted]))
             self._polling.wake()
         self._forget()
         for request in unfinished:
@@ -553,6 +557,7 @@ class Progress:
             self.table.close()
             with self._lock:
                 self._closing = True
+                self._requests += self._submitted
                 for request in self._requests:
                     request.fail(error)
                     self._end(request)
@@ -577,19 +582,26 @@ class Progress:
 
     def _next_requests(self) -> list[Request]:
         """The requests. Without any, it waits for the next one, or until it is time to look."""
-        self._serve()
+        self._take()
         if not self._requests and not self._closed:
             unawaited = not all(request.awaited for request in self._failed)
             self._polling.sleep(_UNAWAITED_SECONDS if unawaited else -1)
             self._polling.reset()
+            self._take()
+        return list(self._requests)
+
+    def _take(self) -> None:
+        """Takes what was submitted, and first the slots that were filled before that."""
+        with self._lock:
+            count = len(self._submitted)
+        if self.exchanges is not None:
             self._serve()
         with self._lock:
-            return list(self._requests)
+            self._requests += self._submitted[:count]
+            del self._submitted[:count]
 
     def _serve(self) -> None:
         """Takes the slots that have been filled, and reports errors of compiled programs."""
-        if self.exchanges is None:
-            return
         for problem in self.table.problems():
             self.exchanges.report_error(problem)
         while slot := self.table.next():

@@ -10,7 +10,6 @@ import jdaso
 from jdaso.center.server.mpi_center import _MpiCenter
 from jdaso.center.server.worker_transport import WorkerTransport, worker_table
 from jdaso.core.exchange import HEADER_SIZE, UNCOUNTED
-from jdaso.exchange.host import slots
 from jdaso.exchange.host.layout import LeafSpec, unsharded
 from jdaso.exchange.transport.progress import Progress
 
@@ -21,8 +20,8 @@ TOPOLOGY = jdaso.discover_topology()
 class Connection:
     """A server that replies with what it gets."""
 
-    def __init__(self, native):
-        table = worker_table(TOPOLOGY, native)
+    def __init__(self):
+        table = worker_table(TOPOLOGY)
         self.progress = Progress(TOPOLOGY, 60.0, lambda progress: None, str, table)
 
     def request(self, kind, parts, contributes, fingerprint):
@@ -31,9 +30,9 @@ class Connection:
         return np.concatenate([part.view(np.uint8) for part in parts])
 
 
-@pytest.fixture(params=[False, slots.unavailable_reason() is None])
-def table(request):
-    connection = Connection(request.param)
+@pytest.fixture
+def table():
+    connection = Connection()
     WorkerTransport(TOPOLOGY, connection, abort=str)
     yield connection.progress.table
     connection.progress.close()

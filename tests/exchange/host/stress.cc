@@ -75,7 +75,7 @@ int main() {
         const float header[kHeader] = {1};
         const auto collect = [&](int number) {
           Slot* slot = table.BeginCollect(number, kParts);
-          const Place* place = CheckedSums(table.LayoutOf(slot), slot, device, {{nullptr, kBytes, false}}, 0, true);
+          const Place* place = CheckedSums(table.LayoutAt(slot->layout), slot, device, {{nullptr, kBytes, false}}, 0, true);
           table.Count(slot, kParts);
           for (int k = 0; k < kBytes; ++k) {
             Require(slot->memory[place->sums + k] == Byte(number) + 1, "a sum is wrong");
@@ -84,7 +84,7 @@ int main() {
         };
         for (int number = 0; number < kRounds; ++number) {
           Slot* slot = table.BeginPost(number, number, header, index, false);
-          const Place* place = table.LayoutOf(slot).of(device);
+          const Place* place = table.LayoutAt(slot->layout).of(device);
           std::memset(slot->memory + place->sent, Byte(number), kBytes);
           table.EndPost(slot);
           if (number > 0) collect(number - 1);

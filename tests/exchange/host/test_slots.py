@@ -31,14 +31,12 @@ from jdaso.exchange.host.layout import (
     unsharded,
 )
 from jdaso.exchange.host.program import Program
-from jdaso.exchange.host.slots import PlainTable, Table
+from jdaso.exchange.host.slots import Table
 
 SECONDS = 20.0
 HEADER = np.ones(HEADER_SIZE, np.float32)
 FLOAT32 = np.dtype("float32")
 TEXTS = "{} was posted twice in rank 0", "{} is not in flight in rank 0"
-has_library = not isinstance(slots.load(), str)
-needs_library = pytest.mark.skipif(not has_library, reason="no compiled code")
 SPECS = [LeafSpec((2, 3), FLOAT32), LeafSpec((), np.dtype("float16")), LeafSpec((4,), FLOAT32)]
 
 
@@ -78,16 +76,9 @@ def test_places_are_those_of_the_views():
 # ---- States
 
 
-@pytest.fixture(params=["compiled", "python"])
-def make_table(request):
-    if request.param == "compiled" and not has_library:
-        pytest.skip("no compiled code")
-    return Table if request.param == "compiled" else PlainTable
-
-
 @pytest.fixture
-def table(make_table):
-    return make_table(*TEXTS)
+def table():
+    return Table(*TEXTS)
 
 
 LAYOUT = unsharded([LeafSpec((3,), FLOAT32)])
@@ -147,8 +138,8 @@ def test_a_number_is_posted_once_until_numbers_restart(table, number):
         post(table, number)
 
 
-def test_a_slot_that_is_never_filled_is_an_error_until_it_is_discarded(make_table):
-    table = make_table(*TEXTS, 0.05)
+def test_a_slot_that_is_never_filled_is_an_error_until_it_is_discarded():
+    table = Table(*TEXTS, 0.05)
     slot = table.begin_post(7, 0, HEADER, table.register(LAYOUT))
     with pytest.raises(JdasoError, match=r"exchange 7 was reserved but not posted within 0\.05 s"):
         table.await_posted()
@@ -190,6 +181,13 @@ def test_two_devices_fill_one_slot(table):
     serve(table)
     slot = table.begin_collect(0, 2)
     assert [table.memory(slot).sums_of(device)[0].tolist() for device in (0, 1)] == [[10], [12, 12]]
+
+
+def test_a_consensus_after_one_that_failed_has_its_error(table):
+    post(table, UNCOUNTED)
+    table.fail(table.next(), "rank 1 (host) is missing")
+    with pytest.raises(JdasoError, match=r"^rank 1 \(host\) is missing$"):
+        post(table, UNCOUNTED)
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -247,7 +245,6 @@ def test_closing_fails_posts_and_collects_and_what_is_posted_completes(table):
     serve(table)
 
 
-@needs_library
 def test_a_list_of_leaves_has_two_slots_and_views_keep_their_memory():
     table, addresses = Table(*TEXTS), []
     for number in range(6):
@@ -268,7 +265,6 @@ def test_a_list_of_leaves_has_two_slots_and_views_keep_their_memory():
     assert kept.tolist() == [1, 2, 3]
 
 
-@needs_library
 def test_memory_that_cannot_be_pinned_is_warned_of_once(recwarn):
     slots._warn_unpinned.cache_clear()
     table = Table(*TEXTS)
@@ -304,15 +300,14 @@ class Echo(threading.Thread):
 
 
 def programs(compiled=True):
-    table = (Table if compiled else PlainTable)(*TEXTS)
+    table = Table(*TEXTS)
+    slots.register_handlers()
     shardings = Shardings(None, Mesh(np.array(jax.local_devices()[:1]), ("local",)))
-    return Program(table, shardings, contextlib.nullcontext), Echo(table)
+    return Program(table, compiled, shardings, contextlib.nullcontext), Echo(table)
 
 
 @pytest.fixture(params=[True, False], ids=["compiled", "callbacks"])
 def program(request):
-    if not has_library:
-        pytest.skip("no compiled code")
     program, echo = programs(request.param)
     program.echo = echo
     yield program
@@ -371,7 +366,6 @@ def test_a_device_that_does_not_contribute_sends_zeros(program, name):
     assert finish(program, (2,))[0].tolist() == [0, 0]
 
 
-@needs_library
 def test_parts_are_collected_one_after_the_other():
     program, echo = programs()
     leaves, shapes = [jnp.full(n, float(n)) for n in (1, 2, 3, 4)], [(1,), (2,), (3,), (4,)]
@@ -385,7 +379,6 @@ def test_parts_are_collected_one_after_the_other():
     program.close()
 
 
-@needs_library
 def test_closing_ends_an_exchange_between_two_parts():
     program, echo = programs()
     start(program, jnp.ones(1), jnp.ones(2))
@@ -400,7 +393,6 @@ def test_closing_ends_an_exchange_between_two_parts():
         start(program, jnp.ones(3), number=1)
 
 
-@needs_library
 def test_what_uses_a_token_comes_after_what_computes_the_arrays():
     program, echo = programs()
     arrays = [jnp.arange(3.0), jnp.ones((2, 2))]
@@ -434,7 +426,26 @@ def test_sums_of_other_leaves_are_an_error(program, shapes, message):
     assert finish(program, (3,), (2, 2), number=7)[0].tolist() == [0, 1, 2]
 
 
-@needs_library
+@pytest.mark.parametrize(
+    ("leaves", "message"),
+    [
+        ([3, 4], "exchange 0 has 1 leaves, the program posts 2"),
+        ([4], "leaf 0 of exchange 0 has 12 bytes, the program posts 16"),
+    ],
+)
+def test_a_post_of_other_leaves_than_those_of_the_layout_is_an_error(leaves, message):
+    program, echo = programs()
+    index = echo.table.register(LAYOUT)
+    call = jax.ffi.ffi_call(slots.POST, jax.ShapeDtypeStruct((), jnp.int32))
+    zeros = [jnp.int32(0)] * 4
+    attributes = {"table": np.int32(echo.table.id), "layout": np.int32(index)}
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        call(*zeros, jnp.asarray(HEADER), *map(jnp.ones, leaves), **attributes)
+    echo.ended = True
+    program.close()
+    echo.table.await_posted()
+
+
 def test_errors_of_compiled_code_are_told_the_progress_thread():
     program, echo = programs()
     with pytest.raises(jax.errors.JaxRuntimeError, match="JdasoError: exchange 5 is not in flight"):
@@ -447,7 +458,6 @@ def test_errors_of_compiled_code_are_told_the_progress_thread():
     program.close()
 
 
-@needs_library
 def test_no_thread_is_started_by_a_post_or_collect(monkeypatch):
     program, echo = programs()
     start(program, jnp.ones(3))
@@ -478,7 +488,6 @@ def cached(tmp_path):
     compilation_cache.reset_cache()
 
 
-@needs_library
 def test_the_persistent_cache_tells_tables_layouts_and_parts_apart(cached):
     (program, echo), (other, other_echo) = programs(), programs()
     like = [jax.ShapeDtypeStruct((3,), jnp.float32)] * 2

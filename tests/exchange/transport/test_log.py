@@ -23,7 +23,7 @@ from jdaso.exchange.transport.progress import Progress
 
 topology = jdaso.discover_topology()
 membership = Membership(topology, chunk_bytes=1 << 22)
-table = mpi_table(topology, native=False)
+table = mpi_table(topology)
 progress = Progress(topology, 60.0, membership.announce_exit, topology.abort, table)
 transport = MpiTransport(membership, progress)
 layout = unsharded([LeafSpec((3,), np.dtype("float32"))])

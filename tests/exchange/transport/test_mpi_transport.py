@@ -7,7 +7,6 @@ import pytest
 
 import jdaso
 from jdaso.exchange.host.layout import LeafSpec, memory_of
-from jdaso.exchange.host.slots import unavailable_reason
 from jdaso.exchange.transport.mpi_transport import MpiTransport, mpi_table
 
 
@@ -36,8 +35,7 @@ def test_a_process_that_has_skipped_steps_names_no_leaf(caplog):
     assert "mask" not in caplog.text
 
 
-@pytest.mark.parametrize("native", [False, unavailable_reason() is None])
-def test_messages_have_the_name_of_an_exchange(native):
-    table = mpi_table(jdaso.discover_topology(), native, name="outer")
+def test_messages_have_the_name_of_an_exchange():
+    table = mpi_table(jdaso.discover_topology(), name="outer")
     with pytest.raises(jdaso.JdasoError, match="exchange 3 of 'outer' is not in flight in rank 0"):
         table.begin_collect(3, readers=1)

@@ -6,6 +6,7 @@ import types
 
 import pytest
 
+from jdaso.exchange.host.slots import Table
 from jdaso.exchange.transport import progress as module
 from jdaso.exchange.transport.progress import Polling, WaitState
 
@@ -22,7 +23,7 @@ def clock(monkeypatch):
 
 
 def test_the_pause_is_a_fraction_of_the_time_since_the_last_progress(clock):
-    polling = Polling()
+    polling = Polling(Table())
     assert polling.pause() == module._SHORTEST_SECONDS
     clock.seconds += 4 * module._LONGEST_SECONDS / 2
     assert polling.pause() == pytest.approx(module._LONGEST_SECONDS / 2)
@@ -31,7 +32,7 @@ def test_the_pause_is_a_fraction_of_the_time_since_the_last_progress(clock):
 
 
 def test_after_progress_the_pause_is_a_fraction_of_what_that_progress_took(clock):
-    polling = Polling()
+    polling = Polling(Table())
     clock.seconds += 4 * 1.5e-3
     polling.look()
     polling.note([WAITING._replace(progressed=True)])
@@ -43,7 +44,7 @@ def test_after_progress_the_pause_is_a_fraction_of_what_that_progress_took(clock
 
 
 def test_the_longest_pause_grows_with_the_time_of_an_operation(clock):
-    polling, began = Polling(), clock.seconds
+    polling, began = Polling(Table()), clock.seconds
     for seconds in (0.1, 0.6, 100.0):
         clock.seconds = began + seconds
         polling.look()
@@ -54,7 +55,7 @@ def test_the_longest_pause_grows_with_the_time_of_an_operation(clock):
 
 
 def test_an_operation_that_names_no_message_is_polled_often(clock):
-    polling, began = Polling(), clock.seconds
+    polling, began = Polling(Table()), clock.seconds
     clock.seconds += 100.0
     polling.look()
     polling.note([WAITING, WaitState()], began)
@@ -62,7 +63,7 @@ def test_an_operation_that_names_no_message_is_polled_often(clock):
 
 
 def test_while_the_program_waits_the_pause_begins_short_and_grows(clock):
-    polling = Polling()
+    polling = Polling(Table())
     clock.seconds += 1.0
     with polling.hurried(), polling.hurried():
         assert polling.pause() == module._AWAITED_SECONDS[0]
@@ -74,14 +75,14 @@ def test_while_the_program_waits_the_pause_begins_short_and_grows(clock):
 
 
 def test_looks_tell_the_seconds_between_them(clock):
-    polling = Polling()
+    polling = Polling(Table())
     polling.look()
     clock.seconds += 7.0
     assert polling.look() == 7.0
 
 
 def test_a_wake_up_ends_the_sleep_or_the_next_one():
-    polling = Polling()
+    polling = Polling(Table())
     polling.wake()
     polling.wake()
     assert polling.sleep(TIMEOUT)
@@ -98,7 +99,7 @@ def test_polls_end_with_a_message_a_wake_up_or_the_time_to_look(monkeypatch):
     def request(ready):
         return types.SimpleNamespace(can_continue=lambda: polls.append(ready) or ready)
 
-    polling = Polling()
+    polling = Polling(Table())
     polling.look()
     polling.poll([request(False), request(True)])
     assert polls == [False, True]

@@ -11,10 +11,14 @@ import pytest
 
 from jdaso import JdasoError
 from jdaso.cluster.roll_call import Absent, Answer, Call, RollCall
+from jdaso.core.exchange import HEADER_SIZE
+from jdaso.exchange.host.layout import LeafSpec, unsharded
+from jdaso.exchange.host.slots import Table
 from jdaso.exchange.transport import progress as progress_module
 from jdaso.exchange.transport.progress import Polling, Progress, WaitState
 
 TIMEOUT, PATIENCE = 0.5, 20.0
+HEADER = np.ones(HEADER_SIZE, np.float32)
 
 
 class Topology:
@@ -39,6 +43,40 @@ def progress(aborts):
     made = Progress(Topology(), TIMEOUT, lambda progress: None, aborts.put)
     yield made
     made.close()
+
+
+def test_what_programs_have_posted_comes_before_what_is_submitted_later(aborts):
+    events = []
+
+    class Exchanges:
+        def take(self, slot):
+            events.append("slot")
+            table.done(slot, HEADER, 0, 0.0, 0.0)
+
+        def log_completed(self):
+            pass
+
+    class Racing(Table):
+        def next(self):
+            """A program posts, and then the host submits, when the thread has found no slot."""
+            if (found := super().next()) is None and not submitted:
+                index = self.register(unsharded([LeafSpec((1,), np.dtype("float32"))]))
+                self.end_post(self.begin_post(0, 0, HEADER, index))
+                submitted.append(progress.submit(operation(), "the start of a run"))
+            return found
+
+    def operation():
+        events.append("operation")
+        yield from ()
+
+    table, submitted = Racing(), []
+    progress = Progress(Topology(), PATIENCE, lambda progress: None, aborts.put, table)
+    progress.exchanges = Exchanges()
+    table.wake()
+    progress.submit(iter(()), "nothing").done.wait(PATIENCE)
+    assert submitted[0].done.wait(PATIENCE)
+    progress.close()
+    assert events == ["slot", "operation"]
 
 
 def test_only_the_exit_of_a_process_that_is_missing_fails_an_operation(monkeypatch, aborts):

@@ -62,6 +62,18 @@ for function in (jdaso.consensus, jax.jit(jdaso.consensus, static_argnums=0)):
         everywhere = topology.comm.allgather(on_every_device(mean[name]).tobytes())
         assert len(set(everywhere)) == 1, name
 
+# Nothing orders a consensus and a post of one program, so nodes may start them in either order.
+daso = jdaso.daso(exchange, jdaso.constant(1, 1))
+params, step = {"w": jnp.full(3, float(node))}, jax.jit(daso.update)
+state = daso.init(params)
+zeros = jax.tree.map(jnp.zeros_like, params)
+for _ in range(2):
+    before = jdaso.consensus(exchange, params) if node == 0 else None
+    updates, state = step(zeros, state, params)
+    after = jdaso.consensus(exchange, params) if node else before
+    np.testing.assert_array_equal(after["w"], (nodes - 1) / 2)
+params, state = jdaso.drain(daso, state, params)
+
 # Leaves that are split over the devices keep their place, too.
 rows = jax.device_put(jnp.arange(8.0).reshape(4, 2) + node, split)
 mean = jdaso.consensus(exchange, rows)
