@@ -56,7 +56,7 @@ def print_topology(arguments: argparse.Namespace) -> None:
     text = topology_table(topology)
     if topology.rank == 0:
         # How an mpi_exchange of this process copies parameters to the host and back.
-        reason = why_callbacks(topology.devices[0].platform)
+        reason = why_callbacks(topology.devices)
         copies = "compiled code" if reason is None else f"host callbacks: {reason}"
         print(f"{text}\n\ncopies by {copies}")
 

@@ -92,9 +92,10 @@ def mpi_exchange(
             It must cover everything that one node does alone, such as an evaluation or a
             checkpoint. A warning comes earlier, after 30 seconds or the median plus 20 deviations.
             The call of ``mpi_exchange`` also waits so long for the other processes.
-        native: Whether compiled code copies the parameters, or else host callbacks. None uses it if
-            the devices are CPUs, and warns once otherwise. True also uses it on CUDA devices, where
-            it has been measured on one card only.
+        native: Whether compiled code copies the parameters, or else host callbacks, which gather
+            them on one device of the process and hold the interpreter. None uses compiled code on
+            CPUs and CUDA devices, where its bits are those of callbacks (on one H200, and with a
+            simulated driver for several devices), and warns once otherwise.
         same_bits: Whether it is an error if a center, an anchor, or the parameters of synchronous
             training differ between nodes in any bit. Pass False if the nodes' hardware rounds
             differently. Schedules and steps are compared in any case. The wires ``int8`` and
@@ -134,7 +135,7 @@ def mpi_exchange(
     _check_settings(settings)
     sharded = Shardings(shardings, topology.mesh)
     # What only one process may lack comes before it waits for the others.
-    native = topology.num_nodes > 1 and use_native(native, topology.devices[0].platform)
+    native = topology.num_nodes > 1 and use_native(native, topology.devices)
     # The collectives that follow have no deadline.
     topology.group.barrier("the creation of an exchange", timeout)
     if topology.num_nodes == 1:

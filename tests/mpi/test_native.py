@@ -3,6 +3,9 @@
 import os
 import shutil
 import subprocess
+import sys
+import types
+import warnings
 from pathlib import Path
 
 import jax
@@ -13,16 +16,18 @@ import jdaso
 from jdaso.exchange.host import slots
 
 HERE = Path(__file__).parents[1] / "support" / "cuda_stand_in"
+CHILDREN = HERE.parent / "children"
+CPU = {"JAX_PLATFORMS": "cpu"}
 SOURCES = Path(slots.__file__).parent
 FLAGS = ["-std=c++17", f"-I{SOURCES}", f"-I{HERE}", "-isystem", jax.ffi.include_dir()]
-# Compares cuda_driver.h with cuda.h, whose results are of an enumeration type.
+# Compares cuda_driver.h with cuda.h, which has enumerations in place of some integers.
 DECLARED = """
 #include <cuda.h>
 #include <type_traits>
 #include "cuda_driver.h"
 
 template <typename T>
-using Plain = std::conditional_t<std::is_same_v<T, CUresult>, int, T>;
+using Plain = std::conditional_t<std::is_enum_v<T>, int, T>;
 template <typename... Theirs, typename... Ours>
 constexpr bool Alike(CUresult (*)(Theirs...), int (*)(Ours...)) {
   return std::is_same_v<void(Plain<Theirs>...), void(Ours...)>;
@@ -32,6 +37,7 @@ JDASO_DRIVER_FUNCTIONS(ALIKE)
 static_assert(jdaso::kStreamNonBlocking == CU_STREAM_NON_BLOCKING);
 static_assert(jdaso::kEventDisableTiming == CU_EVENT_DISABLE_TIMING);
 static_assert(jdaso::kHostRegisterPortable == CU_MEMHOSTREGISTER_PORTABLE);
+static_assert(jdaso::kReleaseThreshold == CU_MEMPOOL_ATTR_RELEASE_THRESHOLD);
 """
 
 DTYPES = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32")
@@ -102,7 +108,7 @@ def test_compiled_code_gives_the_bits_of_host_callbacks(jobs, options):
 
 
 @pytest.fixture(scope="module")
-def stand_in(folder, tmp_path_factory):
+def library(tmp_path_factory):
     """The code for CUDA devices, linked with a simulated driver whose copies are delayed."""
     compiler = shutil.which("g++") or pytest.skip("no g++")
     library = tmp_path_factory.mktemp("stand_in") / "slots_cuda.so"
@@ -115,12 +121,51 @@ def stand_in(folder, tmp_path_factory):
         [compiler, *FLAGS, "-shared", "-fPIC", "-pthread", *defines, *sources, "-o", library],
         check=True,
     )
+    return library
+
+
+@pytest.fixture(scope="module")
+def stand_in(folder, library):
     return alike(folder, (ONE_DEVICE, TWO_DEVICES), "--stand-in", library)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_code_for_cuda_devices_gives_the_bits_of_host_callbacks(stand_in, options):
     stand_in[options].passes(options)
+
+
+# For each function of the driver that posts and collects call, one of its calls or more.
+CALLS = {
+    "cuMemAllocAsync": [1],
+    "cuMemcpyDtoDAsync_v2": [1, 3, 4],
+    "cuMemcpyDtoHAsync_v2": [1, 5, 6],
+    "cuMemcpyHtoDAsync_v2": [1, 3],
+    "cuMemFreeAsync": [1],
+    "cuEventRecord": [1, 2, 3, 4],
+    "cuStreamWaitEvent": [1, 2, 3, 4],
+    "cuStreamSynchronize": [1, 2],
+    "cuLaunchHostFunc": [1, 2, 3],
+}
+
+
+def run_failing(library, devices, *calls):
+    command = [sys.executable, CHILDREN / "failing_driver.py", library, devices, *calls]
+    return subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, timeout=300, env=os.environ | CPU
+    )
+
+
+def test_a_failing_call_of_the_driver_is_an_error_that_names_it(library):
+    calls = [f"{name}:{n}" for name, ns in CALLS.items() for n in ns]
+    ended = run_failing(library, 1, *calls)
+    assert (ended.returncode, ended.stdout) == (0, "ok\n"), ended.stderr
+
+
+@pytest.mark.parametrize("name", ["cuMemcpyDtoHAsync_v2", "cuEventRecord", "cuMemcpyHtoDAsync_v2"])
+def test_with_two_devices_the_progress_thread_gets_the_error(library, name):
+    ended = run_failing(library, 2, f"{name}:2")
+    assert ended.returncode in (0, 3), ended.stderr
+    assert ended.returncode == 0 or f"{name}: refused" in ended.stdout
 
 
 def test_functions_of_the_driver_are_declared_as_in_cuda(tmp_path):
@@ -139,20 +184,26 @@ def test_without_a_compiled_library_an_exchange_says_how_to_build_it(monkeypatch
         slots.Table()
 
 
-def test_compiled_code_serves_cuda_devices_where_it_is_asked_for(monkeypatch, tmp_path):
-    slots._warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="host callbacks .* needs native=True"):
-        assert not slots.use_native(None, "gpu")
+def device(platform):
+    return types.SimpleNamespace(platform=platform)
+
+
+def test_without_a_driver_callbacks_serve_cuda_devices_and_it_is_said_once(monkeypatch, tmp_path):
     monkeypatch.setattr(slots, "_DRIVER", bytes(tmp_path / "libcuda.so.1"))
-    with pytest.raises(
-        ValueError, match=r"CUDA driver cannot be used: .*libcuda.so.1: cannot open"
-    ):
-        slots.use_native(True, "gpu")
+    slots._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=r"host callbacks .*libcuda.so.1: cannot open"):
+        assert not slots.use_native(None, [device("gpu")])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not slots.use_native(None, [device("gpu")])
+        assert not slots.use_native(False, [device("gpu")])
+    with pytest.raises(ValueError, match=r"native=True: .*CUDA driver cannot be used"):
+        slots.use_native(True, [device("gpu")])
 
 
 def test_compiled_code_is_not_for_other_devices():
     with pytest.raises(ValueError, match="it supports CPU and CUDA devices, not tpu"):
-        slots.use_native(True, "tpu")
+        slots.use_native(True, [device("tpu")])
 
 
 def test_compiled_code_of_another_version_is_refused(monkeypatch):

@@ -105,7 +105,7 @@ def mpi_center(
             f"mpi_center needs one process per node, got {topology.processes_per_node}: a node is "
             "one worker. Use discover_topology(processes_per_node=1)."
         )
-    native = use_native(native, topology.devices[0].platform)
+    native = use_native(native, topology.devices)
     topology.group.barrier("the creation of a center", timeout)  # duplicate_comm has no deadline
     comm = topology.duplicate_comm()
     hosted = None

@@ -8,6 +8,7 @@
 typedef struct CUctx_st* CUcontext;
 typedef struct CUstream_st* CUstream;
 typedef struct CUevent_st* CUevent;
+typedef struct CUmemPoolHandle_st* CUmemoryPool;
 typedef unsigned long long CUdeviceptr;
 
 namespace jdaso {
@@ -15,11 +16,17 @@ namespace jdaso {
 constexpr unsigned kStreamNonBlocking = 1;     // CU_STREAM_NON_BLOCKING
 constexpr unsigned kEventDisableTiming = 2;    // CU_EVENT_DISABLE_TIMING
 constexpr unsigned kHostRegisterPortable = 1;  // CU_MEMHOSTREGISTER_PORTABLE
+constexpr int kReleaseThreshold = 4;           // CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
 
 // Each function returns a CUresult, which is 0 on success.
 #define JDASO_DRIVER_FUNCTIONS(function)                                           \
   function(cuCtxPushCurrent_v2, (CUcontext))                                       \
   function(cuCtxPopCurrent_v2, (CUcontext*))                                       \
+  function(cuCtxGetDevice, (int*))                                                 \
+  function(cuDevicePrimaryCtxRetain, (CUcontext*, int))                            \
+  function(cuDeviceGetDefaultMemPool, (CUmemoryPool*, int))                        \
+  function(cuMemPoolSetAttribute, (CUmemoryPool, int, void*))                      \
+  function(cuMemAllocHost_v2, (void**, size_t))                                    \
   function(cuStreamCreate, (CUstream*, unsigned))                                  \
   function(cuStreamGetCtx, (CUstream, CUcontext*))                                 \
   function(cuStreamSynchronize, (CUstream))                                        \

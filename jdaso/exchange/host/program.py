@@ -70,7 +70,9 @@ class Program:
     ):
         self._table, self._shardings, self._guard = table, shardings, guard
         self.compiled = compiled
-        self._rounds = slots.rounds(shardings.mesh.devices.flat[0].platform)
+        platform = shardings.mesh.devices.flat[0].platform
+        self._rounds = slots.rounds(platform)
+        self._pins = compiled and platform == "gpu"
         self.mesh = NodeMesh(shardings)
         #: Waits for all programs that were dispatched.
         self.complete = functools.partial(await_programs, shardings.mesh.local_devices)
@@ -131,6 +133,8 @@ class Program:
         mesh, specs = self._shardings.mesh, bound.specs
         dtypes = wire_dtypes(bound.dtypes, wire)
         layout = make_layout(bound.shapes, dtypes, specs, mesh, relative, bound.names)
+        uncounted = isinstance(number, int) and number == UNCOUNTED  # whose memory is used once
+        self._table.register(layout, pinned=self._pins and not uncounted)
         token = self.mesh.run(
             ("post", layout, specs),
             functools.partial(self._post, layout),

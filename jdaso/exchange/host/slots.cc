@@ -80,6 +80,17 @@ int32_t Table::Register(Layout layout) {
   return static_cast<int32_t>(layouts_.size()) - 1;
 }
 
+// Makes free slots with pinned memory, so that programs need not wait for it.
+void Table::Reserve(int32_t layout, int32_t count) {
+  const Layout& of = LayoutAt(layout);
+  while (count-- > 0) {
+    auto block = std::make_shared<Block>(of.bytes, true);
+    std::lock_guard<std::mutex> lock(mutex_);
+    Slot& slot = slots_.emplace_back();
+    slot.state = kFree, slot.block = std::move(block), slot.family = of.family;
+  }
+}
+
 const Layout& Table::LayoutAt(int32_t index) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (index < 0 || index >= static_cast<int32_t>(layouts_.size())) throw Failure(kForeign);
@@ -609,6 +620,8 @@ int32_t jdaso_layout(int32_t id, int32_t senders, int32_t leaves, int64_t bytes,
                      const Place* places, int64_t count) {
   return At(id)->Register({senders, leaves, bytes, family, {places, places + count}});
 }
+
+void jdaso_reserve(int32_t id, int32_t layout, int32_t count) { At(id)->Reserve(layout, count); }
 
 Slot* jdaso_begin_post(int32_t id, int32_t number, int32_t step, const float* header,
                        int32_t layout, char* error, size_t size) {

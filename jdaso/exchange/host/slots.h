@@ -95,6 +95,7 @@ class Table {
         talks_(talks) {}
 
   int32_t Register(Layout layout);
+  void Reserve(int32_t layout, int32_t count);
   const Layout& LayoutAt(int32_t index);
 
   // ---- What programs call. They raise Failure.

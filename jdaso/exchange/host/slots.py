@@ -76,6 +76,7 @@ _FUNCTIONS: dict[str, tuple] = {
     "open": (_i32, _text, _text, _f64, _bool),
     "free": (None, _i32),
     "layout": (_i32, _i32, _i32, _i32, _i64, _i64, _pointer, _i64),
+    "reserve": (None, _i32, _i32, _i32),
     "begin_post": (_slot, _i32, _i32, _i32, _pointer, _i32, _text, _size),
     "end_post": (None, _i32, _slot),
     "discard": (None, _i32, _slot),
@@ -101,6 +102,7 @@ _FUNCTIONS: dict[str, tuple] = {
     "sum_blocks": (None, _i32, _pointer, _size, _size, _pointer, _pointer),
     "unpack_blocks": (None, _i32, _pointer, _size, _pointer),
     "driver": (_text, _text),
+    "prepare": (None, _i32, _text, _size),
     "await_copies": (None,),
 }
 
@@ -143,38 +145,48 @@ def register_handlers(platform: str = "cpu", suffix: str = "") -> None:
         jax.ffi.register_ffi_target(name, capsule, platform=platform)
 
 
-def why_callbacks(platform: str, native: bool | None = None) -> str | None:
+def why_callbacks(devices: Sequence[jax.Device]) -> str | None:
     """Why programs for these devices copy by host callbacks; None if compiled handlers copy."""
+    platform = devices[0].platform
     if platform == "cpu":
         return None
     if platform != "gpu":
         return f"it supports CPU and CUDA devices, not {platform}"
-    if not native:
-        return "on CUDA devices, where it has been measured on one card only, it needs native=True"
     error = load().jdaso_driver(_DRIVER)
-    return f"the CUDA driver cannot be used: {error.decode()}" if error else None
+    return f"the CUDA driver cannot be used: {error.decode()}" if error else prepare(devices)
 
 
-def use_native(native: bool | None, platform: str) -> bool:
+def prepare(devices: Sequence[jax.Device]) -> str | None:
+    """Makes CUDA devices ready for exchanges. Returns what has failed."""
+    text = ctypes.create_string_buffer(4096)
+    for device in devices:
+        load().jdaso_prepare(device.local_hardware_id, text, len(text))
+        if text.value:
+            return f"device {device.id} cannot be prepared: {text.value.decode()}"
+    return None
+
+
+def use_native(native: bool | None, devices: Sequence[jax.Device]) -> bool:
     """Whether compiled handlers copy in programs for these devices, or else host callbacks.
 
     Args:
-        native: True requires handlers, False excludes them, None uses them where they are tested.
+        native: True requires handlers, False excludes them, None uses them where they work.
 
     Raises:
         ValueError: if they are required and cannot be used.
         JdasoError: if there is no compiled library, which host callbacks need as well.
     """
     load()
-    reason = None if native is False else why_callbacks(platform, native)
-    if native and reason is not None:
-        raise ValueError(f"native=True: the compiled code cannot be used: {reason}.")
-    if reason is not None:
-        _warn_once(reason)
-    if native is False or reason is not None:
+    if native is False:
         return False
-    register_handlers(*{"cpu": ("cpu", ""), "gpu": ("CUDA", "_cuda")}[platform])
-    return True
+    reason = why_callbacks(devices)
+    if reason is None:
+        register_handlers(*{"cpu": ("cpu", ""), "gpu": ("CUDA", "_cuda")}[devices[0].platform])
+        return True
+    if native:
+        raise ValueError(f"native=True: the compiled code cannot be used: {reason}.")
+    _warn_once(reason)
+    return False
 
 
 def rounds(platform: str) -> bool:
@@ -261,6 +273,7 @@ class Table:
         self._library, self._patience = loaded, patience
         self._plans: list[Plan] = []
         self._layouts: dict[Layout, int] = {}
+        self._pinned: set[int] = set()
         self._lock = threading.Lock()
         self._text = ctypes.create_string_buffer(4096)  # of a problem, for the progress thread
         # Handlers that still run keep the memory.
@@ -271,8 +284,8 @@ class Table:
         setattr(self, name, function)  # the next use finds it without this method
         return function
 
-    def register(self, layout: Layout) -> int:
-        """Tells the handlers a layout. Returns its index."""
+    def register(self, layout: Layout, pinned: bool = False) -> int:
+        """Tells the handlers a layout. Returns its index. If ``pinned``, it makes its two slots."""
         with self._lock:
             if layout not in self._layouts:
                 plan = Plan(layout)
@@ -282,7 +295,11 @@ class Table:
                     *(places.ctypes.data, places.size),
                 )
                 self._plans.append(plan)
-            return self._layouts[layout]
+            index = self._layouts[layout]
+            if pinned and index not in self._pinned:
+                self._pinned.add(index)
+                self._library.jdaso_reserve(self.id, index, 2)
+            return index
 
     def memory(self, slot: Slot) -> Memory:
         """The memory of a slot, which lives as long as there are views of it."""

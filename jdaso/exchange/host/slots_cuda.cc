@@ -1,7 +1,12 @@
 // XLA custom calls for CUDA devices. The program's stream copies the leaves to a snapshot in device
 // memory. A second stream copies the snapshot to the host while the program continues, and a third
 // stream copies sums from the host. The program's stream waits only for sums that are due. The
-// thread that dispatches the program waits for the scalar arguments that it has to read.
+// thread that dispatches the program waits for the device once a post and once a collect, to read
+// the numbers that say which exchange it is.
+//
+// What may wait for a device is not done inside a program, where another device of this process may
+// be waiting for this one: streams are created when an exchange is made (`jdaso_prepare`), and the
+// memory of slots is pinned when a program is traced (`jdaso_reserve`).
 
 #include <dlfcn.h>
 
@@ -9,6 +14,7 @@
 #include <cstring>
 #include <deque>
 #include <exception>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -45,13 +51,23 @@ class InContext {
   }
 };
 
-// The streams and events that are added to each device.
+// Scalar arguments that the program computes, in pinned memory.
+struct Scalars {
+  int32_t device, number, step;
+  float header[kHeader];
+};
+
+// What is added to each device.
 struct Device {
-  CUcontext context = nullptr;
+  CUcontext context;
   CUstream to_host = nullptr, from_host = nullptr;
-  CUevent snapshot_copied = nullptr;
+  CUevent program_reached = nullptr;  // this place of the program's stream
   CUevent sums_copied = nullptr;
   CUevent posted = nullptr;
+  Scalars* scalars = nullptr;
+  std::mutex reading;                        // guards the scalars
+  std::map<int32_t, Scalars> collecting;     // by table, of the exchange that arrives in parts
+  explicit Device(CUcontext context) : context(context) {}
 };
 
 // Guards the two variables below and the use of events. The objects are never destroyed, because
@@ -60,23 +76,43 @@ auto& mutex = *new std::mutex;
 auto& devices = *new std::deque<Device>;  // a deque, because its elements never move
 CUevent last_posted = nullptr;            // of all devices
 
-Device& DeviceOf(CUstream stream) {
-  CUcontext context;
-  CUDA(cuStreamGetCtx, stream, &context);
+// The device with this context, which is made ready when it is first asked for.
+Device& DeviceWith(CUcontext context) {
   std::lock_guard<std::mutex> lock(mutex);
   for (Device& device : devices) {
     if (device.context == context) return device;
   }
   InContext in(context);
-  Device device{context};
-  for (CUstream* created : {&device.to_host, &device.from_host}) {
-    CUDA(cuStreamCreate, created, kStreamNonBlocking);
+  Device& device = devices.emplace_back(context);
+  try {
+    for (CUstream* created : {&device.to_host, &device.from_host}) {
+      CUDA(cuStreamCreate, created, kStreamNonBlocking);
+    }
+    for (CUevent* created : {&device.program_reached, &device.sums_copied, &device.posted}) {
+      CUDA(cuEventCreate, created, kEventDisableTiming);
+    }
+    void* scalars;
+    CUDA(cuMemAllocHost_v2, &scalars, sizeof(Scalars));
+    device.scalars = static_cast<Scalars*>(scalars);
+    // The pool keeps the memory of a snapshot for the next one. Otherwise it returns the memory
+    // at each synchronization, and every post would allocate it anew.
+    int ordinal;
+    CUmemoryPool pool;
+    uint64_t kept = UINT64_MAX;
+    CUDA(cuCtxGetDevice, &ordinal);
+    CUDA(cuDeviceGetDefaultMemPool, &pool, ordinal);
+    CUDA(cuMemPoolSetAttribute, pool, kReleaseThreshold, &kept);
+  } catch (...) {
+    devices.pop_back();
+    throw;
   }
-  for (CUevent* created : {&device.snapshot_copied, &device.sums_copied, &device.posted}) {
-    CUDA(cuEventCreate, created, kEventDisableTiming);
-  }
-  devices.push_back(device);
-  return devices.back();
+  return device;
+}
+
+Device& DeviceOf(CUstream stream) {
+  CUcontext context;
+  CUDA(cuStreamGetCtx, stream, &context);
+  return DeviceWith(context);
 }
 
 // Work that is enqueued on `later` from now on waits for all work enqueued on `earlier`.
@@ -86,30 +122,28 @@ void Order(CUstream earlier, CUevent event, CUstream later) {
   CUDA(cuStreamWaitEvent, later, event, 0);
 }
 
-// Scalar arguments that the program computes. The host waits for them.
-struct Scalars {
-  int32_t device = 0, number = 0, step = 0;
-  float header[kHeader] = {};
-};
-
 template <typename Array>
 void ReadAsync(void* to, const Array& array, CUstream stream) {
   CUDA(cuMemcpyDtoHAsync_v2, to, Pointer(array.untyped_data()), array.size_bytes(), stream);
 }
 
-// Waits until all copies to and from the host are done and all exchanges are in a queue.
-void AwaitCopies() {
-  std::deque<Device> all;
+// Waits until all copies to and from the host are done and all exchanges are in a queue, and for a
+// program that has failed, if there is one. Errors are reported by other calls.
+void AwaitCopies(CUstream program = nullptr) {
+  std::vector<Device*> all;
   {
     std::lock_guard<std::mutex> lock(mutex);
-    all = devices;
+    for (Device& device : devices) all.push_back(&device);
   }
-  for (const Device& device : all) {
-    if (driver.cuCtxPushCurrent_v2(device.context) != 0) continue;
-    driver.cuStreamSynchronize(device.to_host);  // errors are reported by the calls
-    driver.cuStreamSynchronize(device.from_host);
-    CUcontext context;
-    driver.cuCtxPopCurrent_v2(&context);
+  CUcontext context = nullptr;
+  if (program != nullptr) driver.cuStreamGetCtx(program, &context);
+  for (const Device* device : all) {
+    if (driver.cuCtxPushCurrent_v2(device->context) != 0) continue;
+    if (device->context == context) driver.cuStreamSynchronize(program);
+    driver.cuStreamSynchronize(device->to_host);
+    driver.cuStreamSynchronize(device->from_host);
+    CUcontext popped;
+    driver.cuCtxPopCurrent_v2(&popped);
   }
 }
 
@@ -135,7 +169,7 @@ void CopyToHost(const Device& device, CUstream stream, const std::vector<Copy>& 
     if (copy.bytes > 0) CUDA(cuMemcpyDtoDAsync_v2, at, Pointer(copy.from), copy.bytes, stream);
     at += copy.bytes;
   }
-  Order(stream, device.snapshot_copied, device.to_host);
+  Order(stream, device.program_reached, device.to_host);
   at = snapshot;
   for (size_t i = 0, next; i < copies.size(); i = next) {
     size_t size = copies[i].bytes;
@@ -171,14 +205,18 @@ ffi::Error Post(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S
   if (!table) return ffi::Error::Internal(kForeign);
   Slot* slot = nullptr;
   try {
-    Scalars scalars;
     Device& device = DeviceOf(stream);
     InContext in(device.context);
-    ReadAsync(&scalars.device, index, stream);
-    ReadAsync(&scalars.number, number, stream);
-    ReadAsync(&scalars.step, step, stream);
-    ReadAsync(scalars.header, header, stream);
-    CUDA(cuStreamSynchronize, stream);
+    Scalars scalars;
+    {
+      std::lock_guard<std::mutex> lock(device.reading);
+      ReadAsync(&device.scalars->device, index, stream);
+      ReadAsync(&device.scalars->number, number, stream);
+      ReadAsync(&device.scalars->step, step, stream);
+      ReadAsync(device.scalars->header, header, stream);
+      CUDA(cuStreamSynchronize, stream);
+      scalars = *device.scalars;
+    }
     const Place* place =
         CheckedLeaves(table->LayoutAt(layout), scalars.number, scalars.device, leaves);
     slot = table->BeginPost(scalars.number, scalars.step, scalars.header, layout, true);
@@ -205,7 +243,7 @@ ffi::Error Post(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S
     last_posted = device.posted;
     return ffi::Error::Success();
   } catch (const std::exception& failure) {
-    AwaitCopies();
+    AwaitCopies(stream);
     if (slot != nullptr) table->Discard(slot);
     return Failed(table.get(), failure.what());
   }
@@ -233,12 +271,20 @@ ffi::Error Collect(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi
   if (!table) return ffi::Error::Internal(kForeign);
   Slot* slot = nullptr;
   try {
-    Scalars scalars;
     Device& device = DeviceOf(stream);
     InContext in(device.context);
-    ReadAsync(&scalars.device, index, stream);
-    ReadAsync(&scalars.number, number, stream);
-    CUDA(cuStreamSynchronize, stream);  // afterwards nothing uses the outputs either
+    Scalars scalars;
+    {
+      // Only for the first part of an exchange the host waits for the device.
+      std::lock_guard<std::mutex> lock(device.reading);
+      if (first == 0) {
+        ReadAsync(&device.scalars->device, index, stream);
+        ReadAsync(&device.scalars->number, number, stream);
+        CUDA(cuStreamSynchronize, stream);
+        device.collecting[id] = *device.scalars;
+      }
+      scalars = device.collecting.at(id);
+    }
     slot = table->BeginCollect(scalars.number, readers);
     const std::vector<Result> results = ResultsOf(rets);
     const Place* place =
@@ -246,6 +292,7 @@ ffi::Error Collect(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi
     auto collect = std::make_unique<CollectArguments>(CollectArguments{table, slot, {}, {}});
     std::copy_n(slot->total, kHeader, collect->header);
     if (last) table->Count(slot, readers);
+    Order(stream, device.program_reached, device.from_host);  // it may still use the outputs
     for (const Result& result : results) {
       const void* from = slot->memory + place->sums;
       if (result.Widens(*place++)) {
@@ -253,6 +300,7 @@ ffi::Error Collect(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi
         collect->wide.emplace_back(floats, floats + result.bytes / sizeof(double));
         from = collect->wide.back().data();
       }
+      if (result.bytes == 0) continue;
       CUDA(cuMemcpyHtoDAsync_v2, Pointer(result.data), from, result.bytes, device.from_host);
     }
     CUDA(cuMemcpyHtoDAsync_v2, Pointer(header->untyped_data()), collect->header,
@@ -265,7 +313,7 @@ ffi::Error Collect(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi
          stream);
     return ffi::Error::Success();
   } catch (const std::exception& failure) {
-    AwaitCopies();
+    AwaitCopies(stream);
     if (slot != nullptr) table->EndCollect(slot);
     return Failed(table.get(), failure.what());
   }
@@ -281,7 +329,7 @@ ffi::Error OrderCuda(CUstream stream, ffi::RemainingArgs arguments, ffi::Remaini
 
 CUcontext AnyContext() {
   std::lock_guard<std::mutex> lock(mutex);
-  return devices.front().context;
+  return devices.at(0).context;
 }
 
 // Pins host memory, so that devices copy to and from it asynchronously. Returns whether it did.
@@ -323,6 +371,17 @@ const char* jdaso_driver(const char* library) {
   if (driver.cuGetErrorString == nullptr) driver = found;
   pin_memory = Pin, unpin_memory = Unpin;
   return nullptr;
+}
+
+// Makes a device ready, given by its index among those that the process sees.
+void jdaso_prepare(int device, char* error, size_t size) {
+  try {
+    CUcontext context;
+    CUDA(cuDevicePrimaryCtxRetain, &context, device);
+    DeviceWith(context);
+  } catch (const std::exception& failure) {
+    std::strncpy(error, failure.what(), size - 1);
+  }
 }
 
 void jdaso_await_copies() { AwaitCopies(); }

@@ -1,0 +1,92 @@
+"""A failing call of the CUDA driver is an error that names it, and ends no exchange in silence.
+
+    python failing_driver.py LIBRARY DEVICES CALL ...
+
+Each CALL is ``function:n``, the n-th call of a function after the first two exchanges. With several
+devices, the program may hang, because the other devices wait for the one that has failed. Then the
+error that the progress thread gets ends the process, as it does in a training.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from jdaso.core import wire
+from jdaso.core.exchange import HEADER_SIZE
+from jdaso.exchange.host import slots
+from jdaso.exchange.host.layout import Shardings
+from jdaso.exchange.host.program import Program
+
+library, devices, *calls = sys.argv[1:]
+jax.config.update("jax_num_cpu_devices", int(devices))
+stand_in = slots.open_library(library)
+assert stand_in.jdaso_driver(library.encode()) is None
+slots.load, slots.rounds = lambda: stand_in, lambda platform: False
+slots.register_handlers("cpu", "_cuda")
+HEADER = np.ones(HEADER_SIZE, np.float32)
+
+
+def serve(table):
+    """Completes all exchanges; the sums are what was sent."""
+    while True:
+        table.wait(0.05)
+        for problem in table.problems():
+            if int(devices) > 1:
+                print(problem, flush=True)
+                os._exit(3)
+        while slot := table.next():
+            memory = table.memory(slot)
+            for total, leaf in zip(memory.sums, memory.leaves, strict=True):
+                np.copyto(total, wire.unpack(leaf))
+            table.done(slot, HEADER, 0, 0.0, 0.0)
+
+
+def make_step():
+    """A step that posts leaves and collects them in two parts."""
+    table = slots.Table("{} was posted twice", "{} is not in flight")
+    mesh = Mesh(np.array(jax.local_devices()), ("local",))
+    program = Program(table, True, Shardings(None, mesh), contextlib.nullcontext)
+    program._pins = True
+    threading.Thread(target=serve, args=(table,), daemon=True).start()
+
+    def step(number, leaves):
+        token, _ = program.start(jnp.int32(0), number, 0, leaves, jnp.asarray(HEADER), None)
+        bound, sums = program.bind((), leaves), []
+        for part in (slice(0, 1), slice(1, 3)):
+            like = leaves[part]
+            more, _, token = program.finish(token, number, like, part, bound)
+            token, [more] = program.after(token, part, [more], None, bound)
+            sums += more
+        return sums
+
+    specs = PartitionSpec()
+    if int(devices) > 1:
+        step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
+    return jax.jit(step)
+
+
+leaves = [jnp.arange(100.0), jnp.ones((0, 3)), jnp.full((4, 5), 2.0)]
+for call in calls:
+    name, n = call.split(":")
+    for device in range(int(devices)):
+        stand_in.jdaso_prepare(device, error := slots.ctypes.create_string_buffer(99), 99)
+        assert not error.value, error.value
+    step = make_step()
+    for number in range(2):
+        for x, y in zip(leaves, step(number, leaves), strict=True):
+            np.testing.assert_array_equal(x, y)
+    stand_in.stand_in_fail(name.encode(), int(n))
+    message = f"JdasoError: {name}.*: refused by the simulated driver"
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=message):
+        jax.block_until_ready(step(2, leaves))
+    stand_in.stand_in_fail(b"", 0)
+    # What was not posted is not in flight. The device can be used by another exchange.
+    make_step()(0, leaves)
+print("ok")
