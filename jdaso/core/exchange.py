@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jdaso.core.types import Leaves, Number, Plan, PyTree
+from jdaso.core.log import logger
+from jdaso.core.types import JdasoError, Leaves, Number, Plan, PyTree
 from jdaso.core.wire import Wire
 
 #: Names of the quantities that must be equal on all nodes, as error messages show them. The
@@ -217,12 +218,14 @@ class Exchange:
         same_bits: whether the last agreement number, the shared state's, must be equal.
         may_shard: whether leaves may be sharded over devices. If not, arrays outside jit are put on
             one device.
+        may_abandon: whether nodes may close it at different steps, with ``close(abandon=True)``.
     """
 
     keeps_sums = False
     compares = False
     same_bits = True
     may_shard = False
+    may_abandon = True
 
     def __init__(
         self,
@@ -314,11 +317,18 @@ class Exchange:
         """The last thousand completed exchanges."""
         return []
 
-    def close(self) -> None:
+    def close(self, abandon: bool = False) -> None:
         """Completes what is in flight and gives back threads, memory and communicators.
 
         All nodes call it, on the host. Afterwards the exchange cannot be used. Further calls do
         nothing, and wait until the first one has ended.
+
+        Args:
+            abandon: Whether the nodes have stopped at different steps, as after an exception or an
+                interrupt. What is in flight is then not merged anywhere, and parameters and states
+                of all nodes stay as sound as they were. A node that is still training goes on
+                alone and is told so, until it closes the exchange as well; the others wait for it.
+                The end of a ``with`` block does this after an exception.
         """
         with self._closing:
             functions = self._at_close.copy()
@@ -330,9 +340,13 @@ class Exchange:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *more: object) -> None:
-        # After an error, other nodes may never call it.
         if kind is None:
             self.close()
+        elif self.may_abandon:
+            try:
+                self.close(abandon=True)
+            except JdasoError as error:  # that of the block says more, and goes on
+                logger.error("%s", error)
 
 
 _T = TypeVar("_T", Exchange, BoundExchange)

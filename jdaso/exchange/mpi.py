@@ -265,6 +265,11 @@ class _MpiExchange(Exchange):
         if params is not None:
             self._collectives.warn_if_different(params)
 
+    def close(self, abandon: bool = False) -> None:
+        if abandon:
+            self._transport.abandon()
+        super().close()
+
     def any_node(self, flag: bool) -> bool:
         return self._collectives.any_node(flag)
 

@@ -84,7 +84,9 @@ def mpi4jax_exchange(topology: Topology, wire: str | None = None) -> Exchange:
     complete = functools.partial(await_programs, topology.devices)
     at_close = complete, comm.Free, host_comm.Free
     exchange = StoredExchange(size, wire, all_reduce, broadcast, compare, at_close)
-    return changed(exchange, any_node=lambda flag: any(host_comm.allgather(flag)))
+    any_node = lambda flag: any(host_comm.allgather(flag))  # noqa: E731
+    # Programs of other nodes wait inside MPI for one that has left.
+    return changed(exchange, any_node=any_node, may_abandon=False)
 
 
 def _library() -> Any:

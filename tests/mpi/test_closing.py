@@ -39,6 +39,26 @@ def test_steps_that_nobody_awaits_are_executed_before_the_end(devices):
     assert "failed" not in ended.output
 
 
+@pytest.mark.parametrize(("nodes", "devices"), [(2, 1), (3, 1), (2, 2)])
+def test_nodes_leave_a_training_at_different_steps_and_train_again(nodes, devices):
+    passes(mpiexec(nodes, "abandon.py", "sweep", devices))
+
+
+def test_a_node_that_is_left_alone_is_told_so_and_does_not_train_on_for_ever():
+    ended = mpiexec(2, "abandon.py", "alone", 1)
+    assert ended.returncode != 0
+    assert "has abandoned the exchanges, and exchange 2 averages nothing" in ended.output
+    assert "has abandoned the exchanges, and exchange 11 averages nothing" in ended.output
+    assert "Diverged" in ended.output
+
+
+def test_a_consensus_with_a_node_that_has_left_is_an_error():
+    ended = mpiexec(2, "abandon.py", "consensus", 1)
+    assert ended.returncode != 0
+    assert "called by rank 1" in ended.output
+    assert "cannot complete: rank 0" in ended.output
+
+
 @pytest.mark.parametrize(
     ("how", "lost"),
     [("lost", 2), ("closed", 2), ("saved too early", 1), ("saved", 0), ("drained and restored", 0)],

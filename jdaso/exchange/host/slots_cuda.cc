@@ -320,6 +320,7 @@ ffi::Error Collect(CUstream stream, ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi
 }
 
 ffi::Error OrderCuda(CUstream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results) try {
+  InContext in(DeviceOf(stream).context);
   return ReturnInPlace(arguments, results, [stream](void* to, const void* from, size_t bytes) {
     if (bytes > 0) CUDA(cuMemcpyDtoDAsync_v2, Pointer(to), Pointer(from), bytes, stream);
   });

@@ -47,8 +47,8 @@ _COMPARED = {
         "All nodes must use the same wire, the same model, and the same number of fragments.",
     ),
 }
-# The number in the record of a process that closes the exchange.
-_EXIT = -2
+# The numbers in the record of a process that closes the exchange, or abandons it.
+_EXIT, _ABANDON = -2, -3
 # The last entries of a header are agreement numbers, which are compared and not summed.
 _AGREEMENT = slice(-len(AGREEMENT_NAMES), None)
 _SUMMED = slice(None, -len(AGREEMENT_NAMES))
@@ -80,12 +80,15 @@ def handshake(
 
     Returns:
         The header, float32[HEADER_SIZE], with the sums and this process's agreement numbers, and
-        the records of all members, with the fields ``header`` and ``content``.
+        the records of all members, with the fields ``header`` and ``content``. If a member has
+        abandoned the exchanges, its rank and None.
     """
     record = np.zeros(1, _RECORD)
     record[0] = (number, step, fingerprint, content, header)
     records = yield from gather(comm, record)
     own, name = comm.Get_rank(), exchange_name(number) + of_name
+    for rank in np.flatnonzero(records["number"] == _ABANDON)[:1]:
+        return int(rank), None
     for rank in np.flatnonzero(records["number"] == _EXIT)[:1]:
         raise JdasoError(
             f"{name} of {describe(own)} cannot complete: {closed_without(describe(rank))}"
@@ -110,18 +113,19 @@ def handshake(
     return total, records
 
 
-def exit_barrier(comm: Comm) -> Operation:
-    """Waits until all members have reached this barrier.
+def exit_barrier(comm: Comm, abandon: bool = False, failed: bool = False) -> Operation:
+    """Waits until all members have reached this barrier. Returns whether one of them has failed.
 
-    A member that posts an exchange instead receives this record, raises an error, and reaches the
-    barrier later. All members see the same records, so all gather again.
+    A member that posts an exchange instead receives this record. If the exchange is abandoned, that
+    exchange completes with nothing, otherwise it fails. The member reaches the barrier later. All
+    members see the same records, so all gather again.
     """
     record = np.zeros(1, _RECORD)
-    record["number"] = _EXIT
+    record["number"], record["content"] = _ABANDON if abandon else _EXIT, failed
     while True:
         records = yield from gather(comm, record)
-        if (records["number"] == _EXIT).all():
-            return
+        if np.isin(records["number"], (_EXIT, _ABANDON)).all():
+            return bool(records["content"].any())
 
 
 def _plan(header: np.ndarray) -> str:
@@ -144,8 +148,8 @@ def _raise_disagreement(
             )
 
 
-# Exchanges in a row that bring nothing, after which it is an error.
-_IN_VAIN = 10
+#: Exchanges in a row that bring nothing, after which it is an error.
+IN_VAIN = 10
 # The first exchanges, whose parameters are compared.
 _FIRST = 8
 
@@ -223,9 +227,9 @@ class Watch:
         if not finite:
             self._warn_overflow(number, memory)
         self._in_vain = 0 if finite and members else self._in_vain + 1
-        if self._in_vain >= _IN_VAIN and not self._gradients:
+        if self._in_vain >= IN_VAIN and not self._gradients:
             raise JdasoError(
-                f"the last {_IN_VAIN} exchanges, up to exchange {number}, have averaged nothing, "
+                f"the last {IN_VAIN} exchanges, up to exchange {number}, have averaged nothing, "
                 "because on each node parameters or gradients were not finite since the merge "
                 "before, or because the sum over the nodes was not: each node trains alone. Lower "
                 "the learning rate, or the first scale if the loss is scaled."

@@ -23,16 +23,16 @@ from jdaso.cluster.mpi_types import Comm
 from jdaso.cluster.roll_call import Call
 from jdaso.cluster.topology import Topology
 from jdaso.core.caller import caller
-from jdaso.core.exchange import FINITE, OWN, UNCOUNTED, PostedExchange
+from jdaso.core.exchange import FINITE, HEADER_SIZE, OWN, UNCOUNTED, PostedExchange
 from jdaso.core.log import logger
 from jdaso.core.tree import KEEP_OUT, host_arrays, named_floats
-from jdaso.core.types import PyTree
+from jdaso.core.types import JdasoError, PyTree
 from jdaso.core.wire import describe_narrow_wires
 from jdaso.exchange.host.layout import Layout, Memory, sender
 from jdaso.exchange.host.program import abort_on_error, report_error
 from jdaso.exchange.host.slots import Table, exchange_name
 from jdaso.exchange.transport import collectives
-from jdaso.exchange.transport.handshake import Watch, exit_barrier, handshake
+from jdaso.exchange.transport.handshake import IN_VAIN, Watch, exit_barrier, handshake
 from jdaso.exchange.transport.progress import Operation, Progress, Request, completed
 
 
@@ -50,6 +50,7 @@ class ExchangeCommunicators:
         self._topology = topology
         self._chunk_bytes = chunk_bytes
         self._spare: list[np.ndarray] = []  # memory in which terms of sums have arrived
+        self._alone = 0  # exchanges since another process has abandoned them
         # One of several processes of a node has one local index, its local rank.
         self._by_index = [_create(topology) for _ in topology.devices]
         self.handshakes = topology.duplicate_comm()
@@ -101,6 +102,8 @@ class ExchangeCommunicators:
             content,
             of_name,
         )
+        if records is None:
+            return self._abandoned(number, total, of_name), 0
         watch.compare(number, records["content"][self._members], topology, memory.layout)
         watch.check_contributions(number, records["header"][first, 0], memory.layout)
         yield from completed(before)
@@ -118,6 +121,22 @@ class ExchangeCommunicators:
         watch.check_sums(number, bool(finite), members, memory)
         total[FINITE], total[OWN] = finite, header[0] > 0
         return total, sent
+
+    def _abandoned(self, number: int, rank: int, of_name: str) -> np.ndarray:
+        """The header of an exchange that another process has abandoned: it brings nothing."""
+        self._alone += number != UNCOUNTED
+        text = (
+            f"{self._topology.describe(rank)} has abandoned the exchanges{of_name}, and "
+            f"{exchange_name(number)} averages nothing. Leave the training here as well, and call "
+            "exchange.close(abandon=True)."
+        )
+        if number == UNCOUNTED or self._alone >= IN_VAIN:
+            raise JdasoError(text)
+        if self._alone == 1:
+            logger.warning("%s", text)
+        header = np.zeros(HEADER_SIZE, np.float32)
+        header[FINITE] = 1
+        return header
 
     def _sum(self, nodes: Comm, memory: Memory, members: float) -> Operation:
         """Sums a slot's memory over the nodes; returns the bytes sent."""
@@ -169,9 +188,15 @@ class Membership:
         # Each process broadcasts the shards of its local rank.
         self.broadcasts = topology.across_nodes()
         self.flags = topology.duplicate_comm()  # of ``any_true``
+        self._failed = False  # whether an operation of any process has, at the end
 
     def free(self) -> None:
-        """Frees all communicators; collective over all processes."""
+        """Frees all communicators; collective over all processes.
+
+        After a failure messages may still arrive. Then the communicators stay until the end.
+        """
+        if self._failed:
+            return
         for comm in [*self.exchanges.all(), self.comparisons, self.broadcasts, self.flags]:
             comm.Free()
 
@@ -189,11 +214,12 @@ class Membership:
         if self._roll_call:
             for series in self._series.values():
                 self._roll_call.close(series)
-        barrier = exit_barrier(self.exchanges.handshakes)
+        abandons = progress.abandons
+        barrier = exit_barrier(self.exchanges.handshakes, abandons, progress.has_failed())
         own = self.topology.describe(self.topology.rank)
-        name = f"the closing of an exchange, by {own},"
+        name = f"the {'abandoning' if abandons else 'closing'} of an exchange, by {own},"
         request = progress.submit(barrier, name, call=call, last=True)
-        request.wait(_in_other_thread)
+        self._failed = request.wait(_in_other_thread)
 
 
 def _in_other_thread() -> bool:
@@ -265,9 +291,19 @@ class MpiTransport:
         """What ends the transport, in this order."""
         return [self._progress.close, self._membership.free, self._forget]
 
+    def abandon(self) -> None:
+        """What is in flight may be lost from now on, and other processes may never post more."""
+        if not self._progress.abandons:
+            logger.warning(
+                "%s abandons its exchanges%s, and waits until all nodes close them.",
+                *(self._name, self._of_name),
+            )
+        self._progress.abandons = True
+
     def _forget(self) -> None:
         self._forget_exit()
-        self._warn_of_lost()
+        if not self._progress.abandons:
+            self._warn_of_lost()
         self._table.clear()
         self._last_of_queue.clear()
 

@@ -474,6 +474,7 @@ class Progress:
         self._failed: list[Request] = []
         self._lock = threading.Lock()
         self._closing = self._closed = False
+        self.abandons = False  # whether exchanges in flight may fail at the end
         self._polling = Polling(self.table)
         self._thread = threading.Thread(target=self._run, name="jdaso-progress", daemon=True)
         self._thread.start()
@@ -492,7 +493,7 @@ class Progress:
         The ``last`` operation starts while this object closes, and may take any time.
         """
         request = Request(operation, description, measured, self._deadlines, call)
-        request.deadline = math.inf if last else request.deadline
+        request.deadline = math.inf if last and not self.abandons else request.deadline
         with self._lock:
             if self._closing and not last:
                 raise JdasoError(
@@ -535,7 +536,8 @@ class Progress:
         self._forget()
         for request in unfinished:
             request.done.wait()
-        if errors := [str(request.error) for request in unfinished if request.error is not None]:
+        errors = [str(request.error) for request in unfinished if request.error is not None]
+        if errors and not self.abandons:
             self._abort(
                 f"{self._peers.own_name} failed: exit with an exchange in flight that cannot "
                 f"complete: {'; '.join(errors)}"
@@ -546,6 +548,10 @@ class Progress:
             self._polling.wake()
         self._thread.join()
         _kept.extend([*self._failed, *self._requests])  # the latter if the thread has failed
+
+    def has_failed(self) -> bool:
+        """Whether an operation has failed, so that messages of it may still arrive."""
+        return bool(self._failed)
 
     def _run(self) -> None:
         try:
