@@ -226,6 +226,7 @@ class Heartbeat:
             ten minutes, or has asked all to abort.
 
     Attributes:
+        describe: Names a rank and its host.
         roll_call: Which processes have posted an operation.
     """
 
@@ -237,7 +238,7 @@ class Heartbeat:
         describe: Callable[[int], str],
         abort: Callable[[str, int], None],
     ):
-        self._links, self._describe, self._abort = links, describe, abort
+        self._links, self.describe, self._abort = links, describe, abort
         self._policies: list[DeathPolicy] = []
         self._dead: frozenset[int] = frozenset()
         self._exited: frozenset[int] = frozenset()
@@ -326,7 +327,7 @@ class Heartbeat:
         for peer in self._links.peers:
             lost = peer.rank in self._silent_peers and now - peer.last_received > LOST_SECONDS
             if lost and not self._tolerates(peer.rank):
-                reason = f"{self._describe(peer.rank)} {_SILENT.format(LOST_SECONDS)}"
+                reason = f"{self.describe(peer.rank)} {_SILENT.format(LOST_SECONDS)}"
                 self._abort_all(reason, EXIT_NODE_LOST, source=peer)
 
     def _report(self) -> None:
@@ -369,7 +370,7 @@ class Heartbeat:
         if self._tolerates(peer.rank):
             self._reports.dead |= {peer.rank}
         else:
-            self._abort_all(f"{self._describe(peer.rank)} {_DIED}", EXIT_NODE_LOST, source=peer)
+            self._abort_all(f"{self.describe(peer.rank)} {_DIED}", EXIT_NODE_LOST, source=peer)
 
     def _abort_all(self, reason: str, status: int, source: JsonSocket) -> None:
         """Forwards the reason to all peers but its source, then aborts this process."""

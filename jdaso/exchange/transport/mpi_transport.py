@@ -157,7 +157,10 @@ class Membership:
     def __init__(self, topology: Topology, chunk_bytes: int):
         self.topology = topology
         self._roll_call = topology.heartbeat and topology.heartbeat.roll_call
-        self._series = {name: self._roll_call.new_series() for name in SERIES if self._roll_call}
+        ranks = [process.rank for process in topology.processes]
+        self._series = (
+            {name: self._roll_call.new_series(ranks) for name in SERIES} if self._roll_call else {}
+        )
         self.exchanges = ExchangeCommunicators(topology, chunk_bytes)
         # All processes must post the operations of one communicator in the same order. The order
         # between kinds depends on timing, so each kind has its own communicator.
