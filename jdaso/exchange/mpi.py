@@ -132,6 +132,8 @@ def mpi_exchange(
     check_number("timeout", timeout, above=True)
     _check_settings(settings)
     sharded = Shardings(shardings, topology.mesh)
+    # From now on the death of a process ends the job, also if a center would go on without it.
+    leave = topology.follow()
     # The collectives that follow have no deadline.
     topology.group.barrier("the creation of an exchange", timeout)
     if topology.num_nodes == 1:
@@ -141,11 +143,11 @@ def mpi_exchange(
     native = use_native(native, topology.devices[0].platform)
     membership = Membership(topology, chunk_bytes)
     table = mpi_table(topology, native, name)
-    progress = Progress(topology, timeout, membership.announce_exit, topology.deaths.abort, table)
+    progress = Progress(topology, timeout, membership.announce_exit, topology.abort, table)
     transport = MpiTransport(membership, progress, name)
     program = Program(table, sharded, transport.abort_on_error)
     collectives = HostCollectives(membership, progress)
-    return _MpiExchange(settings, topology, program, transport, collectives)
+    return _MpiExchange(settings, topology, program, transport, collectives, leave)
 
 
 class _Settings(NamedTuple):
@@ -207,9 +209,10 @@ class _MpiExchange(Exchange):
         program: Program,
         transport: MpiTransport,
         collectives: HostCollectives,
+        leave: Callable[[], None],
     ):
         # Programs end first. Communicators are in use until the thread has ended.
-        at_close = program.close, *transport.at_close()
+        at_close = program.close, *transport.at_close(), leave
         super().__init__(topology.num_nodes, settings.wire, settings.name, at_close)
         self.same_bits = settings.same_bits
         self._topology, self._program = topology, program

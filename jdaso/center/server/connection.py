@@ -8,7 +8,7 @@ import numpy as np
 
 from jdaso.center.server import frames
 from jdaso.center.server.event_loop import SERVER_TAG, reply_tag
-from jdaso.center.server.worker_exit import ExitPolicy
+from jdaso.center.server.worker_exit import WorkerExit
 from jdaso.cluster.mpi_types import Comm
 from jdaso.cluster.topology import Topology
 from jdaso.core.types import JdasoError
@@ -30,7 +30,7 @@ class Connection:
         comm: Comm,
         timeout: float,
         heartbeat_seconds: float,
-        policy: ExitPolicy,
+        policy: WorkerExit,
         table: Table | PlainTable,
     ):
         self._comm = comm

@@ -23,6 +23,7 @@ from jdaso.center.types import (
     map_state,
     no_broadcast,
 )
+from jdaso.cluster.ending import DeathPolicy
 from jdaso.cluster.mpi_types import Comm
 from jdaso.cluster.topology import Topology
 from jdaso.core.exchange import UNCOUNTED, BoundExchange, Exchange, changed
@@ -112,12 +113,13 @@ def mpi_center(
     if topology.rank == frames.SERVER:
         hosted = _start_server(topology, comm, gone_after, record)
     policy = (
-        worker_exit.worker_policy(topology)
+        worker_exit.without_server(topology)
         if hosted is None
-        else worker_exit.server_policy(topology, hosted.liveness)
+        else worker_exit.with_server(topology)
     )
-    if topology.heartbeat is not None:
-        topology.heartbeat.follow(policy)
+    # Only the server handles deaths, but all processes tolerate them.
+    on_death = hosted.liveness.set_died if hosted else lambda rank: None
+    topology.follow(DeathPolicy(frozenset({frames.SERVER}), on_death))
     worker_exit.ignore_death_signal()
     table = worker_table(topology, native)
     connection = Connection(topology, comm, timeout, gone_after / _HEARTBEATS, policy, table)

@@ -1,45 +1,38 @@
 """How a worker exits without stopping the others, also where MPI would wait for a dead process."""
 
-import dataclasses
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from jdaso.center.server import frames
 from jdaso.center.server.liveness import Liveness
-from jdaso.cluster.ending import DeathPolicy
 from jdaso.cluster.topology import Topology
 from jdaso.core.log import logger
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExitPolicy(DeathPolicy):
-    """What the death of a worker does, and how this worker leaves the training.
+class WorkerExit(NamedTuple):
+    """How a worker leaves the training.
 
     Attributes:
+        abort: Ends this worker for a reason, with or without the others.
         finish: Called with the workers that are gone, when all others have ended.
         failed: Returns whether this worker ends by an exception.
     """
 
+    abort: Callable[[str], None]
     finish: Callable[[Sequence[int]], None]
     failed: Callable[[], bool]
 
 
-def server_policy(topology: Topology, liveness: Liveness) -> ExitPolicy:
-    """Returns the policy of node 0, whose failure aborts the job; its server exits last."""
-    return ExitPolicy(
-        abort=topology.abort,
-        on_death=liveness.set_died,
-        needed=frozenset({frames.SERVER}),
-        finish=lambda gone: None,
-        failed=lambda: False,
-    )
+def with_server(topology: Topology) -> WorkerExit:
+    """Returns the exit of node 0, whose failure aborts the job; its server exits last."""
+    return WorkerExit(topology.abort, finish=lambda gone: None, failed=lambda: False)
 
 
-def worker_policy(topology: Topology) -> ExitPolicy:
-    """Returns the policy of the other nodes, whose exceptions do not stop the others."""
+def without_server(topology: Topology) -> WorkerExit:
+    """Returns the exit of the other nodes, whose exceptions do not stop the others."""
     status = [0]
 
     def hook(kind, error, trace):
@@ -49,10 +42,8 @@ def worker_policy(topology: Topology) -> ExitPolicy:
         logger.error("%s failed; the others continue.", own, exc_info=(kind, error, trace))
 
     sys.excepthook = hook
-    return ExitPolicy(
+    return WorkerExit(
         abort=_exit_now,
-        on_death=lambda rank: None,  # only the server handles deaths, but all forward them
-        needed=frozenset({frames.SERVER}),
         finish=lambda gone: _exit_without(topology, gone, status[0]),
         failed=lambda: status[0] != 0,
     )

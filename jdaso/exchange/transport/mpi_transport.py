@@ -272,12 +272,12 @@ class MpiTransport:
 
     def abort_on_error(self) -> AbstractContextManager[None]:
         topology = self._membership.topology
-        return abort_on_error(topology, topology.deaths.abort)
+        return abort_on_error(topology, topology.abort)
 
     def report_error(self, problem: str) -> None:
         """Reports an error of compiled code."""
         topology = self._membership.topology
-        report_error(topology, topology.deaths.abort, problem)
+        report_error(topology, topology.abort, problem)
 
     def begin_run(self, total: int | None = None, gradients: bool = False) -> None:
         """Allows the numbers of exchanges to start again, once, for a run of ``total`` steps.

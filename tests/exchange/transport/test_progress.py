@@ -43,7 +43,9 @@ def progress(aborts):
 
 def test_only_the_exit_of_a_process_that_is_missing_fails_an_operation(monkeypatch, aborts):
     calls = RollCall(0, on_question=lambda: None)
-    monkeypatch.setattr(Topology, "heartbeat", types.SimpleNamespace(roll_call=calls, describe="rank {}".format))
+    monkeypatch.setattr(
+        Topology, "heartbeat", types.SimpleNamespace(roll_call=calls, describe="rank {}".format)
+    )
     call, left = calls.post(calls.new_series([0, 1])), []
     progress = Progress(Topology(), PATIENCE, left.append, aborts.put)
     running, exited = (Absent(1, closed, None, "") for closed in (False, True))
@@ -63,7 +65,9 @@ def test_a_wait_while_devices_are_busy_is_no_deadlock(monkeypatch, aborts):
     monkeypatch.setattr(progress_module, "_ASK_SECONDS", 0.0)
     monkeypatch.setattr(progress_module, "_BUSY_SECONDS", 0.05)
     calls = RollCall(0, on_question=lambda: None)
-    monkeypatch.setattr(Topology, "heartbeat", types.SimpleNamespace(roll_call=calls, describe="rank {}".format))
+    monkeypatch.setattr(
+        Topology, "heartbeat", types.SimpleNamespace(roll_call=calls, describe="rank {}".format)
+    )
     call, others = calls.post(calls.new_series([0, 1])), calls.new_series([0, 1])
     progress = Progress(Topology(), PATIENCE, lambda progress: None, aborts.put)
     # The other process waits for something that this one has not posted.
