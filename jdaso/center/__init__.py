@@ -1,13 +1,14 @@
 """Asynchronous methods: workers exchange messages with a server that keeps the center.
 
-``server/`` is the server over MPI. Only ``jdaso/__init__.py`` and ``__main__.py`` may import this
-folder, which imports :mod:`jdaso.algorithms`, :mod:`jdaso.exchange` and entries below them.
+The algorithms are in ``async_easgd``, ``downpour`` and ``admm``, and ``simulation`` has a center
+for one process. Over MPI, ``mpi_center`` starts the ``server``, a loop around a ``state_machine``
+that replies to ``frames``, and the ``worker`` in each process.
 """
 
 from jdaso.center.admm import admm
 from jdaso.center.async_easgd import async_eamsgd, async_easgd
 from jdaso.center.downpour import adownpour, downpour, mdownpour, mvadownpour
-from jdaso.center.server.mpi_center import mpi_center
+from jdaso.center.mpi_center import mpi_center
 from jdaso.center.simulation import (
     SimulatedCluster,
     init_cluster,

@@ -7,7 +7,6 @@ The heartbeat notices a death, and asks the :class:`DeathPolicy` whether the oth
 import atexit
 import contextlib
 import ctypes
-import dataclasses
 import faulthandler
 import functools
 import os
@@ -18,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import NamedTuple, Self
 
 from jdaso.cluster.launchers import detect_launch, start_watchdog
 from jdaso.core.exchange import Exchange
@@ -38,30 +37,20 @@ _NEW_THREAD = 2  # SIGEV_THREAD
 _aborting = threading.Lock()
 
 
-@dataclasses.dataclass(frozen=True)
-class DeathPolicy:
-    """What happens when a process dies, or fails where its program cannot raise an error.
+class DeathPolicy(NamedTuple):
+    """What the death of another process does to this one, see :meth:`Topology.follow`.
 
-    An exchange needs all processes: every failure ends the job (``topology.deaths``). The workers
-    of a center go on without one another, but not without the process of the server.
-
-    An exchange that only waits too long raises an error in the program, which may handle it.
+    A death ends the job, unless a policy has a function for it and none needs the process. An
+    exchange needs all of its processes. The workers of a center go on without one another, but not
+    without the process of the server.
 
     Attributes:
-        abort: Called with the reason when this process has failed and its program cannot raise,
-            because it waits in compiled code or exits. It ends this process, with or without the
-            others.
-        on_death: Called with the rank of each process that has died; None ends the job instead.
-        needed: The ranks whose deaths end the job in any case.
+        needed: The ranks whose deaths end the job.
+        on_death: Called with the rank of each other process that has died.
     """
 
-    abort: Callable[[str], None]
+    needed: frozenset[int]
     on_death: Callable[[int], object] | None = None
-    needed: frozenset[int] = frozenset()
-
-    def tolerates(self, rank: int) -> bool:
-        """Returns whether the other processes go on when this rank has died."""
-        return self.on_death is not None and rank not in self.needed
 
 
 def abort(reason: str, status: int, all_abort: bool = True) -> None:

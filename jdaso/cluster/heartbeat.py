@@ -11,6 +11,7 @@ operation. Reports go up to the first process and down again. On the way up, eac
 those of the processes that report to it, so a report does not grow with the number of processes.
 """
 
+import functools
 import os
 import threading
 import time
@@ -226,6 +227,7 @@ class Heartbeat:
             ten minutes, or has asked all to abort.
 
     Attributes:
+        describe: Names a rank and its host.
         roll_call: Which processes have posted an operation.
     """
 
@@ -237,7 +239,7 @@ class Heartbeat:
         describe: Callable[[int], str],
         abort: Callable[[str, int], None],
     ):
-        self._links, self._describe, self._abort = links, describe, abort
+        self._links, self.describe, self._abort = links, describe, abort
         self._policies: list[DeathPolicy] = []
         self._dead: frozenset[int] = frozenset()
         self._exited: frozenset[int] = frozenset()
@@ -273,14 +275,15 @@ class Heartbeat:
             peer.send("end", reason[-MAX_MESSAGE_BYTES // 16 :], status)
         return bool(self._reports.connected().all())
 
-    def follow(self, policy: DeathPolicy) -> None:
-        """Lets a policy say from now on which deaths and long silences the job survives.
+    def follow(self, policy: DeathPolicy) -> Callable[[], None]:
+        """Lets a policy say which deaths and long silences the job survives.
 
-        All processes must call it. By default, and for a rank that one of several policies needs,
-        all processes abort. Those that reported to a dead process report to another one.
+        Without one, and for a rank that one of several policies needs, all processes abort. Those
+        that reported to a dead process report to another one. The result ends this.
         """
         self._policies.append(policy)
         self._dead = frozenset()  # tells again of deaths that were known before
+        return functools.partial(self._policies.remove, policy)
 
     def close(self) -> None:
         """Announces that this process exits normally."""
@@ -288,7 +291,11 @@ class Heartbeat:
         self._links.say_bye(exited[: MAX_MESSAGE_BYTES // 64])
 
     def _tolerates(self, rank: int) -> bool:
-        return bool(self._policies) and all(each.tolerates(rank) for each in self._policies)
+        handled = any(policy.on_death for policy in list(self._policies))
+        return handled and not self._needs(rank)
+
+    def _needs(self, rank: int) -> bool:
+        return any(rank in policy.needed for policy in list(self._policies))
 
     def _run(self) -> None:
         next_beat, links = time.monotonic(), self._links
@@ -326,8 +333,7 @@ class Heartbeat:
         for peer in self._links.peers:
             lost = peer.rank in self._silent_peers and now - peer.last_received > LOST_SECONDS
             if lost and not self._tolerates(peer.rank):
-                reason = f"{self._describe(peer.rank)} {_SILENT.format(LOST_SECONDS)}"
-                self._abort_all(reason, EXIT_NODE_LOST, source=peer)
+                self._abort_without(peer.rank, _SILENT.format(LOST_SECONDS))
 
     def _report(self) -> None:
         """Sends a report to each peer that has not received the same one since the last beat."""
@@ -339,7 +345,9 @@ class Heartbeat:
             peers[rank].send("beat", *message)
         died, self._dead = self._reports.dead - self._dead, self._reports.dead
         for rank in sorted(died):
-            for policy in self._policies:
+            if self._needs(rank):  # the process that has noticed the death does not
+                self._abort_without(rank, _DIED)
+            for policy in list(self._policies):
                 if policy.on_death is not None:
                     policy.on_death(rank)
 
@@ -355,7 +363,7 @@ class Heartbeat:
                         self._exited |= decode_ranks(exited)
                     self._reports.forget(peer.rank)
                 case ["end", str(reason), status] if fits(status, range(256)):
-                    self._abort_all(reason, status, source=peer)
+                    self._abort_all(reason, status, source=peer.rank)
 
     def _disconnected(self, peer: JsonSocket) -> None:
         self._links.remove(peer)
@@ -369,12 +377,15 @@ class Heartbeat:
         if self._tolerates(peer.rank):
             self._reports.dead |= {peer.rank}
         else:
-            self._abort_all(f"{self._describe(peer.rank)} {_DIED}", EXIT_NODE_LOST, source=peer)
+            self._abort_without(peer.rank, _DIED)
 
-    def _abort_all(self, reason: str, status: int, source: JsonSocket) -> None:
+    def _abort_without(self, rank: int, reason: str) -> None:
+        self._abort_all(f"{self.describe(rank)} {reason}", EXIT_NODE_LOST, source=rank)
+
+    def _abort_all(self, reason: str, status: int, source: int) -> None:
         """Forwards the reason to all peers but its source, then aborts this process."""
         for peer in self._links.peers:
-            if peer is not source:
+            if peer.rank != source:
                 peer.send("end", reason, status)
         self._abort(reason, status)
 

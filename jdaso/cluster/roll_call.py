@@ -2,12 +2,14 @@
 
 MPI's collectives do not tell which process is late. Every process therefore counts the operations
 that it has posted, in series that are the same on all processes. A process that waits for an
-operation asks with its heartbeats which processes have not posted it. All processes answer, and
-the answers are merged on their way, so that messages stay short however many processes there are.
+operation asks with its heartbeats which processes have not posted it. All members of the series
+answer, and the answers are merged on their way, so that messages stay short however many processes
+there are.
 """
 
+import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 #: The most processes that a text names.
@@ -15,6 +17,7 @@ MAX_NAMES = 8
 #: The most questions in a message.
 MAX_QUESTIONS = 8
 _MAX_TEXT = 100
+_COUNT_BITS = 20  # of the number of a series
 
 
 class Call(NamedTuple):
@@ -71,20 +74,25 @@ class RollCall:
     def __init__(self, rank: int, on_question: Callable[[], None]):
         self._rank, self._on_question = rank, on_question
         self._posted: Counter[int] = Counter()
+        self._series: set[int] = set()
+        self._created: Counter[int] = Counter()  # series, by the checksum of their members
         self._closed: set[int] = set()
         self._asked: dict[Call, None] = {}
         self._awaited: dict[Call, str] = {}
-        self._num_series = 0
         #: Answers of all processes, replaced as a whole.
         self.answers: Mapping[Call, Answer] = {}
 
-    def new_series(self) -> int:
-        """Returns a new series, which has the same number on all processes.
+    def new_series(self, members: Sequence[int]) -> int:
+        """Returns a new series, with the same number on all its members, which are ranks.
 
-        All processes must create all series in the same order.
+        All members must create the series that they have together in the same order. Series of
+        other members, which some of them create meanwhile, have other numbers.
         """
-        self._num_series += 1
-        return self._num_series - 1
+        group = zlib.crc32(repr([*members]).encode())
+        self._created[group] += 1
+        series = (group << _COUNT_BITS) + self._created[group]
+        self._series.add(series)
+        return series
 
     def post(self, series: int) -> Call:
         """Counts an operation."""
@@ -117,7 +125,9 @@ class RollCall:
         return earliest(list(self._asked))
 
     def answer_to(self, call: Call) -> Answer:
-        """Returns the answer of this process alone to a question."""
+        """Returns the answer of this process alone to a question; empty if it is no member."""
+        if call.series not in self._series:
+            return Answer()
         if self.has_posted(call):
             return Answer(1)
         awaited, name = next(iter(list(self._awaited.items())), (None, ""))

@@ -229,10 +229,13 @@ class Topology:
         comm = self.within_node() if self.joined else None
         return Group(comm, self.describe(self.rank), states)
 
-    @property
-    def deaths(self) -> DeathPolicy:
-        """What a death does to an exchange: it ends all processes."""
-        return DeathPolicy(self.abort)
+    def follow(self, policy: DeathPolicy | None = None) -> Callable[[], None]:
+        """Lets a policy say from now on which deaths the job survives.
+
+        None needs all processes of this topology. The result is a function that ends this.
+        """
+        policy = policy or DeathPolicy(frozenset(process.rank for process in self.processes))
+        return (lambda: None) if self.heartbeat is None else self.heartbeat.follow(policy)
 
     def abort(self, reason: str) -> None:
         """Ends all processes with status 1, or ``EXIT_NODE_LOST`` if a process is silent."""

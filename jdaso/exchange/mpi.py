@@ -136,6 +136,8 @@ def mpi_exchange(
     sharded = Shardings(shardings, topology.mesh)
     # What only one process may lack comes before it waits for the others.
     native = topology.num_nodes > 1 and use_native(native, topology.devices)
+    # From now on the death of a process ends the job, also if a center would go on without it.
+    leave = topology.follow()
     # The collectives that follow have no deadline.
     topology.group.barrier("the creation of an exchange", timeout)
     if topology.num_nodes == 1:
@@ -144,11 +146,11 @@ def mpi_exchange(
     _check_same_settings(topology, settings)
     membership = Membership(topology, chunk_bytes)
     table = mpi_table(topology, name)
-    progress = Progress(topology, timeout, membership.announce_exit, topology.deaths.abort, table)
+    progress = Progress(topology, timeout, membership.announce_exit, topology.abort, table)
     transport = MpiTransport(membership, progress, name)
     program = Program(table, native, sharded, transport.abort_on_error)
     collectives = HostCollectives(membership, progress)
-    return _MpiExchange(settings, topology, program, transport, collectives)
+    return _MpiExchange(settings, topology, program, transport, collectives, leave)
 
 
 class _Settings(NamedTuple):
@@ -210,9 +212,10 @@ class _MpiExchange(Exchange):
         program: Program,
         transport: MpiTransport,
         collectives: HostCollectives,
+        leave: Callable[[], None],
     ):
         # Programs end first. Communicators are in use until the thread has ended.
-        at_close = program.close, *transport.at_close()
+        at_close = program.close, *transport.at_close(), leave
         super().__init__(topology.num_nodes, settings.wire, settings.name, at_close)
         self.same_bits = settings.same_bits
         self._topology, self._program = topology, program

@@ -82,7 +82,7 @@ def mpi4jax_exchange(topology: Topology, wire: str | None = None) -> Exchange:
             check_alike(host_comm.allgather(outline(params)), topology.describe)
 
     complete = functools.partial(await_programs, topology.devices)
-    at_close = complete, comm.Free, host_comm.Free
+    at_close = complete, comm.Free, host_comm.Free, topology.follow()
     exchange = StoredExchange(size, wire, all_reduce, broadcast, compare, at_close)
     any_node = lambda flag: any(host_comm.allgather(flag))  # noqa: E731
     # Programs of other nodes wait inside MPI for one that has left.

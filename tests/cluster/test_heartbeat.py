@@ -112,7 +112,7 @@ def test_a_death_aborts_all(tree, dead):
 
 def test_rank_0_tolerates_a_death_but_its_own_aborts_the_others():
     star, died = star_of(4), queue.Queue()
-    star.heartbeats[0].follow(DeathPolicy(print, died.put))
+    star.heartbeats[0].follow(DeathPolicy(frozenset(), died.put))
     star.dies(2)
     assert died.get(timeout=TIMEOUT) == 2
     assert star.heartbeats[0].states(frozenset({2})) == "rank 2 (has died)"
@@ -125,7 +125,7 @@ def test_rank_0_tolerates_a_death_but_its_own_aborts_the_others():
 def test_the_death_of_a_needed_rank_aborts_all_although_others_are_tolerated():
     star, died = star_of(4), queue.Queue()
     for heartbeat in star.heartbeats:
-        heartbeat.follow(DeathPolicy(print, died.put, needed=frozenset({0})))
+        heartbeat.follow(DeathPolicy(frozenset({0}), died.put))
     star.dies(2)
     for _ in (0, 1, 3):
         assert died.get(timeout=TIMEOUT) == 2
@@ -136,11 +136,43 @@ def test_the_death_of_a_needed_rank_aborts_all_although_others_are_tolerated():
     assert died.empty()
 
 
+@pytest.mark.parametrize("tree", [[0] * 4, [0, 0, 0, 2]])
+def test_a_death_aborts_all_if_a_process_that_does_not_notice_it_itself_needs_the_dead_one(tree):
+    """All follow a center, and ranks 1 and 2 have an exchange of their own."""
+    job, died = Job(tree), queue.Queue()
+    for heartbeat in job.heartbeats:
+        heartbeat.follow(DeathPolicy(frozenset({0}), died.put))
+    for rank in (1, 2):
+        job.heartbeats[rank].follow(DeathPolicy(frozenset({1, 2})))
+    job.dies(3)
+    for _ in range(3):
+        assert died.get(timeout=TIMEOUT) == 3
+    assert all(aborts.empty() for aborts in job.aborts.values())
+    job.dies(2)
+    for rank in (0, 1):
+        assert job.abort(rank)[0].startswith("rank 2 has died.")
+
+
+def test_a_death_aborts_all_when_an_exchange_needs_the_dead_process_later():
+    star, died = star_of(3), queue.Queue()
+    for heartbeat in star.heartbeats:
+        heartbeat.follow(DeathPolicy(frozenset({0}), died.put))
+    leave = star.heartbeats[1].follow(DeathPolicy(frozenset({1, 2})))
+    leave()
+    star.dies(2)
+    for _ in range(2):
+        assert died.get(timeout=TIMEOUT) == 2
+    assert all(aborts.empty() for aborts in star.aborts.values())
+    star.heartbeats[1].follow(DeathPolicy(frozenset({1, 2})))
+    for rank in (0, 1):
+        assert star.abort(rank)[0].startswith("rank 2 has died.")
+
+
 def test_a_long_silence_is_tolerated(fast, monkeypatch):
     monkeypatch.setattr(heartbeat_module, "LOST_SECONDS", 0.6)
     (ours, _theirs), aborts, died = socket.socketpair(), queue.Queue(), queue.Queue()
     first = beating(0, (ours, 1), abort=lambda *abort: aborts.put(abort))
-    first.follow(DeathPolicy(print, died.put))
+    first.follow(DeathPolicy(frozenset(), died.put))
     wait_until(lambda: first.silent_ranks() == {1})
     time.sleep(0.5)
     assert aborts.empty()
@@ -176,7 +208,7 @@ def test_a_process_that_closes_a_connection_before_its_first_message_is_not_dead
 
 def test_without_rank_0_a_rank_that_does_not_connect_to_another_one_is_silent(fast):
     job, died = Job([0, 0, 0, 1]), queue.Queue()
-    job.heartbeats[1].follow(DeathPolicy(print, died.put))
+    job.heartbeats[1].follow(DeathPolicy(frozenset(), died.put))
     job.dies(0)
     assert died.get(timeout=TIMEOUT) == 0
     wait_until(lambda: job.heartbeats[1].silent_ranks() == {2})
@@ -384,7 +416,7 @@ def test_those_below_a_dead_process_report_to_the_next_one_above_it(fast, monkey
     heartbeats, aborts = started(9)  # 1 and 2 report to 0, 3 and 4 to 1, 5 and 6 to 2, 7 and 8 to 3
     told, left = {rank: queue.Queue() for rank in heartbeats}, set(heartbeats)
     for rank, heartbeat in heartbeats.items():
-        heartbeat.follow(DeathPolicy(print, told[rank].put))
+        heartbeat.follow(DeathPolicy(frozenset(), told[rank].put))
     # Each with those that report to another process then. At last nobody above them is left.
     deaths = [({1}, {3: 0, 4: 0}), ({7}, {}), ({3}, {8: 0})]
     deaths += [({0, 2}, {4: None, 5: 4, 6: 4, 8: 4}), ({6}, {})]
@@ -428,7 +460,7 @@ def test_one_that_can_report_to_nobody_says_so_and_is_not_called_alive(fast, mon
     monkeypatch.setattr(links_module, "connect", lambda *_: time.sleep(0.01))
     monkeypatch.setattr(links_module, "CONNECT_SECONDS", 0.1)
     for heartbeat in heartbeats.values():
-        heartbeat.follow(DeathPolicy(print, lambda rank: None))
+        heartbeat.follow(DeathPolicy(frozenset(), lambda rank: None))
     dies(heartbeats[1])
     wait_until(lambda: heartbeats[0].silent_ranks() == {2})
     assert heartbeats[0].states(frozenset({2, 3})) == (
@@ -467,7 +499,7 @@ def test_one_that_reports_to_another_process_than_expected_is_not_called_silent(
     contacts = heartbeats[7]._links.contacts
     heartbeats[7]._links.contacts = [contact for contact in contacts if contact.rank == 2]
     for heartbeat in heartbeats.values():
-        heartbeat.follow(DeathPolicy(print, lambda rank: None))
+        heartbeat.follow(DeathPolicy(frozenset(), lambda rank: None))
     dies(heartbeats[3])
     wait_until(lambda: parent_of(heartbeats[7]) == 2)
     time.sleep(1)  # so that rank 1, which expects it, has missed it for long

@@ -63,11 +63,11 @@ class Tree:
 @pytest.mark.parametrize("parents", [[0, 0, 0, 0, 0], [0, 0, 0, 1, 3], [0, 0, 0, 2, 2]])
 def test_all_learn_who_has_not_posted_what_one_waits_for(parents):
     tree = Tree(parents)
-    series = [calls.new_series() for calls in tree.calls]
-    assert series == [0] * 5
-    asked = [calls.post(0) for calls in tree.calls if calls not in (tree.calls[3], tree.calls[4])]
-    assert asked == [Call(0, 0)] * 3
-    other = tree.calls[4].post(1)
+    first, *others = [calls.new_series(range(5)) for calls in tree.calls]
+    assert others == [first] * 4
+    asked = [calls.post(first) for calls in tree.calls[:3]]
+    assert asked == [Call(first, 0)] * 3
+    other = tree.calls[4].post(tree.calls[4].new_series(range(5)))
     tree.calls[4].wait(other, "a consensus")
     tree.calls[2].ask(asked[0])
     tree.settle()
@@ -75,14 +75,36 @@ def test_all_learn_who_has_not_posted_what_one_waits_for(parents):
     for calls in tree.calls:
         assert calls.answer(asked[0]) == Answer(5, 2, late)
         # Nothing is known of the other three, which have posted an earlier operation.
-        assert calls.answer(Call(0, 7)) == Answer(2, 2, late)
-        assert calls.answer(Call(1, 0)) == Answer()
-    tree.calls[3].post(0)
+        assert calls.answer(Call(first, 7)) == Answer(2, 2, late)
+        assert calls.answer(Call(first + 1, 0)) == Answer()
+    tree.calls[3].post(first)
     tree.settle()
     assert tree.calls[2].answer(asked[0]).absent == 1
     tree.calls[2].done(asked[0])
     tree.settle()
     assert all(not calls.answers for calls in tree.calls)
+
+
+@pytest.mark.parametrize("parents", [[0, 0, 0, 0], [0, 0, 1, 2]])
+def test_the_series_of_groups_do_not_mix(parents):
+    """Each process has a series with all others, then one with its group, and one with all again.
+
+    Both groups create theirs at the same time, as the groups of a parameter server do.
+    """
+    tree, groups = Tree(parents), [(0, 2), (1, 3)]
+    for calls in tree.calls:
+        calls.new_series(range(4))
+    of_group = [calls.new_series(groups[rank % 2]) for rank, calls in enumerate(tree.calls)]
+    of_all = {calls.new_series(range(4)) for calls in tree.calls}
+    assert of_group[:2] == of_group[2:]
+    assert len({*of_group, *of_all}) == 3
+    asked = [tree.calls[rank].post(of_group[rank]) for rank in (0, 1, 2)]
+    for rank in (0, 1):
+        tree.calls[rank].ask(asked[rank])
+    tree.settle()
+    late = Absent(3, False, None, "")
+    assert tree.calls[0].answer(asked[0]) == Answer(2)
+    assert tree.calls[1].answer(asked[1]) == Answer(2, 1, (late,))
 
 
 def test_silence_below_is_known_above_and_everywhere():
@@ -103,11 +125,12 @@ def test_silence_above_is_known_below():
 
 def test_messages_stay_short_with_many_processes():
     tree = Tree([0] * 400)
-    for series in range(20):
-        tree.calls[1].ask(Call(series, 3))
     for rank, calls in enumerate(tree.calls):
-        calls.wait(calls.post(99), "x" * 1000)
-        assert rank == calls.answer_to(Call(0, 0)).names[0].rank
+        series = [calls.new_series(range(400)) for _ in range(20)]
+        calls.wait(calls.post(series[19]), "x" * 1000)
+        assert rank == calls.answer_to(Call(series[0], 0)).names[0].rank
+    for each in series:
+        tree.calls[1].ask(Call(each, 3))
     tree.settle()
     (call, *_) = tree.calls[1].answers
     answer = tree.calls[1].answers[call]

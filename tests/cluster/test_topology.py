@@ -113,9 +113,9 @@ def test_without_a_launcher_there_is_one_node():
     assert topology.mesh.axis_names == ("local",)
     assert topology.heartbeat is None
     assert topology.states(frozenset({0})) == topology.describe(0)
-    assert not topology.deaths.tolerates(0)
+    topology.follow()()
     with pytest.raises(SystemExit, match="the reason"):
-        topology.deaths.abort("the reason")
+        topology.abort("the reason")
 
 
 def test_job_script_without_srun_causes_a_warning(monkeypatch):

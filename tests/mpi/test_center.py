@@ -43,6 +43,16 @@ def test_a_worker_that_is_killed_stops_nobody():
     assert "has died; the others continue" in ended.output
 
 
+def test_a_worker_that_is_killed_ends_the_job_if_an_exchange_needs_it():
+    ended = mpiexec(3, "center.py", "killed_with_an_exchange", timeout=120, survive=True)
+    assert ended.returncode != 0, ended.output
+    for rank in (0, 1):
+        assert f"rank {rank} came to its end" not in ended.output, ended.output
+    said = [line for line in ended.output.splitlines() if "jdaso: ending all processes: " in line]
+    assert len(said) == 2, ended.output
+    assert all("processes: rank 2 (" in line and "has died" in line for line in said)
+
+
 def test_a_worker_that_fails_stops_nobody():
     ended = mpiexec(3, "center.py", "failed", timeout=120, survive=True)
     assert ended.returncode != 0

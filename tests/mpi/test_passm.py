@@ -15,6 +15,16 @@ def test_four_processes_lose_no_update_and_servers_average_over_their_slaves():
     passes(mpiexec(4, "passm.py", "servers", timeout=180))
 
 
+def test_a_group_of_a_server_that_waits_is_told_who_of_it_is_missing():
+    ended = mpiexec(4, "passm.py", "a group waits", timeout=120)
+    said = "".join(x for x in ended.output.splitlines() if x.startswith("rank 1: "))
+    assert "cannot complete: rank 3 (" in said, ended.output
+    assert "closed this exchange, or exited" in said, ended.output
+    assert "has ended by" not in ended.output, ended.output
+    assert "rank 0" not in said, ended.output
+    assert "rank 2" not in said, ended.output
+
+
 # case -> what the error must say
 ERRORS = {
     "ends early": ["rank 0", "waits at a barrier for rank 1", "which ended without it"],

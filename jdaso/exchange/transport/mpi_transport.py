@@ -180,7 +180,10 @@ class Membership:
     def __init__(self, topology: Topology, chunk_bytes: int):
         self.topology = topology
         self._roll_call = topology.heartbeat and topology.heartbeat.roll_call
-        self._series = {name: self._roll_call.new_series() for name in SERIES if self._roll_call}
+        ranks = [process.rank for process in topology.processes]
+        self._series = (
+            {name: self._roll_call.new_series(ranks) for name in SERIES} if self._roll_call else {}
+        )
         self.exchanges = ExchangeCommunicators(topology, chunk_bytes)
         # All processes must post the operations of one communicator in the same order. The order
         # between kinds depends on timing, so each kind has its own communicator.
@@ -309,12 +312,12 @@ class MpiTransport:
 
     def abort_on_error(self) -> AbstractContextManager[None]:
         topology = self._membership.topology
-        return abort_on_error(topology, topology.deaths.abort)
+        return abort_on_error(topology, topology.abort)
 
     def report_error(self, problem: str) -> None:
         """Reports an error of compiled code."""
         topology = self._membership.topology
-        report_error(topology, topology.deaths.abort, problem)
+        report_error(topology, topology.abort, problem)
 
     def begin_run(self, total: int | None = None, gradients: bool = False) -> None:
         """Allows the numbers of exchanges to start again, once, for a run of ``total`` steps.

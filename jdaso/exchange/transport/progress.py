@@ -344,8 +344,10 @@ class Peers:
 
     def __init__(self, topology: Topology):
         self.topology = topology
-        self._describe = topology.describe
         heartbeat = topology.heartbeat
+        # The heartbeat numbers all processes, also where the topology is restricted to some.
+        self._describe = heartbeat.describe if heartbeat is not None else topology.describe
+        self._members = frozenset(process.rank for process in topology.processes)
         self._roll_call = heartbeat.roll_call if heartbeat is not None else None
 
     @property
@@ -415,7 +417,7 @@ class Peers:
         heartbeat, answer = self.topology.heartbeat, self._answer(request)
         if heartbeat is None:
             return _UNKNOWN
-        ranks = heartbeat.silent_ranks() | heartbeat.exited_ranks()
+        ranks = self._members & (heartbeat.silent_ranks() | heartbeat.exited_ranks())
         ranks |= {process.rank for process in answer.names}
         if not ranks:
             complete = answer.answered == len(self.topology.processes)

@@ -81,8 +81,10 @@ def test_what_programs_have_posted_comes_before_what_is_submitted_later(aborts):
 
 def test_only_the_exit_of_a_process_that_is_missing_fails_an_operation(monkeypatch, aborts):
     calls = RollCall(0, on_question=lambda: None)
-    monkeypatch.setattr(Topology, "heartbeat", types.SimpleNamespace(roll_call=calls))
-    call, left = calls.post(calls.new_series()), []
+    monkeypatch.setattr(
+        Topology, "heartbeat", types.SimpleNamespace(roll_call=calls, describe="rank {}".format)
+    )
+    call, left = calls.post(calls.new_series([0, 1])), []
     progress = Progress(Topology(), PATIENCE, left.append, aborts.put)
     running, exited = (Absent(1, closed, None, "") for closed in (False, True))
     calls.answers = {call: Answer(2, 1, (running,))}
@@ -101,8 +103,10 @@ def test_a_wait_while_devices_are_busy_is_no_deadlock(monkeypatch, aborts):
     monkeypatch.setattr(progress_module, "_ASK_SECONDS", 0.0)
     monkeypatch.setattr(progress_module, "_BUSY_SECONDS", 0.05)
     calls = RollCall(0, on_question=lambda: None)
-    monkeypatch.setattr(Topology, "heartbeat", types.SimpleNamespace(roll_call=calls))
-    call, others = calls.post(calls.new_series()), calls.new_series()
+    monkeypatch.setattr(
+        Topology, "heartbeat", types.SimpleNamespace(roll_call=calls, describe="rank {}".format)
+    )
+    call, others = calls.post(calls.new_series([0, 1])), calls.new_series([0, 1])
     progress = Progress(Topology(), PATIENCE, lambda progress: None, aborts.put)
     # The other process waits for something that this one has not posted.
     calls.answers = {call: Answer(2, 1, (Absent(1, False, Call(others, 0), "a consensus"),))}
@@ -168,6 +172,7 @@ def test_an_error_after_the_deadline_names_those_that_have_exited(monkeypatch, a
         roll_call=RollCall(0, on_question=lambda: None),
         silent_ranks=frozenset,
         exited_ranks=lambda: frozenset({1}),
+        describe="rank {}".format,
         states=lambda ranks: f"{sorted(ranks)} (has exited)",
     )
     monkeypatch.setattr(Topology, "heartbeat", heartbeat)
@@ -192,10 +197,13 @@ def test_the_network_is_late_only_if_all_have_posted_this_operation(
     """Answers about an earlier operation do not tell who has posted this one."""
     calls = RollCall(0, on_question=lambda: None)
     heartbeat = types.SimpleNamespace(
-        roll_call=calls, silent_ranks=frozenset, exited_ranks=frozenset
+        roll_call=calls,
+        silent_ranks=frozenset,
+        exited_ranks=frozenset,
+        describe="rank {}".format,
     )
     monkeypatch.setattr(Topology, "heartbeat", heartbeat)
-    series = calls.new_series()
+    series = calls.new_series([0, 1])
     posted = [calls.post(series) for _ in range(2)]
     calls.answers = {posted[answered]: Answer(len(Topology.processes))}
     progress = Progress(Topology(), TIMEOUT, lambda progress: None, aborts.put)

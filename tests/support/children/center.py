@@ -248,6 +248,13 @@ def killed():
         wait_until(lambda: center.report()["ended"] == [1])
 
 
+def killed_with_an_exchange():
+    """The others cannot go on with the center, because an exchange needs rank 2."""
+    exchange = jdaso.mpi_exchange(topology)
+    disturb_rank_2(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    jdaso.consensus(exchange, first_params())
+
+
 def failed():
     center, _ = disturb_rank_2(lambda: 1 / 0)
     if rank == 0:
@@ -299,6 +306,17 @@ def refused():
     assert "rule or shapes are not those of the center" in text, text
 
 
-CASES = (alone, devices, replay, resumed, stopped, killed, failed, late, refused)
+CASES = (
+    alone,
+    devices,
+    replay,
+    resumed,
+    stopped,
+    killed,
+    killed_with_an_exchange,
+    failed,
+    late,
+    refused,
+)
 {case.__name__: case for case in CASES}[sys.argv[1]]()
 print(f"rank {rank} came to its end", flush=True)

@@ -152,6 +152,19 @@ elif case == "servers":
     no_update_is_lost()
     no_step_of_assm_is_lost()
     servers_with_slaves()
+elif case == "a group waits":
+    # Rank 3 closes the exchange of ranks 1 and 3; ranks 0 and 2 have posted no more than it has.
+    exchange = jdaso.mpi_exchange(passm.server_group(topology, 2), timeout=60)
+    ones = {"w": np.ones(3, "f4")}
+    jdaso.consensus(exchange, ones)
+    if rank == 1:
+        try:
+            jdaso.consensus(exchange, ones)
+        except jdaso.JdasoError as error:
+            print(f"rank 1: {error}", flush=True)
+    elif rank % 2 == 0:
+        time.sleep(5)
+    exchange.close()
 elif case == "ends early":
     memory = passm.shared_memory(topology, first_params())
     if rank == 0:

@@ -20,11 +20,18 @@ from jdaso.exchange.host.layout import LeafSpec
 EXCHANGE, JOIN, READ, WRITE, ALIVE, END, REPLY, REFUSAL = range(8)
 # The rank of the process that runs the server.
 SERVER = 0
+# The tag of requests. Replies have the tags after it, one for each open request.
+SERVER_TAG, REPLY_TAGS = 0, 1 << 14
 _MAGIC = 0x6A64
 # The longest message of an MPI that counts bytes in 32 bits.
 _MOST_BYTES = 2**31 - 1
 # Magic number, kind, request, contributes, fingerprint, and length of the content.
 _HEAD = struct.Struct("<4i2q")
+
+
+def reply_tag(request: int) -> int:
+    """The tag of the reply to a request. A worker has fewer than ``REPLY_TAGS`` open requests."""
+    return 1 + request % REPLY_TAGS
 
 
 class Frame(NamedTuple):

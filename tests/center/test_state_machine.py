@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jdaso.center import frames
 from jdaso.center.async_easgd import elastic_rule
 from jdaso.center.downpour import averaging_rule, summing_rule
-from jdaso.center.server import frames
-from jdaso.center.server.frames import (
+from jdaso.center.frames import (
     EXCHANGE,
     JOIN,
     READ,
@@ -22,7 +22,7 @@ from jdaso.center.server.frames import (
     pack,
     unpack,
 )
-from jdaso.center.server.state_machine import CenterServer
+from jdaso.center.state_machine import CenterServer
 from jdaso.core.tree import outline
 from jdaso.exchange.host.layout import LeafSpec
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import jdaso
-from jdaso.center.server.mpi_center import _MpiCenter
-from jdaso.center.server.worker_transport import WorkerTransport, worker_table
+from jdaso.center.mpi_center import _MpiCenter
+from jdaso.center.worker import WorkerTransport, worker_table
 from jdaso.core.exchange import HEADER_SIZE, UNCOUNTED
 from jdaso.exchange.host.layout import LeafSpec, unsharded
 from jdaso.exchange.transport.progress import Progress

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdaso.center.server import frames
-from jdaso.center.server.frames import Frame
+from jdaso.center import frames
+from jdaso.center.frames import Frame
 from jdaso.center.types import CenterState, ServerRule
 from jdaso.exchange.host.layout import LeafSpec, memory_of
 from jdaso.exchange.transport.collectives import check_alike

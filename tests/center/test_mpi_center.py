@@ -9,7 +9,7 @@ import pytest
 import jdaso
 from jdaso.center.async_easgd import elastic_rule
 from jdaso.center.downpour import momentum_rule
-from jdaso.center.server.mpi_center import _check_keeps_dtypes
+from jdaso.center.mpi_center import _check_keeps_dtypes
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,16 @@
 """A center over MPI: a thread of node 0 is the server, and every process is a worker."""
 
 import dataclasses
-import math
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdaso.center.server import frames, worker_exit
-from jdaso.center.server.connection import Connection
-from jdaso.center.server.event_loop import serve
-from jdaso.center.server.liveness import Liveness
-from jdaso.center.server.state_machine import CenterServer, Record
-from jdaso.center.server.worker_transport import WorkerTransport, worker_table
+from jdaso.center import frames
+from jdaso.center.server import HostedServer, start_server
+from jdaso.center.state_machine import Record
 from jdaso.center.types import (
     ONLY_WITH_THE_SERVER,
     Center,
@@ -23,7 +19,8 @@ from jdaso.center.types import (
     map_state,
     no_broadcast,
 )
-from jdaso.cluster.mpi_types import Comm
+from jdaso.center.worker import Connection, WorkerExit, WorkerTransport, worker_table
+from jdaso.cluster.ending import DeathPolicy
 from jdaso.cluster.topology import Topology
 from jdaso.core.exchange import UNCOUNTED, BoundExchange, Exchange, changed
 from jdaso.core.tree import check_finite, is_placeholder, outline, split, widened
@@ -32,7 +29,6 @@ from jdaso.core.validation import check_number
 from jdaso.exchange.host.layout import Shardings
 from jdaso.exchange.host.program import Program
 from jdaso.exchange.host.slots import use_native
-from jdaso.exchange.transport.progress import Operation, Progress
 
 # Heartbeats within the time after which a silent worker is gone.
 _HEARTBEATS = 6
@@ -110,18 +106,13 @@ def mpi_center(
     comm = topology.duplicate_comm()
     hosted = None
     if topology.rank == frames.SERVER:
-        hosted = _start_server(topology, comm, gone_after, record)
-    policy = (
-        worker_exit.worker_policy(topology)
-        if hosted is None
-        else worker_exit.server_policy(topology, hosted.liveness)
-    )
-    if topology.heartbeat is not None:
-        topology.heartbeat.follow(policy)
-    worker_exit.ignore_death_signal()
-    table = worker_table(topology)
-    connection = Connection(topology, comm, timeout, gone_after / _HEARTBEATS, policy, table)
-    transport = WorkerTransport(topology, connection, policy.abort)
+        hosted = start_server(topology, comm, gone_after, record)
+    # Only the server handles deaths, but all processes tolerate them.
+    on_death = hosted.liveness.set_died if hosted else lambda rank: None
+    topology.follow(DeathPolicy(frozenset({frames.SERVER}), on_death))
+    end, table = WorkerExit(topology, hosted is not None), worker_table(topology)
+    connection = Connection(topology, comm, timeout, gone_after / _HEARTBEATS, end, table)
+    transport = WorkerTransport(topology, connection, end.abort)
     sharded = Shardings(None, topology.mesh)
     program = Program(table, native, sharded, transport.abort_on_error)
     center = _MpiCenter(topology.num_nodes, transport, program, hosted)
@@ -137,13 +128,6 @@ def mpi_center(
     )
 
 
-class _HostedServer(NamedTuple):
-    """The server in the process of node 0."""
-
-    server: CenterServer
-    liveness: Liveness
-
-
 @dataclasses.dataclass
 class _MpiCenter:
     """The functions of a :class:`Center` over MPI."""
@@ -151,7 +135,7 @@ class _MpiCenter:
     _num_workers: int
     _transport: WorkerTransport
     _program: Program
-    _hosted: _HostedServer | None
+    _hosted: HostedServer | None
     _rule: ServerRule | None = None
 
     def make_exchange(self, rule: ServerRule) -> Exchange:
@@ -248,23 +232,3 @@ def _check_keeps_dtypes(rule: ServerRule) -> None:
                 f"the rule '{rule.name}' returned JAX arrays or changed a dtype: make its "
                 "hyperparameters Python floats."
             )
-
-
-def _start_server(
-    topology: Topology, comm: Comm, gone_after: float, record: Record | None
-) -> _HostedServer:
-    """Starts the thread of the server, which ends after all workers."""
-    server = CenterServer(topology.num_nodes, topology.describe, record)
-    liveness = Liveness(topology.num_nodes, topology.describe, gone_after, time.monotonic())
-
-    def operation() -> Operation:
-        try:
-            yield from serve(comm, server, liveness)
-        except Exception as error:
-            # Otherwise the workers would wait for the server.
-            topology.abort(f"the center failed: {type(error).__name__}: {error}")
-            raise
-
-    at_exit = worker_exit.server_exit(topology, liveness)
-    Progress(topology, math.inf, at_exit, topology.abort).submit(operation(), "the center")
-    return _HostedServer(server, liveness)

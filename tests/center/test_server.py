@@ -5,11 +5,21 @@ import types
 import numpy as np
 import pytest
 
-from jdaso.center.server import event_loop, frames
-from jdaso.center.server.event_loop import SERVER_TAG, reply_tag, serve
-from jdaso.center.server.frames import ALIVE, END, READ, REFUSAL, REPLY, pack, unpack
-from jdaso.center.server.liveness import Liveness
-from jdaso.center.server.state_machine import CenterServer
+from jdaso.center import frames
+from jdaso.center import server as module
+from jdaso.center.frames import (
+    ALIVE,
+    END,
+    READ,
+    REFUSAL,
+    REPLY,
+    SERVER_TAG,
+    pack,
+    reply_tag,
+    unpack,
+)
+from jdaso.center.server import Liveness, serve
+from jdaso.center.state_machine import CenterServer
 
 MPI = pytest.importorskip("mpi4py.MPI")
 
@@ -59,7 +69,7 @@ class SimulatedServer:
     def __init__(self, monkeypatch):
         self.now = 0.0
         clock = types.SimpleNamespace(monotonic=lambda: self.now)
-        monkeypatch.setattr(event_loop, "time", clock)
+        monkeypatch.setattr(module, "time", clock)
         self.comm = SimulatedComm()
         self.liveness = Liveness(3, "rank {}".format, gone_after=30, now=0)
         self.loop = serve(self.comm, CenterServer(3, "rank {}".format), self.liveness)
@@ -148,3 +158,14 @@ def test_a_malformed_message_is_logged_and_ignored(server, caplog, frame):
     assert not server.finished()
     assert f"center: what rank 1 sent is ignored: a message of {len(frame)} bytes" in caplog.text
     assert server.sends(1, END) == [(1, REPLY, None)]
+
+
+def test_a_silent_worker_that_ends_is_not_gone():
+    liveness = Liveness(2, "rank {}".format, gone_after=5, now=0)
+    liveness.message_from(0, now=6)
+    assert liveness.update(now=6) == ["rank 1 has been silent for 5 s; the others continue"]
+    assert liveness.gone == {1}
+    liveness.set_ended(1, failed=True)
+    assert liveness.update(now=6) == []
+    assert (liveness.gone, liveness.ended, liveness.failed) == (set(), {1}, {1})
+    assert liveness.active() == {0}

@@ -1,0 +1,206 @@
+"""The server of a center: which workers live, and the loop that answers their frames."""
+
+import contextlib
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jdaso.center import frames
+from jdaso.center.frames import SERVER_TAG, reply_tag
+from jdaso.center.state_machine import CenterServer, Record
+from jdaso.cluster.mpi_types import Comm, MpiRequest
+from jdaso.cluster.topology import Topology
+from jdaso.core.log import logger
+from jdaso.exchange.transport.progress import Operation, Progress, WaitState
+
+_LIVENESS_SECONDS = 0.2
+# The longest wait for the last replies.
+_LAST_REPLIES_SECONDS = 5.0
+
+
+class Liveness:
+    """The state of each worker, from its messages and its exit.
+
+    A worker counts as gone after ``gone_after`` seconds of silence. Times are those of any clock.
+
+    >>> liveness = Liveness(2, "rank {}".format, gone_after=5, now=0)
+    >>> liveness.message_from(0, now=4); liveness.update(now=6)
+    ['rank 1 has been silent for 5 s; the others continue']
+    >>> liveness.message_from(1, now=7); liveness.update(now=8)
+    ['rank 1 is back']
+    >>> liveness.set_ended(0); liveness.set_died(1); liveness.update(now=9)
+    ['rank 1 has died; the others continue']
+    >>> liveness.active()
+    frozenset()
+    """
+
+    def __init__(self, workers: int, describe: Callable[[int], str], gone_after: float, now: float):
+        self.ended: set[int] = set()
+        self.failed: set[int] = set()
+        self.gone: set[int] = set()
+        self._died: set[int] = set()
+        self._describe = describe
+        self._gone_after = gone_after
+        self._last_message = dict.fromkeys(range(workers), now)
+
+    def message_from(self, worker: int, now: float) -> None:
+        self._last_message[worker] = now
+
+    def set_ended(self, worker: int, failed: bool = False) -> None:
+        """Records that a worker has ended by itself, normally or by an exception (``failed``)."""
+        self.ended.add(worker)
+        self.failed |= {worker} if failed else set()
+        self.gone.discard(worker)
+
+    def set_died(self, worker: int) -> None:
+        """Records that a worker has died; called by any thread."""
+        self._died.add(worker)
+
+    def update(self, now: float) -> list[str]:
+        """Updates which workers are gone, and returns descriptions of the changes."""
+        changes = []
+        for worker in sorted(self._last_message.keys() - self.ended):
+            died, silent = worker in self._died, now - self._last_message[worker] > self._gone_after
+            if (died or silent) and worker not in self.gone:
+                self.gone.add(worker)
+                how = "died" if died else f"been silent for {self._gone_after:g} s"
+                changes.append(f"{self._describe(worker)} has {how}; the others continue")
+            elif not (died or silent) and worker in self.gone:
+                self.gone.remove(worker)
+                changes.append(f"{self._describe(worker)} is back")
+        return changes
+
+    def active(self) -> frozenset[int]:
+        """The workers that have neither ended nor gone."""
+        return frozenset(self._last_message) - self.ended - self.gone
+
+
+class HostedServer(NamedTuple):
+    """The server in the process of node 0."""
+
+    server: CenterServer
+    liveness: Liveness
+
+
+def start_server(
+    topology: Topology, comm: Comm, gone_after: float, record: Record | None
+) -> HostedServer:
+    """Starts the thread of the server, which ends after all workers."""
+    server = CenterServer(topology.num_nodes, topology.describe, record)
+    liveness = Liveness(topology.num_nodes, topology.describe, gone_after, time.monotonic())
+
+    def operation() -> Operation:
+        try:
+            yield from serve(comm, server, liveness)
+        except Exception as error:
+            # Otherwise the workers would wait for the server.
+            topology.abort(f"the center failed: {type(error).__name__}: {error}")
+            raise
+
+    def at_exit(progress: Progress) -> None:
+        exit_without(topology, sorted(liveness.gone), 0)
+
+    Progress(topology, math.inf, at_exit, topology.abort).submit(operation(), "the center")
+    return HostedServer(server, liveness)
+
+
+def exit_without(topology: Topology, gone: Sequence[int], status: int) -> None:
+    """Exits without finalizing MPI if workers are gone, because MPI would wait for them."""
+    if gone:
+        if topology.heartbeat is not None:
+            topology.heartbeat.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def serve(comm: Comm, server: CenterServer, liveness: Liveness) -> Operation:
+    """Serves until all workers have ended or are gone.
+
+    A worker that ends repeats its request until no worker is active. The reply then names the
+    workers that are gone, because MPI cannot be finalized without them.
+    """
+    mailbox = _Mailbox(comm)
+    notified: set[int] = set()
+    next_update, deadline = 0.0, math.inf
+    while not (
+        mailbox.all_sent(liveness.gone) and not liveness.active() and notified >= liveness.ended
+    ):
+        now, progressed = time.monotonic(), False
+        for worker, message in mailbox.receive():
+            progressed = True
+            liveness.message_from(worker, now)
+            try:
+                frame = frames.unpack(message)
+            except ValueError as error:  # the request to refuse is unknown
+                logger.warning("center: what rank %d sent is ignored: %s", worker, error)
+                continue
+            if frame.kind == frames.END:
+                liveness.set_ended(worker, failed=not frame.contributes)
+                gone = None
+                if not liveness.active():
+                    gone = sorted(liveness.gone)
+                    notified.add(worker)
+                mailbox.send(worker, frames.pack(frames.REPLY, frame.request, frames.encode(gone)))
+            elif frame.kind != frames.ALIVE:
+                for receiver, reply in server.handle(worker, frame):
+                    mailbox.send(receiver, reply)
+        if now > next_update:
+            next_update = now + _LIVENESS_SECONDS
+            for change in liveness.update(now):
+                logger.warning("center: %s", change)
+            deadline = math.inf if liveness.active() else min(deadline, now + _LAST_REPLIES_SECONDS)
+        if now > deadline:  # a worker that had ended died before it was notified
+            return
+        yield WaitState(progressed=progressed)
+
+
+class _Mailbox:
+    """The messages that the server is receiving and sending."""
+
+    def __init__(self, comm: Comm):
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        self._comm = comm
+        self._receiving: list[tuple[int, np.ndarray, MpiRequest]] = []
+        self._sending: list[tuple[int, np.ndarray, MpiRequest]] = []
+
+    def receive(self) -> list[tuple[int, np.ndarray]]:
+        """The complete messages, with their senders."""
+        status = self._mpi.Status()
+        while (message := self._comm.Improbe(self._mpi.ANY_SOURCE, SERVER_TAG, status)) is not None:
+            buffer = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
+            self._receiving.append((status.Get_source(), buffer, message.Irecv(buffer)))
+        complete, pending = [], []
+        for worker, buffer, request in self._receiving:
+            done = self._done(request)
+            if done:
+                complete.append((worker, buffer))
+            elif done is not None:
+                pending.append((worker, buffer, request))
+        self._receiving = pending
+        return complete
+
+    def send(self, worker: int, frame: np.ndarray) -> None:
+        """Sends a reply without waiting."""
+        tag = reply_tag(frames.unpack(frame).request)
+        with contextlib.suppress(self._mpi.Exception):  # the worker has died
+            self._sending.append((worker, frame, self._comm.Isend(frame, dest=worker, tag=tag)))
+
+    def all_sent(self, ignored: set[int]) -> bool:
+        """Whether all replies have been sent, except those to ``ignored`` workers."""
+        self._sending = [entry for entry in self._sending if self._done(entry[2]) is False]
+        return all(worker in ignored for worker, _, _ in self._sending)
+
+    def _done(self, request: MpiRequest) -> bool | None:
+        """Whether a message has been transferred; None if the worker has died."""
+        try:
+            return bool(request.Test())
+        except self._mpi.Exception:
+            return None

@@ -1,0 +1,232 @@
+"""A worker's side of a center over MPI: its messages, its heartbeats, and its exit.
+
+Programs fill and read slots, as those of an exchange. Each slot is a message to the server, and its
+reply are the sums.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from jdaso.center import frames
+from jdaso.center.frames import SERVER_TAG, reply_tag
+from jdaso.center.server import exit_without
+from jdaso.center.types import reply_header
+from jdaso.cluster.mpi_types import Comm
+from jdaso.cluster.topology import Topology
+from jdaso.core.log import logger
+from jdaso.core.types import JdasoError
+from jdaso.exchange.host.layout import Memory
+from jdaso.exchange.host.program import abort_on_error, report_error
+from jdaso.exchange.host.slots import Table
+from jdaso.exchange.transport.progress import Operation, Progress, WaitState
+
+_RETRY_SECONDS = 0.1
+_POSTED_TWICE = (
+    "{} with the center was posted twice in %s: one optimizer state was stepped twice (as "
+    "optax.MultiSteps does), or two states share this center. To return to an earlier state, call "
+    "tx.init first."
+)
+_NOT_IN_FLIGHT = (
+    "{} with the center is not in flight in %s: the optimizer state is from before a restart, or "
+    "was stepped twice. Call jdaso.drain before saving."
+)
+
+
+def worker_table(topology: Topology) -> Table:
+    """The slots of a worker's exchanges with the center, with the errors that they report."""
+    name = topology.describe(topology.rank)
+    return Table(_POSTED_TWICE % name, _NOT_IN_FLIGHT % name)
+
+
+class WorkerExit:
+    """How a worker leaves the training: node 0 with all others, every other worker alone."""
+
+    def __init__(self, topology: Topology, hosts_server: bool):
+        self._topology, self._hosts_server, self.failed = topology, hosts_server, False
+        if not hosts_server:
+            sys.excepthook = self._on_exception
+        _ignore_death_signal()
+
+    def abort(self, reason: str) -> None:
+        """Ends this worker because it has failed; that of node 0 ends the job."""
+        if self._hosts_server:
+            return self._topology.abort(reason)
+        sys.stdout.flush()
+        logger.error("%s The others continue.", reason)
+        os._exit(1)
+
+    def finish(self, gone: Sequence[int]) -> None:
+        """Called with the workers that are gone, when all others have ended."""
+        if not self._hosts_server:  # the server exits last
+            exit_without(self._topology, gone, int(self.failed))
+
+    def _on_exception(self, *error: Any) -> None:
+        self.failed = True
+        sys.stdout.flush()
+        own = self._topology.describe(self._topology.rank)
+        logger.error("%s failed; the others continue.", own, exc_info=error)
+
+
+def _ignore_death_signal() -> None:
+    """Ignores SIGUSR1, with which MPICH's launcher reports a death, unless it has a handler."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+class Connection:
+    """Sends requests to the server. At exit, it waits until all workers have ended.
+
+    Only servers and connections use ``comm``.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        comm: Comm,
+        timeout: float,
+        heartbeat_seconds: float,
+        end: WorkerExit,
+        table: Table,
+    ):
+        self._comm = comm
+        self._timeout = timeout
+        self._end = end
+        self._server = topology.describe(frames.SERVER)
+        self._requests = 0
+        self._ended = threading.Event()
+        self.progress = Progress(topology, timeout, self._announce_exit, end.abort, table)
+        self._heartbeats = threading.Thread(
+            target=self._send_heartbeats, args=(heartbeat_seconds,), name="jdaso-alive", daemon=True
+        )
+        self._heartbeats.start()
+
+    def _announce_exit(self, progress: Progress) -> None:
+        """Tells the server that this worker exits, and waits until all have ended."""
+        while (gone := self._request_end()) is None:
+            time.sleep(_RETRY_SECONDS)
+        self._ended.set()
+        self._heartbeats.join()
+        self._end.finish(gone)
+
+    def _request_end(self) -> list[int] | None:
+        """Tells the server that this worker exits.
+
+        Returns:
+            None while other workers are active, else the workers that did not end by themselves.
+        """
+        operation = self.request(frames.END, (), not self._end.failed, 0)
+        deadline = time.monotonic() + self._timeout
+        while time.monotonic() < deadline:
+            try:
+                next(operation)
+            except StopIteration as end:
+                return frames.decode(end.value)
+            time.sleep(1e-3)
+        self._end.abort(
+            f"exit without the center: {self._server} has not replied for {self._timeout:g} s."
+        )
+        return []
+
+    def request(
+        self,
+        kind: int,
+        parts: Sequence[np.ndarray],
+        contributes: bool = True,
+        fingerprint: int = 0,
+    ) -> Operation:
+        """Sends a frame, waits for the reply, and returns the content of the reply.
+
+        JdasoError if the server refuses. Only one thread at a time advances requests.
+        """
+        from mpi4py import MPI
+
+        self._requests += 1
+        tag, status = reply_tag(self._requests), MPI.Status()
+        frame = frames.pack(kind, self._requests, parts, contributes, fingerprint)
+        sent = self._comm.Isend(frame, dest=frames.SERVER, tag=SERVER_TAG)
+        while (message := self._comm.Improbe(frames.SERVER, tag, status)) is None:
+            sent.Test()
+            yield WaitState(frozenset({frames.SERVER}))
+        reply = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+        received = message.Irecv(reply)
+        while not (received.Test() and sent.Test()):
+            yield WaitState(frozenset({frames.SERVER}), progressed=True)
+        if (parsed := frames.unpack(reply)).kind == frames.REFUSAL:
+            raise JdasoError(frames.decode(parsed.content))
+        return parsed.content
+
+    def _send_heartbeats(self, seconds: float) -> None:
+        """Sends heartbeats, also while the program computes."""
+        frame = frames.pack(frames.ALIVE, 0)
+        while not self._ended.wait(seconds):
+            sent = self._comm.Isend(frame, dest=frames.SERVER, tag=SERVER_TAG)
+            while not (sent.Test() or self._ended.wait(seconds)):
+                pass
+
+
+class WorkerTransport:
+    """Serves the slots of a worker: each is a message to the server, and its reply are the sums.
+
+    ``abort(reason)`` ends this worker.
+    """
+
+    def __init__(self, topology: Topology, connection: Connection, abort: Callable[[str], None]):
+        self._topology = topology
+        self._connection = connection
+        self._abort = abort
+        self._name = topology.describe(topology.rank)
+        self.rule_name = ""  # of the rule that the server must apply
+        self._table = connection.progress.table
+        self.restart_numbers, self.report = self._table.restart, self._table.report
+        connection.progress.exchanges = self
+
+    def ask(self, kind: int, content: Any) -> np.ndarray:
+        """Sends a request other than an exchange, and waits for the content of its reply."""
+        description = f"a request to the center, sent by {self._name},"
+        operation = self._connection.request(kind, frames.encode(content))
+        progress = self._connection.progress
+        return progress.wait(progress.submit(operation, description))
+
+    def take(self, slot: Any) -> None:
+        """Starts to send a message that a program has posted; called by the progress thread."""
+        number, step = slot.number, slot.step
+        description = (
+            f"exchange {number} with the center, posted by {self._name} after step {step},"
+        )
+        operation = self._exchange(slot, self._table.memory(slot))
+        self._connection.progress.start(slot, operation, description, measured=True, call=None)
+
+    def _exchange(self, slot: Any, memory: Memory) -> Operation:
+        """Sends a message; its reply are the sums. Returns the header and the bytes sent."""
+        size = sum(vector.nbytes for vector, _ in memory.pairs)
+        text = "%s posted exchange %d with the center after step %d, %d bytes"
+        logger.debug(text, self._name, slot.number, slot.step, size)
+        content = yield from self._connection.request(
+            frames.EXCHANGE,
+            [vector for vector, _ in memory.pairs],
+            contributes=slot.header[0] > 0,
+            fingerprint=frames.fingerprint(self.rule_name, memory.specs),
+        )
+        frames.copy_content(content, [sums for _, sums in memory.pairs])
+        return np.array(reply_header(memory.finite()), np.float32), size
+
+    def log_completed(self) -> None:
+        """Nothing is logged of exchanges that programs have collected."""
+
+    def report_error(self, problem: str) -> None:
+        """Reports an error of compiled code."""
+        report_error(self._topology, self._abort, problem)
+
+    def abort_on_error(self) -> AbstractContextManager[None]:
+        return abort_on_error(self._topology, self._abort)
