@@ -22,12 +22,12 @@ from jdaso.center.types import (
 from jdaso.center.worker import Connection, WorkerExit, WorkerTransport, worker_table
 from jdaso.cluster.ending import DeathPolicy
 from jdaso.cluster.topology import Topology
-from jdaso.core.exchange import UNCOUNTED, BoundExchange, Exchange, changed
+from jdaso.core.exchange import Exchange, changed
 from jdaso.core.tree import check_finite, is_placeholder, outline, split, widened
 from jdaso.core.types import Number, PyTree
 from jdaso.core.validation import check_number
 from jdaso.exchange.host.layout import Shardings
-from jdaso.exchange.host.program import Program
+from jdaso.exchange.host.program import Program, ProgramLeaves, is_uncounted
 from jdaso.exchange.host.slots import use_native
 
 # Heartbeats within the time after which a silent worker is gone.
@@ -128,6 +128,11 @@ def mpi_center(
     )
 
 
+def _check_start(number: Number, *_: Any) -> None:
+    if is_uncounted(number):
+        raise ValueError(ONLY_WITH_THE_SERVER)
+
+
 @dataclasses.dataclass
 class _MpiCenter:
     """The functions of a :class:`Center` over MPI."""
@@ -148,18 +153,12 @@ class _MpiCenter:
         self._transport.rule_name = rule.name
         if self._hosted is not None:
             self._hosted.server.rule = rule
-        bound = changed(BoundExchange(), start=self._start, finish=self._program.finish)
         return changed(
             Exchange(self._num_workers),
             init=self._init_exchange,
-            bind=lambda names, leaves: bound,
+            bind=lambda names, leaves: ProgramLeaves(self._program, (), leaves, _check_start),
             broadcast=no_broadcast,
         )
-
-    def _start(self, token: jax.Array, number: Number, *sent: Any) -> tuple[jax.Array, jax.Array]:
-        if isinstance(number, int) and number == UNCOUNTED:
-            raise ValueError(ONLY_WITH_THE_SERVER)
-        return self._program.start(token, number, *sent)
 
     def _init_exchange(self, params: PyTree, sharded: bool = True) -> jax.Array:
         if not is_placeholder(params):

@@ -16,7 +16,6 @@ from jax.extend.core import get_opaque_trace_state
 from jdaso.cluster.topology import Topology
 from jdaso.core.block_format import FORMATS
 from jdaso.core.exchange import (
-    UNCOUNTED,
     BoundExchange,
     Exchange,
     ExchangeRecord,
@@ -32,7 +31,7 @@ from jdaso.core.validation import check_number, check_whole
 from jdaso.core.wire import Wire, check_wire
 from jdaso.exchange.axis import one_node
 from jdaso.exchange.host.layout import Shardings
-from jdaso.exchange.host.program import Bound, Program
+from jdaso.exchange.host.program import Program, ProgramLeaves, is_uncounted
 from jdaso.exchange.host.slots import use_native
 from jdaso.exchange.transport.collectives import different
 from jdaso.exchange.transport.mpi_transport import (
@@ -232,8 +231,13 @@ class _MpiExchange(Exchange):
         return HostState(jnp.asarray(self._keys.key(params), jnp.int32))
 
     def bind(self, names: Sequence[str], leaves: Leaves) -> BoundExchange:
-        bound = self._program.bind(names, leaves)
-        return _MpiLeaves(self._program, bound, self.same_bits, self._means)
+        return ProgramLeaves(self._program, names, leaves, self._check_start)
+
+    def _check_start(self, number: Number, leaves: Leaves, wire: Wire) -> None:
+        for each in {*jax.tree.leaves(wire)} & {*FORMATS}:
+            _check_feedback(each, self.same_bits)
+        if is_uncounted(number) and isinstance(leaves[0], jax.core.Tracer):
+            self._means.check()
 
     def broadcast(self, names: Sequence[str], leaves: Leaves, root: int) -> Leaves:
         def send(*leaves):
@@ -242,7 +246,7 @@ class _MpiExchange(Exchange):
 
         mesh = self._program.mesh
         if self._topology.joined:
-            specs = self._program.bind(names, leaves).specs
+            specs, _ = self._program.bind(names, leaves)
             return mesh.call_host(("broadcast", root), send, leaves, specs)
         if mesh.inside():
             raise ValueError(
@@ -293,49 +297,6 @@ class _MpiExchange(Exchange):
     ) -> None:
         layouts = {n: self._program.posted_layout(sent[n], each) for n, each in posted.items()}
         self._transport.post_again({n: (layouts[n], each) for n, each in posted.items()})
-
-
-class _MpiLeaves(BoundExchange):
-    """The calls of :class:`Program`, with a state that says what it is."""
-
-    def __init__(self, program: Program, bound: Bound, same_bits: bool, means: _OncePerProgram):
-        self._program, self._bound = program, bound
-        self._same_bits, self._means = same_bits, means
-        self.in_parts = program.compiled
-
-    def start(
-        self,
-        state: HostState,
-        number: Number,
-        step: Number,
-        leaves: Leaves,
-        header: jax.Array,
-        wire: Wire,
-        relative: bool = False,
-    ) -> tuple[HostState, Number]:
-        for each in {*jax.tree.leaves(wire)} & {*FORMATS}:
-            _check_feedback(each, self._same_bits)
-        uncounted = isinstance(number, int) and number == UNCOUNTED
-        if uncounted and isinstance(leaves[0], jax.core.Tracer):
-            self._means.check()
-        sent = state.key, number, step, leaves, header, wire
-        token, number = self._program.start(*sent, self._bound, relative)
-        return HostState(token), number
-
-    def finish(
-        self, state: HostState, number: Number, like: Leaves, part: slice | None = None
-    ) -> tuple[Leaves, jax.Array, HostState]:
-        sums, header, token = self._program.finish(state.key, number, like, part, self._bound)
-        return sums, header, HostState(token)
-
-    def after(
-        self, state: HostState, part: slice, lists: list[Leaves], into: list[Leaves] | None = None
-    ) -> tuple[HostState, list[Leaves]]:
-        token, lists = self._program.after(state.key, part, lists, into, self._bound)
-        return HostState(token), lists
-
-    def per_shard(self, function: Callable, part: slice) -> Callable:
-        return self._program.mesh.per_shard(function, self._bound.specs[part])
 
 
 class _OncePerProgram:

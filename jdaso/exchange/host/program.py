@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,25 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jdaso.cluster.ending import at_exit
 from jdaso.cluster.local_devices import await_programs
 from jdaso.cluster.topology import Topology
-from jdaso.core.exchange import AGREEMENT_NAMES, HEADER_SIZE, UNCOUNTED, PostedExchange, SentLeaf
+from jdaso.core.exchange import (
+    AGREEMENT_NAMES,
+    HEADER_SIZE,
+    UNCOUNTED,
+    BoundExchange,
+    PostedExchange,
+    SentLeaf,
+)
 from jdaso.core.log import logger
 from jdaso.core.types import JdasoError, Leaves, Number, PyTree
-from jdaso.core.wire import WIRE_OF_BITS, pack, sum_dtype, sum_padding, unpadded, wire_dtypes
+from jdaso.core.wire import (
+    WIRE_OF_BITS,
+    Wire,
+    pack,
+    sum_dtype,
+    sum_padding,
+    unpadded,
+    wire_dtypes,
+)
 from jdaso.exchange.host import slots
 from jdaso.exchange.host.layout import Layout, Memory, Shardings, make_layout
 from jdaso.exchange.host.slots import Table
@@ -39,19 +54,8 @@ _TOKEN = jax.ShapeDtypeStruct((), jnp.int32)
 _HEADER = jax.ShapeDtypeStruct((HEADER_SIZE,), jnp.float32)
 
 
-class Bound(NamedTuple):
-    """The leaves of an exchange, with their shapes and dtypes in the program."""
-
-    specs: Specs
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[np.dtype, ...]
-    names: tuple[str, ...]
-
-
 class Program:
-    """``start`` and ``finish`` of an exchange whose state is a token, an int32 scalar.
-
-    The token orders the calls of a program.
+    """The devices, the slots and the shardings of an exchange.
 
     Args:
         table: The slots of the exchange.
@@ -68,11 +72,11 @@ class Program:
         shardings: Shardings,
         guard: Callable[[], AbstractContextManager[None]],
     ):
-        self._table, self._shardings, self._guard = table, shardings, guard
-        self.compiled = compiled
+        self.table, self.guard, self.compiled = table, guard, compiled
+        self._shardings = shardings
         platform = shardings.mesh.devices.flat[0].platform
-        self._rounds = slots.rounds(platform)
-        self._pins = compiled and platform == "gpu"
+        self.rounds = slots.rounds(platform)
+        self.pins = compiled and platform == "gpu"
         self.mesh = NodeMesh(shardings)
         #: Waits for all programs that were dispatched.
         self.complete = functools.partial(await_programs, shardings.mesh.local_devices)
@@ -83,7 +87,7 @@ class Program:
         """Waits for all programs that were dispatched. Posts and collects fail from then on."""
         self._forget()
         self.complete()
-        self._table.close()
+        self.table.close()
 
     def register(self, params: PyTree) -> list[str]:
         """Finds and checks the shardings of parameters; see :meth:`Shardings.register`."""
@@ -94,17 +98,20 @@ class Program:
             )
         return self._shardings.register(params)
 
-    def bind(self, names: Sequence[str], leaves: Leaves) -> Bound:
-        """Finds the shardings of leaves by their names. Without names they are replicated."""
+    def bind(self, names: Sequence[str], leaves: Leaves) -> tuple[Specs, list[tuple[int, ...]]]:
+        """The shardings of leaves, by their names, and their whole shapes.
+
+        Without names they are replicated.
+        """
         inside = self.mesh.inside()
         specs = (REPLICATED,) * len(leaves)
         if names:
             specs = tuple(self._shardings.specs(names, leaves, inside))
-        shapes = tuple(x.shape for x in leaves)
+        shapes = [x.shape for x in leaves]
         if inside:
             whole = self.mesh.whole_shape
-            shapes = tuple(whole(*each) for each in zip(shapes, specs, strict=True))
-        return Bound(specs, shapes, tuple(x.dtype for x in leaves), tuple(names))
+            shapes = [whole(*each) for each in zip(shapes, specs, strict=True)]
+        return specs, shapes
 
     def posted_layout(self, sent: Sequence[SentLeaf], posted: PostedExchange) -> Layout:
         """The layout of leaves that a checkpoint has saved."""
@@ -113,28 +120,51 @@ class Program:
         wires = tuple(WIRE_OF_BITS[bits] for bits in posted.block_bits)
         dtypes = wire_dtypes([leaf.dtype for leaf in posted.leaves], wires)
         specs = tuple(self._shardings.specs(names, whole))
-        return make_layout(shapes, dtypes, specs, self._shardings.mesh, posted.relative, names)
+        return self.layout(shapes, dtypes, specs, posted.relative, names)
+
+    def layout(
+        self, shapes: Sequence, dtypes: Sequence, specs: Specs, relative: bool, names: Sequence[str]
+    ) -> Layout:
+        mesh = self._shardings.mesh
+        return make_layout(tuple(shapes), tuple(dtypes), specs, mesh, relative, tuple(names))
+
+
+class ProgramLeaves(BoundExchange):
+    """The calls of an exchange of some leaves, whose state has one leaf: a token, an int32 scalar.
+
+    The token orders the calls of a program. ``check(number, leaves, wire)`` may refuse a start.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        names: Sequence[str],
+        leaves: Leaves,
+        check: Callable[[Number, Leaves, Wire], None] = lambda *_: None,
+    ):
+        self._program, self.mesh, self._table = program, program.mesh, program.table
+        self.in_parts, self._check = program.compiled, check
+        self._specs, self._shapes = program.bind(names, leaves)
+        self._dtypes, self._names = [x.dtype for x in leaves], tuple(names)
 
     def start(
         self,
-        token: jax.Array,
+        state: PyTree,
         number: Number,
         step: Number,
         leaves: Leaves,
         header: jax.Array,
-        wire: Any,
-        bound: Bound | None = None,
+        wire: Wire,
         relative: bool = False,
-    ) -> tuple[jax.Array, jax.Array]:
-        """As in :class:`jdaso.core.exchange.BoundExchange`."""
-        bound = bound or self.bind((), leaves)
+    ) -> tuple[PyTree, Number]:
         if header.shape != (HEADER_SIZE,):
             raise ValueError(f"header must be float32[{HEADER_SIZE}], got {header.shape}.")
-        mesh, specs = self._shardings.mesh, bound.specs
-        dtypes = wire_dtypes(bound.dtypes, wire)
-        layout = make_layout(bound.shapes, dtypes, specs, mesh, relative, bound.names)
-        uncounted = isinstance(number, int) and number == UNCOUNTED  # whose memory is used once
-        self._table.register(layout, pinned=self._pins and not uncounted)
+        self._check(number, leaves, wire)
+        specs, dtypes = self._specs, wire_dtypes(self._dtypes, wire)
+        layout = self._program.layout(self._shapes, dtypes, specs, relative, self._names)
+        pinned = self._program.pins and not is_uncounted(number)  # whose memory is used once
+        self._table.register(layout, pinned)
+        (token,) = jax.tree.leaves(state)
         token = self.mesh.run(
             ("post", layout, specs),
             functools.partial(self._post, layout),
@@ -144,14 +174,14 @@ class Program:
         )
         # The condition always holds. It makes the next exchange depend on this one, so that all
         # nodes post in the same order.
-        return token, jnp.where(token >= 0, number + 1, number)
+        return _with(state, token), jnp.where(token >= 0, number + 1, number)
 
     def _post(self, layout: Layout, token, number, step, header, leaves: Leaves) -> jax.Array:
         """Posts the leaves of one device. Returns the token."""
         device, size = self.mesh.device_index(), self.mesh.size
         assert device is not None
         index = self._table.register(layout)
-        send = self._post_native if self.compiled else self._post_by_callback
+        send = self._post_native if self._program.compiled else self._post_by_callback
 
         def post(token, header):
             return send(layout, index, token, device, number, step, header, leaves)
@@ -172,7 +202,7 @@ class Program:
     ) -> jax.Array:
         def prepared(x, dtype):
             # A leaf that stays in its dtype is copied as it lies in memory.
-            rounded = self._rounds and x.dtype == jnp.float32 and dtype == jnp.bfloat16
+            rounded = self._program.rounds and x.dtype == jnp.float32 and dtype == jnp.bfloat16
             return x if rounded or x.dtype == dtype else pack(x, dtype)
 
         leaves = [prepared(*each) for each in zip(leaves, layout.dtypes, strict=True)]
@@ -189,7 +219,7 @@ class Program:
 
         def call(token, device, number, step, header, *leaves):
             device, number = int(device), int(number)
-            with self._guard():
+            with self._program.guard():
                 # NumPy, because JAX's operations would wait for the program that waits here.
                 header = np.asarray(header)
                 zeros = [np.zeros((), leaf.dtype) for leaf in leaves]
@@ -207,32 +237,26 @@ class Program:
         return io_callback(call, token, token, device, number, step, header, *cast)
 
     def finish(
-        self,
-        token: jax.Array,
-        number: Number,
-        like: Leaves,
-        part: slice | None = None,
-        bound: Bound | None = None,
-    ) -> tuple[Leaves, jax.Array, jax.Array]:
-        """As in :class:`jdaso.core.exchange.BoundExchange`."""
-        bound = bound or self.bind((), like)
-        part = part or slice(0, len(bound.specs))
-        specs, shapes = bound.specs[part], [x.shape for x in like]
+        self, state: PyTree, number: Number, like: Leaves, part: slice | None = None
+    ) -> tuple[Leaves, jax.Array, PyTree]:
+        part = part or slice(0, len(self._specs))
+        specs, shapes = self._specs[part], [x.shape for x in like]
         if self.mesh.device_index() is None:
             shapes = [self.mesh.shard_shape(*each) for each in zip(shapes, specs, strict=True)]
         sums = tuple(
             jax.ShapeDtypeStruct(shape, sum_dtype(x.dtype))
             for shape, x in zip(shapes, like, strict=True)
         )
-        uncounted = isinstance(number, int) and number == UNCOUNTED
-        last = part.stop == len(bound.specs)
-        return self.mesh.run(
+        uncounted, last = is_uncounted(number), part.stop == len(self._specs)
+        (token,) = jax.tree.leaves(state)
+        found, header, token = self.mesh.run(
             ("collect", sums, specs, part.start, last, uncounted),
             functools.partial(self._collect, sums, part.start, last, uncounted),
             (REPLICATED, REPLICATED),
             (list(specs), REPLICATED, REPLICATED),
             *(token, jnp.asarray(number, jnp.int32)),
         )
+        return found, header, _with(state, token)
 
     def _collect(
         self, sums: Sequence, first: int, last: bool, uncounted: bool, token, number
@@ -240,7 +264,7 @@ class Program:
         """Collects a part of the sums on one device."""
         device = self.mesh.device_index()
         assert device is not None
-        if self.compiled:
+        if self._program.compiled:
             call = jax.ffi.ffi_call(slots.COLLECT, [_TOKEN, _HEADER, *sums])
             attributes = {"table": self._table.id, "first": first, "last": last}
             attributes["readers"] = self.mesh.local_size
@@ -257,7 +281,7 @@ class Program:
         table, readers = self._table, self.mesh.local_size
 
         def call(token, device, number):
-            with self._guard():
+            with self._program.guard():
                 slot, read = table.begin_collect(int(number), readers), False
                 try:
                     memory = table.memory(slot)
@@ -273,17 +297,31 @@ class Program:
 
         return io_callback(call, (list(shapes), _HEADER, token), token, device, number)
 
-    def after(self, token, part: slice, lists: list[Leaves], into, bound: Bound):
-        """As in :meth:`jdaso.core.exchange.BoundExchange.after`."""
-        specs = [list(bound.specs[part][: len(arrays)]) for arrays in lists]
+    def after(
+        self, state: PyTree, part: slice, lists: list[Leaves], into: list[Leaves] | None = None
+    ) -> tuple[PyTree, list[Leaves]]:
+        specs = [list(self._specs[part][: len(arrays)]) for arrays in lists]
         of_into = None if into is None else specs
-        return self.mesh.run(
+        (token,) = jax.tree.leaves(state)
+        token, lists = self.mesh.run(
             ("order", tuple(map(tuple, specs)), into is None),
             _order,
             (REPLICATED, specs, of_into),
             (REPLICATED, specs),
             *(token, lists, into),
         )
+        return _with(state, token), lists
+
+    def per_shard(self, function: Callable, part: slice) -> Callable:
+        return self.mesh.per_shard(function, self._specs[part])
+
+
+def _with(state: PyTree, token: jax.Array) -> PyTree:
+    return jax.tree.map(lambda _: token, state)
+
+
+def is_uncounted(number: Number) -> bool:
+    return isinstance(number, int) and number == UNCOUNTED
 
 
 # The most arrays of a call that orders them. To compile one with n aliases, XLA takes a time like

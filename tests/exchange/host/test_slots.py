@@ -30,7 +30,7 @@ from jdaso.exchange.host.layout import (
     memory_of,
     unsharded,
 )
-from jdaso.exchange.host.program import Program
+from jdaso.exchange.host.program import Program, ProgramLeaves
 from jdaso.exchange.host.slots import Table
 
 SECONDS = 20.0
@@ -318,20 +318,21 @@ def program(request):
 def start(program, *leaves, number=0, to=None, header=HEADER):
     @jax.jit
     def run(leaves):
-        return program.start(jnp.int32(0), number, 0, leaves, jnp.asarray(header), to)[0]
+        bound = ProgramLeaves(program, (), leaves)
+        return bound.start(jnp.int32(0), number, 0, leaves, jnp.asarray(header), to)[0]
 
     return jax.block_until_ready(run(list(leaves)))
 
 
 def finish(program, *shapes, number=0, parts=None):
     like = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    bound = program.bind((), like)
+    bound = ProgramLeaves(program, (), like)
 
     @jax.jit
     def run(token):
         sums = []
         for part in parts or [slice(0, len(like))]:
-            more, _, token = program.finish(token, number, like[part], part, bound)
+            more, _, token = bound.finish(token, number, like[part], part)
             sums += more
         return sums
 
@@ -383,12 +384,12 @@ def test_closing_ends_an_exchange_between_two_parts():
     program, echo = programs()
     start(program, jnp.ones(1), jnp.ones(2))
     like = [jax.ShapeDtypeStruct((n,), jnp.float32) for n in (1, 2)]
-    bound = program.bind((), like)
-    program.finish(jnp.int32(0), 0, like[:1], slice(0, 1), bound)
+    bound = ProgramLeaves(program, (), like)
+    bound.finish(jnp.int32(0), 0, like[:1], slice(0, 1))
     echo.ended = True
     program.close()
     with pytest.raises(jax.errors.JaxRuntimeError, match="the exchange is closed"):
-        jax.block_until_ready(program.finish(jnp.int32(0), 0, like[1:], slice(1, 2), bound))
+        jax.block_until_ready(bound.finish(jnp.int32(0), 0, like[1:], slice(1, 2)))
     with pytest.raises(jax.errors.JaxRuntimeError, match="the exchange is closed"):
         start(program, jnp.ones(3), number=1)
 
@@ -396,11 +397,11 @@ def test_closing_ends_an_exchange_between_two_parts():
 def test_what_uses_a_token_comes_after_what_computes_the_arrays():
     program, echo = programs()
     arrays = [jnp.arange(3.0), jnp.ones((2, 2))]
-    bound = program.bind((), arrays)
+    bound = ProgramLeaves(program, (), arrays)
 
     @jax.jit
     def run(token, arrays):
-        return program.after(token, slice(0, 2), [[2 * x for x in arrays], []], None, bound)
+        return bound.after(token, slice(0, 2), [[2 * x for x in arrays], []])
 
     token, [doubled, nothing] = run(jnp.int32(5), arrays)
     assert token == 5
@@ -494,7 +495,9 @@ def test_the_persistent_cache_tells_tables_layouts_and_parts_apart(cached):
 
     def count(program, **options):
         def call(token):
-            return program.start(token, 0, 0, [jnp.ones(3)], jnp.asarray(HEADER), None, **options)
+            leaves = [jnp.ones(3)]
+            bound = ProgramLeaves(program, (), leaves)
+            return bound.start(token, 0, 0, leaves, jnp.asarray(HEADER), None, **options)
 
         return cached(lambda token: call(token)[0])
 
@@ -502,8 +505,8 @@ def test_the_persistent_cache_tells_tables_layouts_and_parts_apart(cached):
     assert [count(other), count(program, relative=True)] == [2, 3]
 
     def count(program, part):
-        bound = program.bind((), like)
-        return cached(lambda token: program.finish(token, 0, like[part], part, bound)[0])
+        bound = ProgramLeaves(program, (), like)
+        return cached(lambda token: bound.finish(token, 0, like[part], part)[0])
 
     first, second = slice(0, 1), slice(1, 2)
     assert [count(program, first), count(program, first)] == [4, 4]

@@ -22,7 +22,7 @@ from jdaso.core import wire
 from jdaso.core.exchange import HEADER_SIZE
 from jdaso.exchange.host import slots
 from jdaso.exchange.host.layout import Shardings
-from jdaso.exchange.host.program import Program
+from jdaso.exchange.host.program import Program, ProgramLeaves
 
 library, devices, *calls = sys.argv[1:]
 jax.config.update("jax_num_cpu_devices", int(devices))
@@ -53,16 +53,16 @@ def make_step():
     table = slots.Table("{} was posted twice", "{} is not in flight")
     mesh = Mesh(np.array(jax.local_devices()), ("local",))
     program = Program(table, True, Shardings(None, mesh), contextlib.nullcontext)
-    program._pins = True
+    program.pins = True
     threading.Thread(target=serve, args=(table,), daemon=True).start()
 
     def step(number, leaves):
-        token, _ = program.start(jnp.int32(0), number, 0, leaves, jnp.asarray(HEADER), None)
-        bound, sums = program.bind((), leaves), []
+        bound, sums = ProgramLeaves(program, (), leaves), []
+        token, _ = bound.start(jnp.int32(0), number, 0, leaves, jnp.asarray(HEADER), None)
         for part in (slice(0, 1), slice(1, 3)):
             like = leaves[part]
-            more, _, token = program.finish(token, number, like, part, bound)
-            token, [more] = program.after(token, part, [more], None, bound)
+            more, _, token = bound.finish(token, number, like, part)
+            token, [more] = bound.after(token, part, [more])
             sums += more
         return sums
 
