@@ -1,6 +1,7 @@
 """Processes train one model in shared memory; or one thing goes wrong between them."""
 
 import sys
+import time
 from pathlib import Path
 
 import compile_in_turn  # noqa: F401
