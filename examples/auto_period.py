@@ -20,7 +20,7 @@ from steps import TrainState
 import jdaso
 from jdaso import perf
 from jdaso.core.command_line import local_path
-from jdaso.perf.choice import too_old
+from jdaso.perf.model import too_old
 
 WIRE = "bfloat16"  # if the configuration has none
 STEPS, PERIOD, DELAY = 24, 8, 4  # of the measurement, which posts after the steps 7, 15 and 23

@@ -12,26 +12,18 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdaso.checkpoint import folder, in_flight
-from jdaso.checkpoint.lock import FolderLock
-from jdaso.checkpoint.node_part import (
-    averaged_names,
-    checkpointer,
-    from_host_arrays,
-    gather_shards,
-    is_finite,
-    part_tree,
-    read_part,
-    to_host_arrays,
-)
+from jdaso.checkpoint import folder, node_part
+from jdaso.checkpoint.node_part import read_part
 from jdaso.cluster.roll_call import MAX_NAMES
 from jdaso.cluster.topology import Group, Topology
 from jdaso.core.command_line import local_path
 from jdaso.core.exchange import Exchange
 from jdaso.core.log import logger
+from jdaso.core.state import AveragingState, map_states
 from jdaso.core.types import JdasoError, PyTree
 from jdaso.core.validation import check_whole
 
@@ -94,22 +86,26 @@ class Checkpoints:
         keep: int = 3,
     ):
         check_whole("keep", keep, 1)
-        self._orbax = checkpointer()
-        self._node_group = topology.node_group()
-        path = local_path(directory, "directory").absolute()
-        self._folder = folder.CheckpointFolder(path, keep)
-        self._purpose = f"the checkpoints in {path}"  # for errors of barriers
-        self._topology = topology
+        self._orbax = node_part.checkpointer()
+        self._topology, self._node_group = topology, topology.node_group()
+        self._path = local_path(directory, "directory").absolute()
+        self._purpose = f"the checkpoints in {self._path}"  # for errors of barriers
         self._exchanges = [exchange] if isinstance(exchange, Exchange) else list(exchange)
+        self._keep = keep
+        self._unusable: set[int] = set()  # numbers of damaged checkpoints
+        self._protected_up_to = 0  # the highest number that is not deleted
         self._last_number: int | None = None  # of the checkpoints of this training
-        self._lock: FolderLock | None = None  # of the folder, from claim on
-        self._run = 0  # the identity of this job
+        self._lock: folder.FolderLock | None = None  # of the folder, from claim on
         self._newest = 0  # the highest number in the folder when it was claimed
         self._has_saved = False
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first, without those that restore skipped."""
-        return [checkpoint.step for checkpoint in self._folder.usable()]
+        return [checkpoint.step for checkpoint in self._usable()]
+
+    def _usable(self) -> list[folder.SavedCheckpoint]:
+        found = folder.list_checkpoints(self._path)
+        return [c for c in found if c.parts and c.number not in self._unusable]
 
     def claim(self) -> None:
         """Reserves the folder for this job, as the first save does.
@@ -126,20 +122,20 @@ class Checkpoints:
         """
         if self._lock is not None:
             return
-        here, path = self._topology, self._folder.path
+        here = self._topology
         here.group.barrier(self._purpose)
-        lock = FolderLock(path, here.group.broadcast(secrets.randbits(63)))
+        lock = folder.FolderLock(self._path, here.group.broadcast(secrets.randbits(63)))
 
         def claimed() -> int:
             # Only rank 0 looks for checkpoints: others may look when it has begun to write one.
             if here.rank > 0:
                 return 0
             self._acquire(lock)
-            return max((saved.number for saved in folder.list_checkpoints(path)), default=0)
+            return max((saved.number for saved in folder.list_checkpoints(self._path)), default=0)
 
-        self._newest = here.group.broadcast(on_all(here.group, self._purpose, claimed))
-        folder.check_shared(path, here)
-        self._lock, self._run = lock, lock.run
+        self._newest = here.group.broadcast(self._on_all(claimed))
+        folder.check_shared(self._path, here)
+        self._lock = lock
 
     def save(self, step: int, state: PyTree) -> None:
         """Copies a state and the exchanges in flight to the host; a thread writes them.
@@ -160,33 +156,36 @@ class Checkpoints:
                 those that :meth:`restore` found.
         """
         self.claim()
-        if self._lock is not None and self._topology.rank == 0:
-            self._acquire(self._lock)  # another job may have taken it
+        lock = self._lock
+        assert lock is not None
+        if self._topology.rank == 0:
+            self._acquire(lock)  # another job may have taken it
         self.wait()
         if self._last_number is None and self._newest:
             raise ValueError(
-                f"directory {self._folder.path} holds checkpoints of a training, complete or not. "
+                f"directory {self._path} holds checkpoints of a training, complete or not. "
                 "To continue that training, call restore first; to start another one, use a new "
                 "folder."
             )
         if self._newest > (self._last_number or 0):
             raise ValueError(
-                f"directory {self._folder.path} has newer checkpoints, up to {self._newest:06}, "
+                f"directory {self._path} has newer checkpoints, up to {self._newest:06}, "
                 f"than those that this job found when it called restore, up to "
                 f"{self._last_number:06}: another job has saved there meanwhile. Start this job "
                 "again, to continue from the newest one, or use a new folder. Call claim at the "
                 "beginning of a training to keep other jobs out."
             )
+        numbered = node_part.number_exchanges(state, self._exchanges)
+        posted = node_part.exchanges_in_flight(state, self._exchanges)
+        averaged = node_part.averaged_names(state, self._exchanges)
+        own = node_part.to_host_arrays(numbered), posted, averaged
+        whole = node_part.gather_shards(self._node_group, own)
         path = self._next_path(step)
-        numbered = in_flight.number_exchanges(state, self._exchanges)
-        posted = in_flight.exchanges_in_flight(state, self._exchanges)
-        own = to_host_arrays(numbered), posted, averaged_names(state, self._exchanges)
-        whole = gather_shards(self._node_group, own)
         self._last_number = (self._last_number or 0) + 1
         if whole is not None:
             arrays, posted, averaged = whole
             with self._write_errors():
-                self._orbax.save(path, part_tree(arrays, posted, averaged, self._run))
+                self._orbax.save(path, node_part.part_tree(arrays, posted, averaged, lock.run))
                 self._has_saved = True
 
     def wait(self) -> None:
@@ -198,7 +197,8 @@ class Checkpoints:
         with self._write_errors():
             self._orbax.wait_until_finished()
         if self._topology.rank == 0 and self._has_saved and self._lock and self._lock.held():
-            self._folder.delete_old()
+            for first in self._usable()[-self._keep :][:1]:
+                folder.delete_between(self._path, self._protected_up_to, first.number)
 
     def close(self) -> None:
         """Waits until all nodes have written everything, and releases the folder and threads."""
@@ -239,17 +239,15 @@ class Checkpoints:
             with contextlib.suppress(_DeletedError):
                 return self._restore_newest(like)
         raise JdasoError(
-            f"the training that writes to {self._folder.path} deletes its checkpoints while this "
+            f"the training that writes to {self._path} deletes its checkpoints while this "
             "program reads them. Let it keep more, or save less often."
         )
 
     def _restore_newest(self, like: PyTree) -> Restored | None:
-        here, path = self._topology, self._folder.path
-
-        def found() -> list[folder.SavedCheckpoint]:
-            return folder.list_checkpoints(path) if here.rank == 0 else []
-
-        checkpoints = here.group.broadcast(on_all(here.group, self._purpose, found))
+        here = self._topology
+        checkpoints = here.group.broadcast(
+            self._on_all(lambda: folder.list_checkpoints(self._path) if here.rank == 0 else [])
+        )
         # New numbers follow the incomplete ones: a new part must not complete an old checkpoint.
         self._last_number = max((checkpoint.number for checkpoint in checkpoints), default=0)
         problems = []
@@ -262,46 +260,44 @@ class Checkpoints:
                 if here.group.broadcast(not saved.path.is_dir()):
                     raise _DeletedError from error
                 problems.append(str(error))
-                self._folder.unusable.add(saved.number)
+                self._unusable.add(saved.number)
                 if here.rank == 0:
                     logger.warning("%s is skipped: %s", saved.path.name, error)
         if problems:
             raise JdasoError("; ".join(problems))
-        self._folder.protected_up_to = self._last_number
+        self._protected_up_to = self._last_number
         if checkpoints and here.rank == 0:
             names = ", ".join(folder.describe_incomplete(c.path) for c in checkpoints)
             logger.warning(
                 "no checkpoint in %s is complete: %s. Training starts at its first step. This run "
                 "keeps the incomplete checkpoints. The next run deletes them; copy what you need.",
-                *(path, names),
+                *(self._path, names),
             )
         return None
 
     def _own_state(self, saved: folder.SavedCheckpoint, like: PyTree) -> PyTree:
         """Returns this node's state of a checkpoint of as many nodes; posts its exchanges again."""
         here, source, exchanges = self._topology, str(saved.path), self._exchanges
-        part = on_all(
-            here.group, self._purpose, lambda: read_part(self._orbax, saved.parts[here.node])
-        )
+        part = self._on_all(lambda: read_part(self._orbax, saved.parts[here.node]))
         _check_same_run(source, here.group.gather(part.run))
-        first, *others = here.group.gather(in_flight.describe_posted(part.in_flight))
+        first, *others = here.group.gather(node_part.describe_posted(part.in_flight))
         for rank, other in enumerate(others, start=1):
             if other != first:
                 raise JdasoError(
                     f"{source} was saved when nodes were out of step: {here.describe(rank)} had "
                     f"the exchanges {other} in flight, and {here.describe(0)} had {first}."
                 )
-        state = from_host_arrays(part.state, like, source)
-        state = in_flight.with_keys_of(like, state, exchanges, source)
-        sent = in_flight.awaited(state, exchanges)
+        state = node_part.from_host_arrays(part.state, like, source)
+        state = node_part.with_keys_of(like, state, exchanges, source)
+        sent = node_part.awaited(state, exchanges)
 
         def check_posted() -> None:
-            texts = in_flight.differences([key for key, _ in sent], part.in_flight)
-            if texts := texts + in_flight.other_bits(part.state, part.in_flight):
+            texts = node_part.differences([key for key, _ in sent], part.in_flight)
+            if texts := texts + node_part.other_bits(part.state, part.in_flight):
                 raise JdasoError(f"{source} cannot be restored: {'; '.join(texts)}")
 
-        on_all(here.group, self._purpose, check_posted)
-        in_flight.check_leaves(sent, part.in_flight, source)
+        self._on_all(check_posted)
+        node_part.check_leaves(sent, part.in_flight, source)
         for position, exchange in enumerate(exchanges):
             own = {n: posted for (at, n), posted in part.in_flight.items() if at == position}
             exchange.post_again(own, {n: leaves for (at, n), leaves in sent if at == position})
@@ -310,31 +306,31 @@ class Checkpoints:
     def _mean_state(self, saved: folder.SavedCheckpoint, like: PyTree) -> PyTree:
         """Returns the mean of a checkpoint of other nodes, with nothing in flight."""
         here, source = self._topology, str(saved.path)
-
-        def read_mean() -> dict[str, np.ndarray]:
-            return _mean_of_parts(saved.parts, source, self._orbax) if here.rank == 0 else {}
-
-        mean = on_all(here.group, self._purpose, read_mean)
+        mean: dict[str, np.ndarray] = self._on_all(
+            lambda: _mean_of_parts(saved.parts, source, self._orbax) if here.rank == 0 else {}
+        )
         names = here.group.broadcast(list(mean))
         mean = {name: here.group.broadcast(mean.get(name)) for name in names}
-        state = from_host_arrays(mean, in_flight.without_exchange_states(like), source)
-        return in_flight.reset_exchanges(state, like)
+        state = node_part.from_host_arrays(mean, node_part.without_exchange_states(like), source)
+        return node_part.reset_exchanges(state, like)
 
-    def _acquire(self, lock: FolderLock) -> None:
+    def _on_all(self, function: Callable[[], Any]) -> Any:
+        return on_all(self._topology.group, self._purpose, function)
+
+    def _acquire(self, lock: folder.FolderLock) -> None:
         """Creates and locks the folder, if this process has not done so."""
-        path = self._folder.path
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            self._path.mkdir(parents=True, exist_ok=True)
             lock.acquire()
         except OSError as error:
             raise JdasoError(
-                f"this process cannot write to {path}: {error.strerror}. Choose a folder to which "
-                "its user may write, or make room on the disk."
+                f"this process cannot write to {self._path}: {error.strerror}. Choose a folder to "
+                "which its user may write, or make room on the disk."
             ) from error
 
     def _next_path(self, step: int) -> Path:
         number, here = (self._last_number or 0) + 1, self._topology
-        return folder.part_path(self._folder.path, number, step, here.node, here.num_nodes)
+        return folder.part_path(self._path, number, step, here.node, here.num_nodes)
 
     @contextlib.contextmanager
     def _write_errors(self) -> Iterator[None]:
@@ -344,7 +340,7 @@ class Checkpoints:
         except Exception as error:
             kept = f"Complete checkpoints, which are kept: steps {self.steps()}."
             raise JdasoError(
-                f"a checkpoint in {self._folder.path} could not be written by "
+                f"a checkpoint in {self._path} could not be written by "
                 f"{self._topology.describe(self._topology.rank)}: {error} {kept}"
             ) from error
 
@@ -392,7 +388,7 @@ def _mean_of_parts(parts: Sequence[Path], source: str, reader: Any) -> dict[str,
         if {k: v.shape for k, v in part.state.items()} != {k: v.shape for k, v in first.items()}:
             raise JdasoError(f"{path} holds other arrays than {parts[0]}.")
         for name, value in part.state.items():
-            if jnp.issubdtype(value.dtype, np.floating) and is_finite(value):
+            if jnp.issubdtype(value.dtype, np.floating) and node_part.is_finite(value):
                 total[name] = total.get(name, 0.0) + value.astype(np.float64)
                 members[name] += 1
     if not first and lost:
@@ -404,7 +400,7 @@ def _mean_of_parts(parts: Sequence[Path], source: str, reader: Any) -> dict[str,
     return {
         k: (total[k] / members[k]).astype(v.dtype) if k in total else v
         for k, v in first.items()
-        if not in_flight.is_exchange_state(k)
+        if not node_part.is_exchange_state(k)
     }
 
 
@@ -414,3 +410,27 @@ def _check_same_run(source: str, runs: Sequence[int]) -> None:
             f"{source} has parts of {len(set(runs))} jobs, which wrote to this folder at the same "
             "time. Give every job a folder of its own."
         )
+
+
+def at_step(tree: PyTree, step: int) -> PyTree:
+    """Sets the step of all averaging states in a tree.
+
+    For a training that continues with another number of nodes. An epoch then has another number of
+    steps, and schedules count steps.
+
+    Args:
+        tree: A tree with optimizer states in it.
+        step: Optimizer steps taken, by the new count.
+
+    >>> import jdaso
+    >>> averaging = jdaso.daso(jdaso.single_exchange(), jdaso.constant(period=4, delay=2))
+    >>> state = at_step(averaging.init({"w": jnp.ones(3)}), 100)
+    >>> int(state.step)
+    100
+    """
+
+    def with_step(state: AveragingState) -> AveragingState:
+        value = np.asarray(step, state.step.dtype)
+        return state._replace(step=jax.device_put(value, state.step.sharding))
+
+    return map_states(AveragingState, with_step, tree)

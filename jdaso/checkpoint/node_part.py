@@ -1,7 +1,9 @@
-"""One node's part of a checkpoint: a tree as named arrays, with checksums, written by orbax.
+"""One node's part of a checkpoint: its state and its exchanges in flight, written by orbax.
 
-Arrays that orbax cannot write, without elements or of rare dtypes, are written as bytes. A folder
-may hold files of another program. Reading executes no code: orbax stores arrays and JSON.
+Both become named arrays with checksums. Arrays that orbax cannot write, without elements or of rare
+dtypes, are written as bytes. A folder may hold files of another program. Reading executes no code:
+orbax stores arrays and JSON. Copies between a program and the host trust the shapes of the program,
+so what comes from a file is compared with the state before it is posted again.
 """
 
 import asyncio
@@ -10,7 +12,8 @@ import json
 import re
 import warnings
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,16 +24,28 @@ import numpy as np
 import optax
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from jdaso.checkpoint.in_flight import InFlight, arrays_to_posted, owner, posted_to_arrays
 from jdaso.cluster.topology import Group
 from jdaso.core.chain import ChainState
-from jdaso.core.exchange import Exchange, HostState, Shards
+from jdaso.core.exchange import (
+    AGREEMENT_NAMES,
+    HEADER_SIZE,
+    Exchange,
+    HostState,
+    PostedExchange,
+    SentLeaf,
+    Shards,
+)
 from jdaso.core.state import AveragingState, FragmentState, find_states, map_states
 from jdaso.core.tree import named_floats, place_like
 from jdaso.core.types import JdasoError, PyTree
+from jdaso.core.wire import WIRE_OF_BITS, wire_dtype
 
 #: The format of parts. It changes when an older version of jdaso could not read them rightly.
 FORMAT = 2
+#: Position of an :class:`jdaso.Exchange` in the list that Checkpoints was given, and the number
+#: of what it has in flight.
+Key = tuple[int, int]
+InFlight = dict[Key, PostedExchange]
 _GROUPS = ("state", "in_flight", "about")
 _MAX_LISTED = 5  # differences in an error
 _MAX_ERROR_LENGTH = 300  # characters of an error of orbax
@@ -39,6 +54,32 @@ _WRITTEN_DTYPES = {
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("bfloat16", "float16", "float32", "float64", "complex64", "complex128"),
 }
+
+
+class NodePart(NamedTuple):
+    """The arrays of a node's state by name, its exchanges in flight, and the run that saved it.
+
+    Attributes:
+        averaged: :func:`averaged_names`. If they are not finite, the node cannot continue.
+        run: what rank 0 of the job has drawn.
+    """
+
+    state: dict[str, np.ndarray]
+    in_flight: InFlight
+    averaged: Collection[str] = ()
+    run: int = 0
+
+    def lost(self) -> list[str]:
+        """Returns the names of the averaged arrays that are not finite."""
+        return sorted(name for name in self.averaged if not is_finite(self.state[name]))
+
+
+def is_finite(array: np.ndarray) -> bool:
+    floating = jnp.issubdtype(array.dtype, np.floating)
+    return not floating or bool(np.isfinite(array.astype(np.float64)).all())
+
+
+# The state as named arrays.
 
 
 def _named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
@@ -53,8 +94,7 @@ def to_host_arrays(tree: PyTree) -> dict[str, np.ndarray | Shards]:
     """Copies the leaves of a tree to named arrays; leaves without elements are left out.
 
     Views would not do: a CPU array may be donated to the next step while a thread writes it. Of an
-    array that several processes hold, it copies the shards of this process. It raises ValueError
-    for a leaf that is not an array of numbers, such as a typed random key.
+    array that several processes hold, it copies the shards of this process.
 
     >>> to_host_arrays({"layer": [jnp.ones(2), 3]})
     {'layer.0': array([1., 1.], dtype=float32), 'layer.1': array(3)}
@@ -69,13 +109,17 @@ def to_host_arrays(tree: PyTree) -> dict[str, np.ndarray | Shards]:
             first = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
             copies = [(shard.index, np.array(shard.data)) for shard in first]
             array = Shards(leaf.shape, leaf.dtype, copies)
-        if not (array.dtype == bool or jnp.issubdtype(array.dtype, jnp.number)):
+        if not _is_numeric(array.dtype):
             raise ValueError(f"{name} must be an array of numbers or a number, got {leaf!r}.")
         if name in arrays:
             raise ValueError(f"two leaves have the name {name}; rename one of them.")
         if array.size:
             arrays[name] = array
     return arrays
+
+
+def _is_numeric(dtype: np.dtype) -> bool:
+    return np.issubdtype(dtype, np.bool_) or jnp.issubdtype(dtype, jnp.number)
 
 
 def gather_shards(node: Group, tree: PyTree) -> PyTree | None:
@@ -90,9 +134,9 @@ def gather_shards(node: Group, tree: PyTree) -> PyTree | None:
 def from_host_arrays(arrays: dict[str, np.ndarray], like: PyTree, source: str) -> PyTree:
     """Inverts :func:`to_host_arrays`, with the structure, types and placement of ``like``.
 
-    ``like`` is a tree of arrays and Python numbers. If names, shapes or dtypes differ, it raises
-    ValueError, which names the ``source`` of the arrays. An array of an optimizer's state keeps the
-    dtype that it was saved with, because many optimizers change dtypes at the first step.
+    If names, shapes or dtypes differ, it raises ValueError, which names the ``source`` of the
+    arrays. An array of an optimizer's state keeps the dtype that it was saved with, because many
+    optimizers change dtypes at the first step.
     """
     may_change = _optimizer_names(like)
     wanted = {name: leaf for name, leaf in _named_leaves(like) if np.size(leaf)}
@@ -152,7 +196,7 @@ def averaged_names(tree: PyTree, exchanges: Sequence[Exchange]) -> frozenset[str
     prefix = re.compile(r"^(\.sums)?(\.params|\.moments\[\d+\])?")  # before the parameter's path
     for fragment in find_states(FragmentState, tree):
         if isinstance(fragment.exchange, HostState):
-            leaves = [(x.name, x.shape) for x in owner(fragment.exchange, exchanges)[1]]
+            leaves = [(x.name, x.shape) for x in _owner(fragment.exchange, exchanges)[1]]
         else:  # with the sums in its state
             leaves = [(name, np.shape(x)) for name, x in named_floats(fragment.exchange)]
         sent |= {(prefix.sub("", name), shape) for name, shape in leaves}
@@ -164,27 +208,244 @@ def averaged_names(tree: PyTree, exchanges: Sequence[Exchange]) -> frozenset[str
     )
 
 
-class NodePart(NamedTuple):
-    """The arrays of a node's state by name, its exchanges in flight, and the run that saved it.
+# Exchanges in flight, and the states that wait for them.
 
-    Attributes:
-        averaged: :func:`averaged_names`. If they are not finite, the node cannot continue.
-        run: what rank 0 of the job has drawn.
+
+def exchanges_in_flight(tree: PyTree, exchanges: Sequence[Exchange]) -> InFlight:
+    """Returns what is in flight; raises JdasoError unless the states wait for exactly that."""
+    # Every device must have posted and collected its exchanges. Copying a replicated array would
+    # wait for one device only.
+    jax.block_until_ready(tree)
+    posted = {
+        (position, number): posted
+        for position, exchange in enumerate(exchanges)
+        for number, posted in exchange.posted().items()
+    }
+    if texts := differences([key for key, _ in awaited(tree, exchanges)], posted):
+        raise JdasoError(
+            f"the checkpoint would not be complete: {'; '.join(texts)}. Save the state that the "
+            "last step returned, with all optimizer states, and pass all exchanges to Checkpoints."
+        )
+    return posted
+
+
+def awaited(tree: PyTree, exchanges: Sequence[Exchange]) -> list[tuple[Key, list[SentLeaf]]]:
+    """Returns the exchanges that the states in a tree wait for, and the leaves each has sent."""
+    found = []
+    for fragment in find_states(FragmentState, tree):
+        state = fragment.exchange
+        if isinstance(state, HostState):
+            position, leaves = _owner(state, exchanges)
+            if fragment.posted:
+                found.append(((position, int(fragment.number)), leaves))
+        elif isinstance(state, jax.Array) and state.ndim == 0 and fragment.posted:
+            raise JdasoError(
+                "a state waits for an exchange with a center, which a checkpoint does not hold: "
+                "call jdaso.drain before you save the state, and save what center.read returns."
+            )
+    return found
+
+
+def awaited_names(arrays: dict[str, np.ndarray]) -> list[tuple[Key, str]]:
+    """Does what :func:`awaited` does for named arrays, with the names of the states."""
+    found = []
+    for name, posted in arrays.items():
+        if (match := re.fullmatch(r"(.*fragments\.\d+)\.posted", name)) and posted.all():
+            # A virtual cluster has the sums in its state, and no key.
+            names = (f"{match[1]}.exchange.key", f"{match[1]}.number")
+            numbers = [int(arrays[x]) for x in names if x in arrays and arrays[x].size == 1]
+            if len(numbers) == 2:
+                found.append(((numbers[0], numbers[1]), match[1]))
+    return found
+
+
+def _owner(state: HostState, exchanges: Sequence[Exchange]) -> tuple[int, list[SentLeaf]]:
+    """Returns the position of a state's exchange, and the leaves that it sends."""
+    for position, exchange in enumerate(exchanges):
+        if (leaves := exchange.sent_leaves(state)) is not None:
+            return position, leaves
+    raise ValueError(
+        "the state holds the state of an exchange that Checkpoints was not given: pass all "
+        "exchanges of this process, Checkpoints(folder, topology, [first, second])."
+    )
+
+
+def differences(expected: Iterable[Key], posted: Iterable[Key]) -> list[str]:
+    """Says where the exchanges that states wait for differ from those in flight.
+
+    >>> differences([(0, 3)], [(0, 3), (0, 4)])
+    ['exchange 4 is in flight, and no state waits for it']
     """
-
-    state: dict[str, np.ndarray]
-    in_flight: InFlight
-    averaged: Collection[str] = ()
-    run: int = 0
-
-    def lost(self) -> list[str]:
-        """Returns the names of the averaged arrays that are not finite."""
-        return sorted(name for name in self.averaged if not is_finite(self.state[name]))
+    states, flights = Counter(list(expected)), Counter(list(posted))
+    return [
+        *(f"a state waits for {_name(key)}, which is not in flight" for key in states - flights),
+        *(f"{_name(key)} is in flight, and no state waits for it" for key in flights - states),
+    ]
 
 
-def is_finite(array: np.ndarray) -> bool:
-    floating = jnp.issubdtype(array.dtype, np.floating)
-    return not floating or bool(np.isfinite(array.astype(np.float64)).all())
+def _name(key: Key) -> str:
+    position, number = key
+    return f"exchange {number}" + (f" of the exchange at position {position}" if position else "")
+
+
+def other_bits(arrays: dict[str, np.ndarray], posted: InFlight) -> list[str]:
+    """Names each exchange in flight whose bits are not those of its state."""
+    texts = []
+    for key, fragment in awaited_names(arrays):
+        said = arrays.get(f"{fragment}.feedback.block_bits", np.zeros(()))  # without feedback
+        # The parameters, which come first, have the bits of the state, and moments have 0.
+        if key in posted and (bits := max(posted[key].block_bits, default=0)) != said.max():
+            texts.append(
+                f"exchange {key[1]} has block_bits of {bits}, {fragment} of {int(said.max())}"
+            )
+    return texts
+
+
+def check_leaves(
+    sent: Iterable[tuple[Key, list[SentLeaf]]], posted: Mapping[Key, PostedExchange], source: str
+) -> None:
+    """Raises ValueError unless each exchange in flight has the leaves that its state sends."""
+    # The wire may differ between steps.
+    wires = {wire_dtype(np.float32, wire) for wire in (None, "bfloat16", "float16")}
+    for key, leaves in sent:
+        saved = posted[key].leaves
+        texts = [
+            f"{leaf.name} as {x.dtype.name}{x.shape}, the state sends "
+            f"{np.dtype(leaf.dtype).name}{leaf.shape}"
+            for x, leaf in zip(saved, leaves, strict=False)
+            if x.dtype not in wires | {np.dtype(leaf.dtype)} or x.shape != leaf.shape
+        ]
+        if len(saved) != len(leaves):
+            texts = [f"{len(saved)} leaves, the state sends {len(leaves)}"]
+        if texts:
+            raise ValueError(
+                f"{source} does not fit the state it is restored into: {_name(key)}, in flight, "
+                f"has {texts[0]}. Build the same model and optimizer, with the same fragments and "
+                "moments, as when it was saved."
+            )
+
+
+def number_exchanges(tree: PyTree, exchanges: Sequence[Exchange]) -> PyTree:
+    """Replaces the key in each host state, of one process, by the position of its exchange."""
+
+    def numbered(state: HostState) -> HostState:
+        return HostState(jnp.asarray(_owner(state, exchanges)[0], jnp.int32))
+
+    return map_states(HostState, numbered, tree)
+
+
+def with_keys_of(like: PyTree, tree: PyTree, exchanges: Sequence[Exchange], source: str) -> PyTree:
+    """Inverts :func:`number_exchanges`, with the keys of a tree that has equal positions."""
+    states = iter(find_states(HostState, like))
+
+    def with_key(saved: HostState) -> HostState:
+        state, position = next(states), int(saved.key)
+        if position != (now := _owner(state, exchanges)[0]):
+            raise ValueError(
+                f"{source} was saved with exchange {position} of Checkpoints where the state now "
+                f"has exchange {now}: pass the exchanges in the same order as when it was saved."
+            )
+        return state
+
+    return map_states(HostState, with_key, tree)
+
+
+def without_exchange_states(tree: PyTree) -> PyTree:
+    """Removes the states of exchanges, which are of no use to another set of nodes."""
+    return map_states(FragmentState, lambda fragment: fragment._replace(exchange=()), tree)
+
+
+def is_exchange_state(name: str) -> bool:
+    """Returns whether :func:`without_exchange_states` removes the leaf of this name.
+
+    >>> is_exchange_state("opt_state.1.fragments.0.exchange.sums.w")
+    True
+    """
+    return re.search(r"(^|\.)fragments\.\d+\.exchange(\.|$)", name) is not None
+
+
+def reset_exchanges(tree: PyTree, like: PyTree) -> PyTree:
+    """Returns the tree with nothing in flight and the exchanges' states of another tree.
+
+    A node's steps without finite gradients do not concern the mean that all nodes continue from,
+    so all are healthy.
+    """
+    idle = iter(find_states(FragmentState, like))
+
+    def reset(fragment: FragmentState) -> FragmentState:
+        posted, healthy = jnp.zeros_like(fragment.posted), jnp.ones_like(fragment.healthy)
+        return fragment._replace(posted=posted, healthy=healthy, exchange=next(idle).exchange)
+
+    return map_states(FragmentState, reset, tree)
+
+
+def describe_posted(posted: InFlight) -> dict[str, str]:
+    """Describes, by name, everything in an exchange that must be equal on all nodes.
+
+    >>> exchange = PostedExchange(3, np.zeros(HEADER_SIZE, "f4"), [np.ones(2)], block_bits=(0,))
+    >>> describe_posted({(0, 7): exchange})
+    {'0.7': 'step 3, [0, 0, 0, 0, 0], 1 leaf (20e9ac1a)'}
+    """
+    texts = {}
+    for (position, number), (step, header, leaves, bits, relative) in posted.items():
+        agreed = [int(x) for x in header[-len(AGREEMENT_NAMES) :]]
+        each = zip(leaves, bits, strict=True)
+        sent = "; ".join(f"{x.dtype.name}{x.shape}" + f" in {n} bits" * (n > 0) for x, n in each)
+        what = "1 leaf" if len(leaves) == 1 else f"{len(leaves)} leaves"
+        if most := max(bits, default=0):
+            what += f" in {WIRE_OF_BITS[most]}"
+        what += ", relative" * relative + f" ({zlib.crc32(sent.encode()):08x})"
+        texts[f"{position}.{number}"] = f"step {step}, {agreed}, {what}"
+    return texts
+
+
+def posted_to_arrays(posted: InFlight) -> dict[str, Any]:
+    """Turns exchanges in flight into named arrays.
+
+    >>> exchange = PostedExchange(3, np.zeros(3, "f4"), [np.ones(2)], block_bits=(0,))
+    >>> sorted(posted_to_arrays({(0, 7): exchange}))
+    ['0.7.block_bits', '0.7.header', '0.7.leaf.0', '0.7.relative', '0.7.step']
+    """
+    arrays: dict[str, Any] = {}
+    for (position, number), (step, header, leaves, bits, relative) in posted.items():
+        fields = {"step": np.int64(step), "header": header, "relative": np.bool_(relative)}
+        fields |= {"block_bits": np.array(bits, np.int64)}
+        fields |= {f"leaf.{i}": leaf for i, leaf in enumerate(leaves)}
+        arrays |= {f"{position}.{number}.{field}": x for field, x in fields.items()}
+    return arrays
+
+
+def arrays_to_posted(arrays: dict[str, np.ndarray]) -> InFlight:
+    """Inverts :func:`posted_to_arrays`; raises ValueError for other names or shapes."""
+    posted = {}
+    left = dict(arrays)
+    for name in sorted({".".join(name.split(".")[:2]) for name in arrays}):
+        position, number = map(int, name.split("."))
+        count = sum(other.startswith(f"{name}.leaf.") for other in arrays)
+        fields = ["step", "header", "block_bits", "relative", *(f"leaf.{i}" for i in range(count))]
+        if missing := [field for field in fields if f"{name}.{field}" not in left]:
+            raise ValueError(f"exchange {name} lacks the array {missing[0]!r}")
+        step, header, bits, relative, *leaves = (left.pop(f"{name}.{field}") for field in fields)
+        if step.shape or relative.shape or header.shape != (HEADER_SIZE,):
+            raise ValueError(
+                f"exchange {name} must have scalars and a header of shape ({HEADER_SIZE},), got "
+                f"the shape {header.shape}"
+            )
+        if not np.isfinite(agreed := header[-len(AGREEMENT_NAMES) :]).all():
+            raise ValueError(f"exchange {name} must have finite agreement numbers, got {agreed}")
+        block_bits = tuple(map(int, bits.flat))
+        if len(block_bits) != count or not {*block_bits} <= WIRE_OF_BITS.keys():
+            raise ValueError(
+                f"exchange {name} must have block_bits of 0, 4 or 8 for each leaf, got {bits}"
+            )
+        exchange = PostedExchange(int(step), header, leaves, block_bits, bool(relative))
+        posted[position, number] = exchange
+    if left:
+        raise ValueError(f"{min(left)} belongs to no exchange")
+    return posted
+
+
+# What orbax writes and reads.
 
 
 def checkpointer() -> Any:
@@ -196,11 +457,12 @@ def checkpointer() -> Any:
             "checkpoints require orbax-checkpoint, which is not installed; run: pip install "
             "orbax-checkpoint"
         ) from error
+    if jax.process_count() == 1:
+        return StandardCheckpointer()
     # Each process calls it on its own, also if others are part of its JAX program.
     own = jax.process_index()
     alone = options.MultiprocessingOptions(primary_host=own, active_processes={own})
-    several = jax.process_count() > 1
-    return StandardCheckpointer(**({"multiprocessing_options": alone} if several else {}))
+    return StandardCheckpointer(multiprocessing_options=alone)
 
 
 def part_tree(
@@ -215,11 +477,9 @@ def part_tree(
     places = [i for i, name in enumerate(sorted(state)) if name in averaged]
     about: dict[str, Any] = {"format": np.int64(FORMAT), "run": np.int64(run)}
     about |= {"averaged": np.array(places, np.int64)} if places else {}
-    groups: dict[str, Any] = {"state": state, "in_flight": posted_to_arrays(posted), "about": about}
+    named = zip(_GROUPS, (state, posted_to_arrays(posted), about), strict=True)
     # orbax restores a scalar that is not an array as a Python number.
-    groups = {
-        at: {name: np.asarray(x) for name, x in group.items()} for at, group in groups.items()
-    }
+    groups = {at: {name: np.asarray(x) for name, x in group.items()} for at, group in named}
     tree: dict[str, Any] = {"checksums": checksums(groups)}
     for at, group in groups.items():
         for name, x in group.items():
@@ -287,10 +547,7 @@ def _validated(tree: Any) -> NodePart:
     }
     for group in groups.values():
         for name, x in group.items():
-            is_number = isinstance(x, np.ndarray | np.generic | jax.Array) and (
-                x.dtype == bool or jnp.issubdtype(x.dtype, jnp.number)
-            )
-            if not is_number:
+            if not isinstance(x, np.ndarray | np.generic | jax.Array) or not _is_numeric(x.dtype):
                 raise ValueError(f"{name} is not an array of numbers")
             group[name] = np.asarray(x)
     computed, saved = checksums(groups), np.asarray(tree.get("checksums", ()))
@@ -299,10 +556,10 @@ def _validated(tree: Any) -> NodePart:
     if (changed := computed != saved).any():
         names = [name for group in groups.values() for name in sorted(group)]
         raise ValueError(f"the checksum of {names[int(changed.argmax())]} does not match")
-    names, about = sorted(groups["state"]), groups["about"]
+    state, posted, about = groups.values()
+    names = sorted(state)
     averaged = {names[i] for i in about.get("averaged", ())}
-    run = int(about["run"])
-    return NodePart(groups["state"], arrays_to_posted(groups["in_flight"]), averaged, run)
+    return NodePart(state, arrays_to_posted(posted), averaged, int(about["run"]))
 
 
 class _FinishingLoop(asyncio.SelectorEventLoop):

@@ -14,8 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jdaso.checkpoint.folder import SavedCheckpoint, describe_incomplete, list_checkpoints
-from jdaso.checkpoint.in_flight import awaited_names, describe_posted, differences, other_bits
-from jdaso.checkpoint.node_part import NodePart, checkpointer, raw_bytes, read_part
+from jdaso.checkpoint.node_part import (
+    NodePart,
+    awaited_names,
+    checkpointer,
+    describe_posted,
+    differences,
+    other_bits,
+    raw_bytes,
+    read_part,
+)
 from jdaso.core.command_line import path_option, text_table
 from jdaso.core.types import JdasoError
 

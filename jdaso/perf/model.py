@@ -1,12 +1,12 @@
-"""The model behind ``predict`` and ``tune``: the links, an exchange on them, a training step.
+"""The cost model behind ``predict`` and ``tune``, and the choice of a setting.
 
-First come the bytes of an exchange, the time of an all-reduce and its fit to measurements. The mean
-step time of each algorithm, and the period and delay that hide an exchange, build on them.
+It goes from the bytes of an exchange to the time of an all-reduce, the mean step time of each
+algorithm, and the best wire, period and delay.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -14,8 +14,14 @@ import numpy as np
 
 from jdaso.core.block_format import BLOCK_SIZE, FORMATS
 from jdaso.core.chain import MOMENTS_WIRES
-from jdaso.core.validation import check_choice, check_number, check_period_and_delay, check_whole
-from jdaso.core.wire import WIRES
+from jdaso.core.validation import (
+    check_choice,
+    check_number,
+    check_period_and_delay,
+    check_share,
+    check_whole,
+)
+from jdaso.core.wire import WIRES, check_wire
 
 #: Patterns with a cost model: that of ``mpi_exchange``, and those of papers.
 MODELLED_PATTERNS = ("collectives", "ring", "halving", "butterfly", "tree")
@@ -23,11 +29,22 @@ MODELLED_PATTERNS = ("collectives", "ring", "halving", "butterfly", "tree")
 WITHOUT_FORMATS = ("ring", "halving")
 #: Wires that are not wider than float32 parameters.
 FLOAT32_WIRES = tuple(wire for wire in WIRES if wire != "float64")
-#: Bytes of a parameter on each wire. int8 and float4 add one byte of scale to each block.
-BYTES_PER_NUMBER: dict[str, float] = {
+#: The wires that ``tune`` and ``predict`` compare.
+COMPARED_WIRES = ("float32", "bfloat16", "int8", "float4")
+# Bytes of a parameter on each wire. int8 and float4 add one byte of scale to each block.
+_BYTES_PER_NUMBER: dict[str, float] = {
     wire: FORMATS[wire].row_bytes / BLOCK_SIZE if wire in FORMATS else jnp.dtype(wire).itemsize
     for wire in WIRES
 }
+# Time of jdaso's own code in an exchange, measured by bench/scale.py --stand-in 1024 8192.
+_SECONDS_PER_NODE = 3e-7
+#: Additional steps to the same loss for each step of mean staleness, as a share.
+STEPS_PER_STALENESS = 0.05
+_CHOICES = 3
+# Their results do not depend on the delay, so an exchange may take the whole period.
+_DELAY_CHANGES_NOTHING = ("easgd", "eamsgd")
+# The largest mean age in steps for which the rule of the choice was measured.
+_OLDEST = 6
 
 
 class Network(NamedTuple):
@@ -73,11 +90,10 @@ def wire_bytes(
     9232.0
     """
     check_whole("num_parameters", num_parameters, 1)
-    check_choice("wire", wire, BYTES_PER_NUMBER)
+    check_choice("wire", wire, _BYTES_PER_NUMBER)
     check_whole("moments", moments, 0)
     check_choice("moments_wire", moments_wire, MOMENTS_WIRES)
-    bytes_per_parameter = BYTES_PER_NUMBER[wire] + moments * BYTES_PER_NUMBER[moments_wire]
-    return num_parameters * bytes_per_parameter
+    return num_parameters * (_BYTES_PER_NUMBER[wire] + moments * _BYTES_PER_NUMBER[moments_wire])
 
 
 def allreduce_time(
@@ -138,17 +154,21 @@ def allreduce_time(
 def _passes(pattern: str, members: int) -> tuple[int, float]:
     """Returns how many messages follow each other, and how often all bytes cross a link."""
     check_choice("pattern", pattern, MODELLED_PATTERNS)
-    if members == 1:
-        return 0, 0.0
     rounds = (members - 1).bit_length()  # log2, rounded up
     share = 2 * (members - 1) / members
     return {
-        "collectives": (1 + rounds, share),
+        "collectives": (1 + rounds if members > 1 else 0, share),
         "ring": (2 * (members - 1), share),
         "halving": (2 * rounds, share),
         "butterfly": (rounds, rounds),
         "tree": (2 * rounds, 2 * rounds),
     }[pattern]
+
+
+def exchange_seconds(num_bytes: float, nodes: int, network: Network, pattern: str) -> float:
+    """Returns the seconds of an exchange between nodes, with those of jdaso's own code."""
+    own = nodes * _SECONDS_PER_NODE if pattern == "collectives" and nodes > 1 else 0.0
+    return own + allreduce_time(num_bytes, nodes, network=network, pattern=pattern)
 
 
 def fit(
@@ -192,9 +212,7 @@ def fit(
     # Seconds per unit of latency and of 1 / bandwidth, relative to the measured time.
     columns = np.array([[messages, volume * size] for size in by_size]) / medians[:, None]
     scale = np.linalg.norm(columns, axis=0)
-    latency, inverse = (
-        np.linalg.lstsq(columns / scale, np.ones(len(medians)), rcond=None)[0] / scale
-    )
+    latency, inverse = np.linalg.lstsq(columns / scale, np.ones(len(medians)))[0] / scale
     if latency < 0:
         latency, inverse = 0.0, columns[:, 1].sum() / scale[1] ** 2
     if inverse * volume * max(by_size) < 1e-3 * medians.max():
@@ -232,8 +250,6 @@ ALGORITHMS = {
     ),
     "diloco": Algorithm("float32", lambda period: 0, lambda nodes, delay: 1.0),
 }
-# Time of jdaso's own code in an exchange, measured by bench/scale.py --stand-in 1024 8192.
-_SECONDS_PER_NODE = 3e-7
 
 
 class PeriodAndDelay(NamedTuple):
@@ -241,30 +257,6 @@ class PeriodAndDelay(NamedTuple):
 
     period: int
     delay: int
-
-
-class Prediction(NamedTuple):
-    """The mean costs of a training step on a number of nodes.
-
-    Attributes:
-        step_time: Seconds of a step in total.
-        waiting: Seconds of it in which training waits for other nodes.
-        hidden: Seconds per step in which an exchange is in flight while training continues.
-        exchange_time: Seconds of one exchange.
-        period: Optimizer steps between two exchanges.
-        delay: Optimizer steps between posting and merging an exchange.
-        efficiency: Step time on one node divided by ``step_time`` (weak scaling).
-        speedup: Efficiency times the number of nodes.
-    """
-
-    step_time: float
-    waiting: float
-    hidden: float
-    exchange_time: float
-    period: int
-    delay: int
-    efficiency: float
-    speedup: float
 
 
 def hiding_schedule(step_time: float, exchange_time: float) -> PeriodAndDelay:
@@ -293,8 +285,7 @@ def hiding_schedule(step_time: float, exchange_time: float) -> PeriodAndDelay:
     """
     check_number("step_time", step_time, above=True)
     check_number("exchange_time", exchange_time)
-    steps = exchange_time / step_time
-    if not math.isfinite(steps):
+    if not math.isfinite(exchange_time / step_time):
         raise ValueError(
             f"exchange_time must be a finite number of steps, got {exchange_time} s and step_time="
             f"{step_time} s. Give both in seconds."
@@ -334,10 +325,28 @@ def mean_step_time(step_time: float, exchange_time: float, period: int, delay: i
     return step_time + max(0.0, exchange_time - delay * step_time) / period
 
 
-def exchange_seconds(num_bytes: float, nodes: int, network: Network, pattern: str) -> float:
-    """Returns the seconds of an exchange between nodes, with those of jdaso's own code."""
-    own = nodes * _SECONDS_PER_NODE if pattern == "collectives" and nodes > 1 else 0.0
-    return own + allreduce_time(num_bytes, nodes, network=network, pattern=pattern)
+class Prediction(NamedTuple):
+    """The mean costs of a training step on a number of nodes.
+
+    Attributes:
+        step_time: Seconds of a step in total.
+        waiting: Seconds of it in which training waits for other nodes.
+        hidden: Seconds per step in which an exchange is in flight while training continues.
+        exchange_time: Seconds of one exchange.
+        period: Optimizer steps between two exchanges.
+        delay: Optimizer steps between posting and merging an exchange.
+        efficiency: Step time on one node divided by ``step_time`` (weak scaling).
+        speedup: Efficiency times the number of nodes.
+    """
+
+    step_time: float
+    waiting: float
+    hidden: float
+    exchange_time: float
+    period: int
+    delay: int
+    efficiency: float
+    speedup: float
 
 
 def predict(
@@ -429,43 +438,230 @@ def predict(
     if pattern == "halving" and nodes & (nodes - 1):
         raise ValueError(f"pattern halving requires a power of two for nodes, got {nodes}.")
     total_bytes = wire_bytes(num_parameters, "float32")
-    local = allreduce_time(total_bytes, 1, gpus_per_node, network=network, pattern=pattern)
-    alone = step_time + local
+    alone = step_time + allreduce_time(
+        total_bytes, 1, gpus_per_node, network=network, pattern=pattern
+    )
+    copies, broadcast = overhead if nodes > 1 else 0.0, 0.0
+    if nodes > 1 and gpus_per_node > 1:
+        merged_bytes = wire_bytes(num_parameters, "float32", moments)
+        broadcast = network.local_latency + merged_bytes / network.local_bandwidth
 
     def time_on(wire: str) -> float:
-        own = wire if wire in FLOAT32_WIRES else "float32"  # that of the parameters, if narrower
+        own = "float32" if wire == "float64" else wire  # that of the parameters, if narrower
         sent = wire_bytes(num_parameters, own, moments, moments_wire)
         return exchange_seconds(sent, nodes, network, pattern)
 
     exchange_time = time_on(wire)
-    broadcast = 0.0
-    if nodes > 1 and gpus_per_node > 1:
-        merged_bytes = wire_bytes(num_parameters, "float32", moments)
-        broadcast = network.local_latency + merged_bytes / network.local_bandwidth
+    every_step = algorithm == "allreduce_gradients"
     if period is None:
-        every_step = algorithm == "allreduce_gradients"
         period = 1 if every_step else hiding_schedule(alone, exchange_time).period
     check_whole("period", period, 1)
     delay = ALGORITHMS[algorithm].delay(period) if delay is None else delay
-    if algorithm == "allreduce_gradients" and (period > 1 or delay):
+    if every_step and (period > 1 or delay):
         raise ValueError(
             f"allreduce_gradients exchanges at every step and blocks; got period={period} and "
             f"delay={delay}. Omit both, or choose dasgd."
         )
 
-    def waiting_and_overhead(exchange_time: float, period: int, delay: int) -> tuple[float, float]:
+    def parts(exchange_time: float, period: int, delay: int) -> tuple[float, float, float]:
         waiting = mean_step_time(alone, exchange_time, period, delay) - alone + broadcast / period
-        return waiting, overhead / period if nodes > 1 else 0.0
+        return waiting, copies / period, min(exchange_time, delay * alone) / period
 
-    waiting, copies = waiting_and_overhead(exchange_time, period, delay)
-    hidden = min(exchange_time, delay * alone) / period
-    if blocking_share:
-        blocked, copied = waiting_and_overhead(time_on("bfloat16"), 1, 0)
-        waiting += blocking_share * (blocked - waiting)
-        copies += blocking_share * (copied - copies)
-        hidden *= 1 - blocking_share
+    cycling, blocking = parts(exchange_time, period, delay), parts(time_on("bfloat16"), 1, 0)
+    waiting, copying, hidden = (
+        own + blocking_share * (blocked - own)
+        for own, blocked in zip(cycling, blocking, strict=True)
+    )
     slowed = slowdown * hidden / exchange_time if hidden else 0.0
-    total = alone + waiting + copies + slowed
+    total = alone + waiting + copying + slowed
     return Prediction(
         total, waiting, hidden, exchange_time, period, delay, alone / total, nodes * alone / total
+    )
+
+
+class WireCosts(NamedTuple):
+    """The costs of an exchange on one wire, in seconds.
+
+    Attributes:
+        exchange_time: of an exchange in the background.
+        overhead: of what no delay hides, such as copies and rounding.
+        slowdown: by which computing takes longer while a whole exchange is in flight.
+    """
+
+    exchange_time: float
+    overhead: float = 0.0
+    slowdown: float = 0.0
+
+
+class Recommendation(NamedTuple):
+    """A setting, and what to expect of it.
+
+    Attributes:
+        wire: Dtype on the network.
+        period: Optimizer steps between two exchanges.
+        delay: Optimizer steps between posting and merging an exchange.
+        step_time: Mean seconds of a step.
+        staleness: Mean age in steps of what a node knows of the others, ``delay + (period - 1)/2``.
+            The delay does not count for EASGD and EAMSGD, because it changes no result of theirs.
+        taken_back: Share of a node's progress that merges take back, see :func:`taken_back`.
+        rate_factor: Factor for the learning rate that would make up for it,
+            ``1 / (1 - taken_back)``. Measurements confirm this only in part.
+    """
+
+    wire: str
+    period: int
+    delay: int
+    step_time: float
+    staleness: float
+    taken_back: float
+    rate_factor: float
+
+    @property
+    def cost(self) -> float:
+        """Expected time to a loss, in units of the steps that it takes without staleness."""
+        return self.step_time * (1 + STEPS_PER_STALENESS * self.staleness)
+
+
+def taken_back(
+    algorithm: str, period: int, delay: int, nodes: int, own_weight: float | None = None
+) -> float:
+    """Returns the share of a node's progress that late merges take back.
+
+    A node moves by u in the s steps between posting x and merging. With w the weight of the mean,
+
+        (1 - w) (x + u) + w mean  =  x + u - w (x - mean) - w u
+
+    Averaging is ``w (x - mean)``. The rest, ``w u``, are w s steps of every k that are lost:
+
+        w s / k,   w = P / (2 s + P) for DASO,   1 - xi for DaSGD
+
+    Args:
+        algorithm: One of ``ALGORITHMS``.
+        period: k, optimizer steps between two exchanges.
+        delay: s, optimizer steps between posting and merging an exchange.
+        nodes: P.
+        own_weight: xi, for DaSGD only. None selects the default of the algorithm.
+
+    Returns:
+        A number in [0, 1]. The delta rule of :func:`jdaso.local_sgd` takes nothing back.
+
+    Raises:
+        ValueError: for numbers out of range, an unknown algorithm, or an ``own_weight`` with
+            another algorithm than ``dasgd``.
+
+    >>> taken_back("daso", period=2, delay=1, nodes=2), taken_back("dasgd", 2, 1, nodes=2)
+    (0.25, 0.375)
+    """
+    check_choice("algorithm", algorithm, ALGORITHMS)
+    check_period_and_delay(period, delay)
+    check_whole("nodes", nodes, 1)
+    if own_weight is None:
+        return ALGORITHMS[algorithm].mean_weight(nodes, delay) * delay / period
+    check_share("own_weight", own_weight)
+    if algorithm != "dasgd":
+        raise ValueError(f"own_weight requires the algorithm dasgd, got {algorithm}.")
+    return (1 - own_weight) * delay / period
+
+
+def recommend(
+    step_time: float, wires: Mapping[str, WireCosts], nodes: int, algorithm: str = "daso"
+) -> list[Recommendation]:
+    """Chooses wire, period and delay for the shortest time to a loss.
+
+    The mean step time t is that of :func:`mean_step_time`, with the overhead and the slowdown of an
+    exchange in every period. The mean age of what a node knows of the others is ``a = d + (k-1)/2``
+    steps: they are d steps old when they arrive, and k - 1 steps older before the next arrive. The
+    setting with the smallest
+
+        t (1 + 0.05 a)
+
+    of all with d < k is the first. A merge at every step that posts, d = k, takes back the most. It
+    is considered only for EASGD and EAMSGD, which take nothing back. 5 % is what a step of age
+    costs a small convolutional network with SGD, measured for ages up to 6.
+
+    The share that merges take back is reported, and not in the cost. At equal ages, a larger share
+    raised the loss on text and lowered it on images, so no factor for it fits both.
+
+    Args:
+        step_time: Seconds of a step without exchanges.
+        wires: Costs of an exchange on each wire that may be used.
+        nodes: Number of nodes.
+        algorithm: One of ``ALGORITHMS`` except ``allreduce_gradients``, which has neither period
+            nor delay.
+
+    Returns:
+        The best setting and the next two, at most one for each wire and delay.
+
+    Raises:
+        ValueError: for numbers out of range, no wire, an unknown wire or algorithm, costs that are
+            no :class:`WireCosts`, or ``allreduce_gradients``.
+
+    >>> wires = {"bfloat16": WireCosts(0.32, slowdown=0.03), "int8": WireCosts(0.17, overhead=0.15)}
+    >>> best, *others = recommend(step_time=0.17, wires=wires, nodes=2)
+    >>> best.wire, best.period, best.delay, round(best.step_time, 3), round(best.rate_factor, 2)
+    ('bfloat16', 3, 2, 0.18, 1.29)
+    >>> [(other.wire, other.period, other.delay) for other in others]
+    [('int8', 6, 1), ('bfloat16', 6, 1)]
+    """
+    check_number("step_time", step_time, above=True)
+    if not wires:
+        raise ValueError("wires must have the costs of at least one wire, got none.")
+    if algorithm == "allreduce_gradients":
+        raise ValueError(
+            "allreduce_gradients exchanges at every step and blocks, so there is nothing to "
+            "recommend. Choose another algorithm, such as daso."
+        )
+    free = algorithm in _DELAY_CHANGES_NOTHING
+    best: dict[tuple[str, int], Recommendation] = {}
+    for wire, costs in wires.items():
+        check_wire("each key of wires", wire)
+        if not isinstance(costs, WireCosts):
+            raise ValueError(f"wires[{wire!r}] must be a WireCosts, got {costs!r}.")
+        for name, seconds in costs._asdict().items():
+            check_number(f"wires[{wire!r}].{name}", seconds)
+        for period, delay in _candidates(step_time, costs, free):
+            step = step_time + _added_seconds(step_time, costs, delay) / period
+            share = taken_back(algorithm, period, delay, nodes)
+            age = (0 if free else delay) + (period - 1) / 2
+            found = Recommendation(wire, period, delay, step, age, share, 1 / (1 - share))
+            before = best.get((wire, delay), found)
+            best[wire, delay] = min(before, found, key=lambda setting: setting.cost)
+    return sorted(best.values(), key=lambda setting: setting.cost)[:_CHOICES]
+
+
+def _candidates(step_time: float, costs: WireCosts, free: bool) -> set[tuple[int, int]]:
+    """Returns periods and delays, the best one among them.
+
+    For each period the cost is concave in the delay until the exchange is hidden, and grows from
+    there on. For each delay it is convex in the period. So three delays suffice, each with the
+    whole numbers around its best period. Where the delay is ``free``, an exchange takes the whole
+    period, which can be too long a choice if an exchange takes more than 39 steps and slows them.
+    """
+    hidden = hiding_schedule(step_time, costs.exchange_time).delay
+    found = set()
+    for delay in {0, hidden - 1, hidden}:
+        seconds = _added_seconds(step_time, costs, delay)
+        late = 0 if free else delay
+        # Here the derivative of (t_p + seconds / k) (1 + 0.05 (late + (k - 1) / 2)) by k is 0.
+        best = math.sqrt(2 * seconds / step_time * (1 / STEPS_PER_STALENESS + late - 1 / 2))
+        for rounded in (math.floor(best), math.ceil(best)):
+            period = max(1, rounded, delay if free else delay + 1)
+            found.add((period, period if free else delay))
+    return found
+
+
+def _added_seconds(step_time: float, costs: WireCosts, delay: int) -> float:
+    """Returns the seconds that an exchange adds to the steps of a period."""
+    exchange_time, overhead, slowdown = costs
+    hidden = min(1.0, delay * step_time / exchange_time) if exchange_time else 0.0
+    return max(0.0, exchange_time - delay * step_time) + overhead + hidden * slowdown
+
+
+def too_old(staleness: float) -> str:
+    """Returns what to do if what a node knows is older than 6 steps; empty if it is not."""
+    if staleness <= _OLDEST:
+        return ""
+    return (
+        f"The rule was measured up to an age of {_OLDEST} steps only. Choose a larger batch per "
+        "node, or diloco, which is made for long periods."
     )

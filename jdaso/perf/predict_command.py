@@ -1,7 +1,11 @@
-"""``python -m jdaso predict``: step times and scaling of all algorithms, as in DaSGD's Fig. 7."""
+"""``python -m jdaso predict``: step times and scaling of all algorithms, as in DaSGD's Fig. 7.
+
+``tune`` has the options for a model and the advice in common with it.
+"""
 
 import argparse
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,90 +13,69 @@ from jdaso import perf
 from jdaso.core.block_format import FORMATS
 from jdaso.core.chain import MOMENTS_WIRES
 from jdaso.core.command_line import path_option, text_table, wrapped
-from jdaso.perf.choice import COMPARED_WIRES, advice
+from jdaso.core.wire import block_bits
 from jdaso.perf.model import (
+    COMPARED_WIRES,
     FLOAT32_WIRES,
     MODELLED_PATTERNS,
+    STEPS_PER_STALENESS,
     WITHOUT_FORMATS,
     Network,
     Prediction,
+    Recommendation,
+    WireCosts,
     exchange_seconds,
+    recommend,
+    taken_back,
+    too_old,
+    wire_bytes,
 )
 
 ALGORITHMS = ("allreduce_gradients", "local_sgd", "dasgd", "easgd", "daso", "diloco")
 DILOCO_PERIOD = 500  # H of its paper, arXiv:2311.08105
-HELP = "predict step times and scaling of all algorithms"
-NOTES = """\
-Columns: step time, and efficiency, which is the step time on one node divided by it (every node \
-has a batch of its own). The period is {dasgd.period}, and {diloco.period} for diloco, which is \
-made for 100 rounds or more; allreduce_gradients exchanges at every step. The delay is \
-{dasgd.delay} for dasgd, {daso.delay} for daso, and the period for easgd; the others block. The \
-wire is {wire}. \
-{args.blocking_share:.0%} of daso's steps are warm-up and cool-down, which block as well. With \
-dasgd, an exchange over {args.max_nodes} nodes takes {dasgd.exchange_time:.4g} s, which is \
-{steps:.2g} steps."""
-NO_COSTS = """\
---overhead and --slowdown are 0, so this does not include copies to the host, or the time that \
-moving messages takes from computing. tune measures both."""
-MOMENTS = """\
-Exchanges have {0.moments} moments of each parameter in {0.moments_wire}, except for \
-allreduce_gradients and easgd, which do not average them."""
-NO_LATENCY = """\
---latency is 0, so messages take no time except for their bytes. tune measures it."""
-NO_ROUNDING = """\
-The pattern {} excludes int8 and float4, which are left out of the choice below."""
-LOWER_BOUND = """\
-This does not include MPI's time to process messages. With hundreds of nodes, compare --pattern \
-ring, which counts a latency for each."""
+# The longest delay of DaSGD's Fig. 6(e), and the nodes of the smaller setting of DASO's Table 2.
+_LONGEST_DELAY, _FEW_NODES = 7, 8
+# The advice mentions a cost per step that exceeds this share of the step time.
+_COSTLY = 0.05
 
 
 def add_command(commands: Any) -> None:
-    parser = commands.add_parser("predict", help=HELP)
+    parser = commands.add_parser("predict", help="predict step times and scaling of all algorithms")
     add_model(parser)
     add = parser.add_argument
     add("--step-time", type=float, required=True, help="seconds of a step on one node")
     add("--bandwidth", type=float, required=True, help="Gbit/s between nodes; see tune")
     add("--latency", type=float, default=0.0, help="seconds, between nodes; see tune (default: 0)")
     add("--gpus-per-node", type=int, default=1, help="requires --local-bandwidth (default: 1)")
-    local_help = "Gbit/s between GPUs of a node (default: the step time includes it)"
-    add("--local-bandwidth", type=float, default=math.inf, help=local_help)
+    text = "Gbit/s between GPUs of a node (default: the step time includes it)"
+    add("--local-bandwidth", type=float, default=math.inf, help=text)
     add("--max-nodes", type=nodes, default=8192, help="largest number of nodes (default: 8192)")
     add("--wire", choices=FLOAT32_WIRES, help="dtype between nodes (default: each algorithm's)")
-    add_moments(parser)
-    pattern_help = (
-        "pattern of the all-reduce; the others are those of papers (default: %(default)s)"
-    )
-    add("--pattern", choices=MODELLED_PATTERNS, default="collectives", help=pattern_help)
+    text = "pattern of the all-reduce; the others are those of papers (default: %(default)s)"
+    add("--pattern", choices=MODELLED_PATTERNS, default="collectives", help=text)
     add("--period", type=int, help="(default: the recommended one for --max-nodes)")
     add("--delay", type=int, help="(default: period - 1 for dasgd, a quarter of it for daso)")
-    overhead_help = "seconds of copies per exchange, which no delay hides; see tune (default: 0)"
-    add("--overhead", type=float, default=0.0, help=overhead_help)
-    slowdown_help = "seconds by which an exchange in flight slows computing; see tune (default: 0)"
-    add("--slowdown", type=float, default=0.0, help=slowdown_help)
-    share_help = "share of daso's steps in warm-up and cool-down, 0 to 1 (default: 8 of 90 epochs)"
-    add("--blocking-share", type=float, default=8 / 90, help=share_help)
-    add(
-        "--out",
-        type=path_option,
-        help="file for the picture, requires matplotlib (default: predict.png)",
-    )
+    text = "seconds of copies per exchange, which no delay hides; see tune (default: 0)"
+    add("--overhead", type=float, default=0.0, help=text)
+    text = "seconds by which an exchange in flight slows computing; see tune (default: 0)"
+    add("--slowdown", type=float, default=0.0, help=text)
+    text = "share of daso's steps in warm-up and cool-down, 0 to 1 (default: 8 of 90 epochs)"
+    add("--blocking-share", type=float, default=8 / 90, help=text)
+    text = "file for the picture, requires matplotlib (default: predict.png)"
+    add("--out", type=path_option, help=text)
     parser.set_defaults(run=run)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Adds the two options for the size of a model, one of which is required."""
+    """Adds the options for the size of a model and its averaged moments."""
     add = parser.add_mutually_exclusive_group(required=True).add_argument
     add("--parameters", type=number, help="number of parameters, such as 25.6e6")
     text = "size of the float32 parameters instead of their number"
     add("--megabytes", dest="parameters", metavar="MB", type=megabytes, help=text)
-
-
-def add_moments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options for averaged moments."""
     add, text = parser.add_argument, "averaged moments of each parameter, 2 of Adam (default: 0)"
     add("--moments", type=int, default=0, help=text)
-    wire_help = "as for jdaso.chain (default: %(default)s)"
-    add("--moments-wire", choices=MOMENTS_WIRES, default="float32", help=wire_help)
+    text = "as for jdaso.chain (default: %(default)s)"
+    add("--moments-wire", choices=MOMENTS_WIRES, default="float32", help=text)
 
 
 # argparse shows the names of these functions in its errors: "invalid number value".
@@ -116,36 +99,20 @@ def nodes(text: str) -> int:
 
 def run(args: argparse.Namespace) -> None:
     """Prints the table and draws the picture."""
+    counts = node_counts(args.max_nodes)
     try:
         predictions = predict_all(args)
     except ValueError as error:
         raise SystemExit(f"jdaso predict: {error}") from error
     rows: list[tuple[str, ...]] = [("nodes", *ALGORITHMS)]
-    for place, nodes in enumerate(node_counts(args.max_nodes)):
+    for place, count in enumerate(counts):
         cells = (predictions[name][place] for name in ALGORITHMS)
-        rows.append((str(nodes), *(f"{p.step_time:.4g} s {p.efficiency:4.0%}" for p in cells)))
+        rows.append((str(count), *(f"{p.step_time:.4g} s {p.efficiency:4.0%}" for p in cells)))
     print(text_table(rows))
-    notes = NOTES.format(
-        dasgd=predictions["dasgd"][-1],
-        daso=predictions["daso"][-1],
-        diloco=predictions["diloco"][-1],
-        args=args,
-        wire=args.wire or "float32, and bfloat16 for allreduce_gradients",
-        steps=predictions["dasgd"][-1].exchange_time / predictions["dasgd"][0].step_time,
-    )
-    print(wrapped(f"\n{notes}"))
-    if args.moments:
-        print(wrapped(MOMENTS.format(args)))
-    if args.overhead == args.slowdown == 0:
-        print(wrapped(NO_COSTS))
-    if args.latency == 0:
-        print(wrapped(NO_LATENCY))
-    if args.pattern == "collectives":
-        print(wrapped(LOWER_BOUND))
-    if args.pattern in WITHOUT_FORMATS:
-        print(wrapped(NO_ROUNDING.format(args.pattern)))
+    print(wrapped("\n" + "\n".join(notes(args, predictions))))
     try:
-        out = draw(predictions, node_counts(args.max_nodes), args.out or Path("predict.png"))
+        out = args.out or Path("predict.png")
+        draw(predictions, counts, out)
         print(f"\npicture: {out}")
     except ImportError:
         problem = "the picture requires matplotlib: pip install matplotlib"
@@ -156,9 +123,8 @@ def run(args: argparse.Namespace) -> None:
         raise SystemExit(f"jdaso predict: {error}") from error
     # Last, because it ends with the line to copy.
     if args.period is None and args.delay is None and args.max_nodes > 1:
-        print(wrapped(f"\nWith {args.max_nodes} nodes:"))
-        step_time = predictions["dasgd"][0].step_time
-        print(wrapped("\n".join(advice(step_time, wire_costs(args), args.max_nodes))))
+        advised = advice(predictions["dasgd"][0].step_time, wire_costs(args), args.max_nodes)
+        print(wrapped("\n".join([f"\nWith {args.max_nodes} nodes:", *advised])))
 
 
 def node_counts(most: int) -> list[int]:
@@ -172,25 +138,30 @@ def node_counts(most: int) -> list[int]:
 
 def predict_all(args: argparse.Namespace) -> dict[str, list[Prediction]]:
     """Predicts all algorithms for all numbers of nodes."""
-    network = Network(
-        args.latency, args.bandwidth * 1e9 / 8, local_bandwidth=args.local_bandwidth * 1e9 / 8
-    )
     if math.isfinite(args.local_bandwidth) != (args.gpus_per_node > 1):
         raise ValueError(
             "--gpus-per-node (above 1) and --local-bandwidth require each other. Without them, "
             "--step-time includes the communication within a node."
         )
-
-    same = (
-        *("step_time", "gpus_per_node", "wire", "moments_wire"),
-        *("pattern", "overhead", "slowdown"),
-    )
-    options: dict[str, Any] = {name: getattr(args, name) for name in same}
-    options |= {"num_parameters": args.parameters, "network": network}
+    local = args.local_bandwidth * 1e9 / 8
+    network = Network(args.latency, args.bandwidth * 1e9 / 8, local_bandwidth=local)
 
     def predict(name: str, nodes: int, **schedule: Any) -> Prediction:
-        moments = args.moments if perf.ALGORITHMS[name].moves_moments else 0
-        return perf.predict(name, nodes, moments=moments, **options, **schedule)
+        return perf.predict(
+            name,
+            nodes,
+            num_parameters=args.parameters,
+            step_time=args.step_time,
+            network=network,
+            gpus_per_node=args.gpus_per_node,
+            wire=args.wire,
+            pattern=args.pattern,
+            overhead=args.overhead,
+            slowdown=args.slowdown,
+            moments=args.moments if perf.ALGORITHMS[name].moves_moments else 0,
+            moments_wire=args.moments_wire,
+            **schedule,
+        )
 
     most = predict("dasgd", args.max_nodes, period=args.period, delay=args.delay)
     schedules: dict[str, dict[str, Any]] = {name: {"period": most.period} for name in ALGORITHMS}
@@ -202,36 +173,140 @@ def predict_all(args: argparse.Namespace) -> dict[str, list[Prediction]]:
     return {name: [predict(name, n, **schedules[name]) for n in counts] for name in ALGORITHMS}
 
 
-def wire_costs(args: argparse.Namespace) -> dict[str, perf.WireCosts]:
-    """Returns the costs of an exchange between all nodes on each wire."""
-    network = Network(args.latency, args.bandwidth * 1e9 / 8)
-    wires = (args.wire,) if args.wire else COMPARED_WIRES
-    return {
-        wire: perf.WireCosts(
-            exchange_seconds(
-                perf.wire_bytes(args.parameters, wire, args.moments, args.moments_wire),
-                *(args.max_nodes, network, args.pattern),
-            ),
-            args.overhead,
-            args.slowdown,
+def notes(args: argparse.Namespace, predictions: Mapping[str, list[Prediction]]) -> list[str]:
+    """Returns lines that say what the table shows, and what it leaves out."""
+    dasgd, daso, diloco = (predictions[name][-1] for name in ("dasgd", "daso", "diloco"))
+    wire = args.wire or "float32, and bfloat16 for allreduce_gradients"
+    lines = [
+        "Columns: step time, and efficiency, which is the step time on one node divided by it "
+        f"(every node has a batch of its own). The period is {dasgd.period}, and {diloco.period} "
+        "for diloco, which is made for 100 rounds or more; allreduce_gradients exchanges at every "
+        f"step. The delay is {dasgd.delay} for dasgd, {daso.delay} for daso, and the period for "
+        f"easgd; the others block. The wire is {wire}. {args.blocking_share:.0%} of daso's steps "
+        "are warm-up and cool-down, which block as well. With dasgd, an exchange over "
+        f"{args.max_nodes} nodes takes {dasgd.exchange_time:.4g} s, which is "
+        f"{dasgd.exchange_time / predictions['dasgd'][0].step_time:.2g} steps."
+    ]
+    if args.moments:
+        lines.append(
+            f"Exchanges have {args.moments} moments of each parameter in {args.moments_wire}, "
+            "except for allreduce_gradients and easgd, which do not average them."
         )
-        for wire in wires
-        if wire not in FORMATS or args.pattern not in WITHOUT_FORMATS
-    }
+    if args.overhead == args.slowdown == 0:
+        lines.append(
+            "--overhead and --slowdown are 0, so this does not include copies to the host, or the "
+            "time that moving messages takes from computing. tune measures both."
+        )
+    if args.latency == 0:
+        lines.append(
+            "--latency is 0, so messages take no time except for their bytes. tune measures it."
+        )
+    if args.pattern == "collectives":
+        lines.append(
+            "This does not include MPI's time to process messages. With hundreds of nodes, compare "
+            "--pattern ring, which counts a latency for each."
+        )
+    if args.pattern in WITHOUT_FORMATS:
+        lines.append(
+            f"The pattern {args.pattern} excludes int8 and float4, which are left out of the "
+            "choice below."
+        )
+    return lines
 
 
-def draw(predictions: dict[str, list[Prediction]], counts: list[int], out: Path) -> Path:
+def wire_costs(args: argparse.Namespace) -> dict[str, WireCosts]:
+    """Returns the costs of an exchange between all nodes on each wire."""
+    network, costs = Network(args.latency, args.bandwidth * 1e9 / 8), {}
+    for wire in (args.wire,) if args.wire else COMPARED_WIRES:
+        if wire not in FORMATS or args.pattern not in WITHOUT_FORMATS:
+            size = wire_bytes(args.parameters, wire, args.moments, args.moments_wire)
+            seconds = exchange_seconds(size, args.max_nodes, network, args.pattern)
+            costs[wire] = WireCosts(seconds, args.overhead, args.slowdown)
+    return costs
+
+
+def advice(step_time: float, costs: Mapping[str, WireCosts], nodes: int) -> list[str]:
+    """Returns lines that recommend a setting, say what to expect of it, and name two alternatives.
+
+    >>> for line in advice(0.17, {"bfloat16": WireCosts(0.32, slowdown=0.03)}, nodes=2)[:2]:
+    ...     print(line)
+    Choose wire bfloat16, period 3, delay 2: a step takes 0.18 s (+5.9%). What a node knows of the \
+others is 3 steps old on average.
+    Merges of DASO take back 22% of the progress, DaSGD's 50%. The choice does not count this. \
+Keep the learning rate, or also try one 1.29 times as high, which would make up for DASO's share. \
+Measurements confirm this only in part.
+    """
+
+    def expected(found: Recommendation) -> str:
+        return (
+            f"wire {found.wire}, period {found.period}, delay {found.delay}: a step takes "
+            f"{found.step_time:.3g} s ({found.step_time / step_time - 1:+.1%}). What a node knows "
+            f"of the others is {found.staleness:g} steps old on average."
+        )
+
+    best, *others = recommend(step_time, costs, nodes)
+    lines = [f"Choose {expected(best)}", "Exchanges block, and nothing is stale."]
+    code = f'jdaso.local_sgd(exchange, period={best.period}, wire="{best.wire}")'
+    if best.delay:
+        dasgd = taken_back("dasgd", best.period, best.delay, nodes)
+        lines[1] = (
+            f"Merges of DASO take back {best.taken_back:.0%} of the progress, DaSGD's {dasgd:.0%}. "
+            "The choice does not count this. Keep the learning rate, or also try one "
+            f"{best.rate_factor:.3g} times as high, which would make up for DASO's share. "
+            "Measurements confirm this only in part."
+        )
+        schedule = f"jdaso.constant(period={best.period}, delay={best.delay})"
+        code = f'jdaso.daso(exchange, {schedule}, wire="{best.wire}")'
+    lines += [f"Or {expected(other)}" for other in others]
+    lines.append(
+        "Settings are compared by step time, and each step of age counts as "
+        f"{STEPS_PER_STALENESS:.0%} more steps. Rounding counts as nothing, except for the "
+        "time of copies."
+    )
+    if text := too_old(best.staleness):
+        lines.append(text)
+    if best.delay and (best.delay > _LONGEST_DELAY or nodes > _FEW_NODES):
+        lines.append(
+            f"Delay {best.delay} may cost accuracy. In the papers, delays up to {_LONGEST_DELAY} "
+            "had little effect with DaSGD (Fig. 6(e)). With DASO (Table 2), delays of 1 to 8 steps "
+            f"cost up to 1.1 points on {_FEW_NODES} nodes, and up to 4 points on 32 nodes."
+        )
+    if bits := block_bits(best.wire):
+        lines.append(
+            f"{best.wire} rounds changes to {bits} bits, and sends the errors later. In the "
+            "measurements of jdaso this cost DASO half a point of accuracy on images. On text it "
+            "was measured with Streaming DiLoCo only, and cost less than the noise of the seeds."
+        )
+        if exact := {wire: each for wire, each in costs.items() if not block_bits(wire)}:
+            found = recommend(step_time, exact, nodes)[0]
+            lines.append(f"Without this rounding, choose {expected(found)}")
+    _, overhead, slowdown = (
+        seconds / (step_time * best.period) for seconds in costs[best.wire]
+    )  # as shares of the steps of a period
+    if overhead > _COSTLY:
+        lines.append(
+            f"Posting and merging lengthen steps by {overhead:.1%} on average, which no delay "
+            "hides."
+        )
+    if slowdown > _COSTLY:
+        lines.append(
+            f"Moving messages on the same cores lengthens steps by {slowdown:.1%} on average. "
+            "Give each process one more core (srun --cpus-per-task)."
+        )
+    return [*lines, f"\n{code}"]
+
+
+def draw(predictions: dict[str, list[Prediction]], counts: list[int], out: Path) -> None:
     """Draws the parts of the step time of each algorithm, and the speed-up of all."""
     from matplotlib.figure import Figure
 
     # pyplot would need a display, or change the caller's backend.
     figure = Figure(figsize=(15, 7.5), layout="constrained")
-    panels = figure.subplots(2, 4).flatten()
+    *panels, speedup, efficiency = figure.subplots(2, 4).flatten()
     places = range(len(counts))
     highest = max(p.step_time for points in predictions.values() for p in points)
-    for panel, (name, points) in zip(panels, predictions.items(), strict=False):
-        hidden = [p.hidden for p in points]
-        waiting = [p.waiting for p in points]
+    for panel, (name, points) in zip(panels, predictions.items(), strict=True):
+        hidden, waiting = [p.hidden for p in points], [p.waiting for p in points]
         rest = [p.step_time - p.waiting for p in points]
         panel.bar(places, rest, color="tab:blue", label="everything else")
         panel.bar(places, hidden, color="none", hatch="////", label="hidden behind computing")
@@ -240,10 +315,6 @@ def draw(predictions: dict[str, list[Prediction]], counts: list[int], out: Path)
         panel.set(title=title, xlabel="nodes", ylabel="step, s", ylim=(0, 1.05 * highest))
         panel.set_xticks(places[::2], [str(n) for n in counts[::2]], rotation=45)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    speedup, efficiency = panels[-2:]
-    for panel in (speedup, efficiency):
-        panel.set_xscale("log", base=2)
-    speedup.set_yscale("log", base=2)
     speedup.plot(counts, counts, c="k", ls=":", label="linear")
     for place, (name, points) in enumerate(predictions.items()):
         style: dict[str, Any] = {"marker": ".", "ls": ("-", "--")[place % 2], "label": name}
@@ -251,7 +322,9 @@ def draw(predictions: dict[str, list[Prediction]], counts: list[int], out: Path)
         efficiency.plot(counts, [p.efficiency for p in points], **style)
     speedup.set(title="weak scaling", xlabel="nodes", ylabel="speed-up")
     efficiency.set(title="weak scaling", xlabel="nodes", ylabel="efficiency", ylim=(0, 1.05))
+    speedup.set_xscale("log", base=2)
+    speedup.set_yscale("log", base=2)
+    efficiency.set_xscale("log", base=2)
     speedup.legend(fontsize="small")
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=150, format=out.suffix[1:] or "png")
-    return out

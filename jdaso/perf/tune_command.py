@@ -13,17 +13,15 @@ import jax.numpy as jnp
 
 from jdaso import perf
 from jdaso.algorithms.dasgd import dasgd
-from jdaso.cluster.topology import Topology, discover_topology
+from jdaso.cluster.topology import Group, Topology, discover_topology
 from jdaso.core.command_line import text_table, wrapped
 from jdaso.core.engine import move
 from jdaso.core.exchange import Exchange
 from jdaso.core.types import ParamsWithMoments, PyTree
 from jdaso.exchange.mpi import mpi_exchange
-from jdaso.perf.choice import COMPARED_WIRES, advice
-from jdaso.perf.model import FLOAT32_WIRES
-from jdaso.perf.predict_command import add_model, add_moments
+from jdaso.perf.model import COMPARED_WIRES, FLOAT32_WIRES
+from jdaso.perf.predict_command import add_model, advice
 
-HELP = "measure the network between nodes and recommend a wire, a period and a delay"
 # A measurement was disturbed if equal exchanges, or the quartiles of equal computations, differ by
 # more than this share of the time of an exchange.
 DISTURBED = 0.5
@@ -44,14 +42,14 @@ class Measured(NamedTuple):
         return max(size for size, _ in self.exchanges)
 
     def times(self) -> list[float]:
-        """Times of the largest exchanges in seconds."""
+        """Returns the times of the largest exchanges in seconds."""
         return [seconds for size, seconds in self.exchanges if size == self.largest]
 
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "tune",
-        help=HELP,
+        help="measure the network between nodes and recommend a wire, a period and a delay",
         description="Measures exchanges between the nodes for a minute or two. Prints latency, "
         "bandwidth, the costs of an exchange on each wire, and the recommended wire, period and "
         "delay. Start one process on each node, as for training.",
@@ -59,15 +57,11 @@ def add_command(commands: Any) -> None:
     add_model(parser)
     add = parser.add_argument
     add("--step-time", type=float, help="seconds of a training step on one node")
-    add(
-        "--wire",
-        choices=FLOAT32_WIRES,
-        help=f"the only one to measure (default: {', '.join(COMPARED_WIRES)})",
-    )
-    add_moments(parser)
+    text = f"the only one to measure (default: {', '.join(COMPARED_WIRES)})"
+    add("--wire", choices=FLOAT32_WIRES, help=text)
     add("--repeats", type=int, default=5, help="exchanges of each size (default: 5)")
-    limit = "time limit; sizes that would take longer are omitted (default: 60)"
-    add("--seconds", type=float, default=60.0, help=limit)
+    text = "time limit; sizes that would take longer are omitted (default: 60)"
+    add("--seconds", type=float, default=60.0, help=text)
     parser.set_defaults(run=run)
 
 
@@ -94,17 +88,19 @@ def run(args: argparse.Namespace) -> None:
         raise SystemExit(f"jdaso tune: {error}") from error
     wires = (args.wire,) if args.wire else COMPARED_WIRES
     measured: dict[str, Measured] = {}
-    elements, sizes, seconds = args.parameters, 5, args.seconds / len(wires)
-    moments = args.moments, args.moments_wire
+    seconds, largest, sizes = args.seconds / len(wires), args.parameters, 5
     for wire in wires:
-        measured[wire] = found = sweep(
-            topology, exchange, elements, wire, args.repeats, seconds, sizes, *moments
-        )
+        elements = sorted({max(1, largest // 4**k) for k in range(sizes)})
+        measured[wire] = sweep(args, topology.group, exchange, wire, elements, seconds)
         # The other wires need no fit. They have the same size, which may be smaller for lack of
         # time.
-        elements, sizes = round(found.largest / perf.wire_bytes(1, wire, *moments)), 1
+        largest, sizes = round(measured[wire].largest / sent_bytes(args, 1, wire)), 1
     if topology.rank == 0:
         print(wrapped("\n".join(report(args, topology, measured))))
+
+
+def sent_bytes(args: argparse.Namespace, elements: int, wire: str) -> float:
+    return perf.wire_bytes(elements, wire, args.moments, args.moments_wire)
 
 
 def report(
@@ -112,19 +108,14 @@ def report(
 ) -> list[str]:
     """Returns the lines that rank 0 prints."""
     nodes, (first, *_) = topology.num_nodes, measured
-    sizes = {
-        wire: perf.wire_bytes(args.parameters, wire, args.moments, args.moments_wire)
-        for wire in measured
-    }
-    and_moments, moments_options = "", ""
+    size, largest = sent_bytes(args, args.parameters, first), measured[first].largest
+    and_moments = moments_options = ""
     if args.moments:
         and_moments = f" with {args.moments} moments of each in {args.moments_wire}"
         moments_options = f" --moments {args.moments} --moments-wire {args.moments_wire}"
-    number = sum(len(found.exchanges) for found in measured.values())
     lines = [
-        f"{nodes} nodes; {args.parameters} parameters{and_moments}, "
-        f"{sizes[first] / 1e6:.4g} MB in {first}; "
-        f"{number} exchanges in the background"
+        f"{nodes} nodes; {args.parameters} parameters{and_moments}, {size / 1e6:.4g} MB in {first}"
+        f"; {sum(len(found.exchanges) for found in measured.values())} exchanges in the background"
     ]
     network = None
     try:
@@ -132,22 +123,29 @@ def report(
     except ValueError as error:
         lines.append(f"bandwidth  unknown: {error}")
     else:
+        bandwidth = f"{8e-9 * network.bandwidth:.3g}"
         lines += [
             f"latency    {network.latency:.3g} s, includes all that does not grow with the size",
-            f"bandwidth  {8e-9 * network.bandwidth:.3g} Gbit/s",
+            f"bandwidth  {bandwidth} Gbit/s",
         ]
-    costs = {wire: costs_of(sizes[wire], found, nodes, network) for wire, found in measured.items()}
+    costs: dict[str, perf.WireCosts] = {}
+    for wire, found in measured.items():
+        wanted = sent_bytes(args, args.parameters, wire)
+        share = wanted / found.largest  # above 1 if there was no time to measure this size
+        exchange_time = statistics.median(found.times()) * share
+        if share > 1 and network is not None:
+            exchange_time = perf.allreduce_time(wanted, nodes, network=network)
+        costs[wire] = perf.WireCosts(exchange_time, found.overhead * share, found.slowdown * share)
     rows: list[tuple[str, ...]] = [("wire", "exchange, s", "copies, s", "slowdown, s")]
-    rows += [(wire, *(f"{seconds:.3g}" for seconds in costs[wire])) for wire in costs]
-    largest = measured[first].largest
-    if largest < sizes[first]:
+    rows += [(wire, *(f"{seconds:.3g}" for seconds in of)) for wire, of in costs.items()]
+    if largest < size:
         lines.append(f"extrapolated from {largest / 1e6:.3g} MB")
-    lines += ["", text_table(rows), ""]
-    lines.append(
+    lines += [
+        f"\n{text_table(rows)}\n",
         "Copies are the time of posting and merging. No delay hides it, and the time of the "
         "exchange does not include it. Slowdown is by how much computing takes longer while an "
-        "exchange is in flight."
-    )
+        "exchange is in flight.",
+    ]
     for wire, found in measured.items():
         times, texts = found.times(), []
         allowed = DISTURBED * statistics.median(times)
@@ -161,9 +159,9 @@ def report(
                 "work. Measure again without it."
             )
     lines.append("")
+    exchange_time, overhead, slowdown = costs[first]
     if args.step_time is None:
-        seconds = costs[first].exchange_time
-        delays = [f"{d} for steps above {seconds / d:.3g} s" for d in (1, 2, 4)]
+        delays = [f"{d} for steps above {exchange_time / d:.3g} s" for d in (1, 2, 4)]
         lines.append(f"For a recommendation, give --step-time. Delay {', '.join(delays)}.")
     else:
         lines += advice(args.step_time, costs, nodes)
@@ -173,47 +171,29 @@ def report(
             f"host{'s' * (hosts > 1)}, so messages went through memory."
         )
     if network is not None:
-        overhead, slowdown = costs[first].overhead, costs[first].slowdown
         lines += [
-            "",
-            f"The command has --overhead and --slowdown of {first} for all wires.",
+            f"\nThe command has --overhead and --slowdown of {first} for all wires.",
             f"How it scales: python -m jdaso predict --parameters {args.parameters} "
-            f"--step-time {args.step_time or 'SECONDS'} --bandwidth {8e-9 * network.bandwidth:.3g} "
+            f"--step-time {args.step_time or 'SECONDS'} --bandwidth {bandwidth} "
             f"--latency {network.latency:.3g} --overhead {overhead:.3g} --slowdown {slowdown:.3g} "
             f"--max-nodes {4 * nodes}{moments_options}",
         ]
     return lines
 
 
-def costs_of(
-    size: float, measured: Measured, nodes: int, network: perf.Network | None
-) -> perf.WireCosts:
-    """Returns the costs of an exchange of ``size`` bytes, which may be more than was measured."""
-    share = size / measured.largest
-    exchange_time = statistics.median(measured.times()) * share
-    if share > 1 and network is not None:
-        exchange_time = perf.allreduce_time(size, nodes, network=network)
-    return perf.WireCosts(exchange_time, measured.overhead * share, measured.slowdown * share)
-
-
 def sweep(
-    topology: Topology,
+    args: argparse.Namespace,
+    group: Group,
     exchange: Exchange,
-    num_parameters: int,
     wire: str,
-    repeats: int,
+    sizes: list[int],
     seconds: float,
-    sizes: int = 5,
-    moments: int = 0,
-    moments_wire: str = "float32",
 ) -> Measured:
-    """Measures exchanges of all parameters, a quarter, a sixteenth, and so on, the smallest first.
+    """Measures exchanges of some numbers of parameters, the smallest first. This is collective.
 
-    There are at most ``sizes`` sizes, each with ``moments`` moments of each parameter. This is
-    collective. The time of an exchange is the longest over all nodes, so all have the same numbers
-    and stop at the same size after ``seconds``.
+    The time of an exchange is the longest over all nodes, so all have the same numbers and stop at
+    the same size after ``seconds``.
     """
-    group = topology.group
 
     def longest(seconds: float) -> float:
         return max(group.gather(seconds))
@@ -221,32 +201,31 @@ def sweep(
     exchanges: list[tuple[float, float]] = []
     overheads: list[float] = []
     begin = time.monotonic()
-    for elements in sorted({max(1, num_parameters // 4**k) for k in range(sizes)}):
-        exchange_once = prepare(exchange, elements, wire, moments, moments_wire)
+    for elements in sizes:
+        exchange_once = prepare(args, exchange, elements, wire)
         group.barrier("a measurement")
         # The first exchange compiles, and its memory is not mapped yet.
         expected = longest(exchange_once(lambda: None)[0])
         since, overheads = time.monotonic(), []
-        for _ in range(repeats):
+        for _ in range(args.repeats):
             group.barrier("a measurement")
             # Sleep, do not collect: while the program waits for a result, the progress thread
             # polls more often than beside training.
             sleep = functools.partial(time.sleep, 1.2 * expected)
             exchange_time, overhead = map(longest, exchange_once(sleep))
-            size = perf.wire_bytes(elements, wire, moments, moments_wire)
-            exchanges.append((size, exchange_time))
+            exchanges.append((sent_bytes(args, elements, wire), exchange_time))
             overheads.append(overhead)
             expected = min(expected, exchange_time)
         # The next size takes about four times as long. Two sizes are needed.
         now = time.monotonic()
         until_next = longest(now - begin + 4 * (now - since))
-        if until_next > seconds and len(exchanges) > repeats:
+        if until_next > seconds and len(exchanges) > args.repeats:
             break
     # Computing must last longer than the exchange, which it slows as well.
     compute = matrix_products(longest(1.5 * expected))
     alone: list[float] = []
     beside: list[float] = []
-    for _ in range(repeats):
+    for _ in range(args.repeats):
         group.barrier("a measurement")
         alone.append(elapsed(compute))
         group.barrier("a measurement")
@@ -255,16 +234,15 @@ def sweep(
             break
     # The median of each node comes first: the longest single time may be a disturbance.
     slowdown = longest(statistics.median(beside) - statistics.median(alone))
-    noise = longest(max(_between_quartiles(times) for times in (alone, beside)))
+    noise = 0.0
+    if len(alone) > 1:
+        quartiles = [statistics.quantiles(times, n=4) for times in (alone, beside)]
+        noise = longest(max(high - low for low, _, high in quartiles))
     return Measured(exchanges, statistics.median(overheads), max(0.0, slowdown), noise)
 
 
 def prepare(
-    exchange: Exchange,
-    elements: int,
-    wire: str,
-    moments: int = 0,
-    moments_wire: str = "float32",
+    args: argparse.Namespace, exchange: Exchange, elements: int, wire: str
 ) -> Callable[[Callable[[], object]], tuple[float, float]]:
     """Makes a function ``exchange_once(meanwhile)`` for ``elements`` float32 parameters.
 
@@ -273,17 +251,15 @@ def prepare(
     """
     averaging = dasgd(exchange, period=2, delay=1, wire=wire)
     assert averaging.engine is not None
-    engine = averaging.engine._replace(moments_wire=moments_wire)
+    engine = averaging.engine._replace(moments_wire=args.moments_wire)
 
     # The steps of a training after the optimizer's update, which post and merge in turn.
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state):
         return move(engine, params, state, jnp.bool_(True))
 
-    def zeros() -> jax.Array:
-        return jnp.zeros(elements, jnp.float32)
-
-    params: PyTree = ParamsWithMoments(zeros(), [zeros() for _ in range(moments)])
+    first, *moments = (jnp.zeros(elements, jnp.float32) for _ in range(1 + args.moments))
+    params: PyTree = ParamsWithMoments(first, moments)
     params, state = step(params, averaging.init(params))
 
     def exchange_once(meanwhile: Callable[[], object]) -> tuple[float, float]:
@@ -310,13 +286,6 @@ def matrix_products(seconds: float) -> Callable[[], object]:
     products(matrix, few).block_until_ready()  # compiles
     number = max(1, round(few * seconds / elapsed(lambda: products(matrix, few))))
     return lambda: products(matrix, number)
-
-
-def _between_quartiles(times: list[float]) -> float:
-    if len(times) < 2:
-        return 0.0
-    low, _, high = statistics.quantiles(times, n=4)
-    return high - low
 
 
 def elapsed(compute: Callable[[], object]) -> float:

@@ -378,7 +378,7 @@ def test_consensus_leaves_out_nodes_that_are_not_finite():
     assert jnp.isnan(mean(x * jnp.inf)).all()
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", AT_ONCE | COARSE)
 def test_apply_gradients_computes_what_update_and_apply_updates_compute(name):
     def plain(tx, grads, state, params, **extra):
         updates, state = tx.update(grads, state, params, **extra)

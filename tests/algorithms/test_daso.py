@@ -303,17 +303,6 @@ def test_nothing_is_merged_when_no_node_is_finite():
     assert (np.abs(params[0] - x)[:, 1:] <= LR * np.abs(grads[0, :, 1:]) + 1e-6).all()
 
 
-def test_nonfinite_raise_stops_and_names_algorithm_and_step():
-    # Without vmap, because lax.cond cannot contain a callback under vmap.
-    averaging = jdaso.daso(jdaso.single_exchange(), jdaso.constant(2), nonfinite="raise")
-    params, update = jnp.ones(3), jax.jit(averaging.update)
-    state = averaging.init(params)
-    for _ in range(3):
-        _, state = jax.block_until_ready(update(jnp.zeros(3), state, params))
-    with pytest.raises(Exception, match=r"daso: .*parameters are not finite .*step 3"):
-        jax.block_until_ready(update(jnp.array([0.0, jnp.nan, 0.0]), state, params))
-
-
 def test_drain_merges_with_the_actual_age():
     # Posted after step 3 with delay 3; training ends after step 4, one step later.
     x, grads = random_run(11, 5, 3)

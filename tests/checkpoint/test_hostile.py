@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import jdaso
 from jdaso.checkpoint import Checkpoints
-from jdaso.checkpoint.node_part import checkpointer, part_tree, read_part
+from jdaso.checkpoint.node_part import checkpointer, checksums, part_tree, read_part
 from jdaso.checkpoint.verify import verify
 from jdaso.core.exchange import HEADER_SIZE
 
@@ -193,10 +193,10 @@ def test_what_jdaso_has_not_written_is_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", BAD_EXCHANGES)
-def test_malformed_exchanges_are_refused(tmp_path, monkeypatch, name):
-    monkeypatch.setattr("jdaso.checkpoint.node_part.posted_to_arrays", lambda posted: posted)
+def test_malformed_exchanges_are_refused(tmp_path, name):
     arrays, message = BAD_EXCHANGES[name]
-    tree = part_tree({"w": np.ones(3)}, arrays)
+    tree = part_tree({"w": np.ones(3)}, {}) | {"in_flight": arrays}
+    tree["checksums"] = checksums({at: tree[at] for at in ("state", "in_flight", "about")})
     with pytest.raises(jdaso.JdasoError, match=rf"cannot be read.*\(ValueError: .*{message}"):
         write(tmp_path, tree, {"w": np.ones(3)})
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import jdaso
-from jdaso.checkpoint.in_flight import check_leaves, exchanges_in_flight
+from jdaso.checkpoint.node_part import check_leaves, exchanges_in_flight
 from jdaso.core.exchange import HEADER_SIZE, PostedExchange, SentLeaf
 
 KEY = (0, 7)

@@ -13,18 +13,18 @@ import pytest
 
 import jdaso
 from jdaso import JdasoError
-from jdaso.checkpoint import Checkpoints, lock
-from jdaso.checkpoint.lock import FolderLock, Holder
+from jdaso.checkpoint import Checkpoints, folder
+from jdaso.checkpoint.folder import FolderLock, Holder
 
 TOPOLOGY = jdaso.discover_topology()
 STATE = {"x": 1.0}
 # A process that locks a folder, and ends when its input does.
 CHILD = """
 import sys, pathlib
-from jdaso.checkpoint import lock
-lock.RENEW_SECONDS = 0.1
+from jdaso.checkpoint import folder
+folder.RENEW_SECONDS = 0.1
 try:
-    lock.FolderLock(pathlib.Path(sys.argv[1]), int(sys.argv[2])).acquire()
+    folder.FolderLock(pathlib.Path(sys.argv[1]), int(sys.argv[2])).acquire()
     print("holds it", flush=True)
 except RuntimeError as error:
     print(error, flush=True)
@@ -46,8 +46,12 @@ def clock(monkeypatch, sleep):
     """The clock of the lock, which only ``sleep(clock, seconds)`` moves."""
     fake = types.SimpleNamespace(now=1000.0, monotonic=lambda: fake.now)
     fake.sleep = functools.partial(sleep, fake)
-    monkeypatch.setattr(lock, "time", fake)
+    monkeypatch.setattr(folder, "time", fake)
     return fake
+
+
+def pass_quickly(fake, seconds):
+    fake.now += 20 * seconds
 
 
 @pytest.fixture
@@ -86,12 +90,12 @@ def test_of_jobs_that_start_together_one_gets_in_until_it_ends_and_the_others_ar
 def test_a_job_that_was_killed_on_this_host_starts_again_at_once(tmp_path, at_once):
     ended = subprocess.Popen(["true"])
     ended.wait(timeout=60)
-    locked_by(tmp_path, **lock.this_process(3)._replace(pid=ended.pid)._asdict())
+    locked_by(tmp_path, **folder.this_process(3)._replace(pid=ended.pid)._asdict())
     claimed(tmp_path)
 
 
 def test_a_later_process_with_the_number_of_the_dead_one_is_not_taken_for_it(tmp_path, at_once):
-    locked_by(tmp_path, **lock.this_process(3)._replace(pid=os.getppid(), start=1)._asdict())
+    locked_by(tmp_path, **folder.this_process(3)._replace(pid=os.getppid(), start=1)._asdict())
     claimed(tmp_path)
 
 
@@ -148,10 +152,7 @@ def test_a_lock_older_than_three_minutes_is_dead(tmp_path, at_once):
 def test_a_younger_one_is_watched_until_it_is_three_minutes_old(
     tmp_path, monkeypatch, caplog, seconds_ago
 ):
-    def sleep(fake, seconds):
-        fake.now += 20 * seconds
-
-    fake = clock(monkeypatch, sleep)
+    fake = clock(monkeypatch, pass_quickly)
     locked_by(tmp_path, seconds_ago)
     claimed(tmp_path)
     assert 180 <= fake.now - 1000 <= 191
@@ -160,9 +161,10 @@ def test_a_younger_one_is_watched_until_it_is_three_minutes_old(
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"run": 1}', '{"restarts": "x"}', "9" * 9000])
 def test_a_damaged_lock_keeps_nobody_out_for_longer(tmp_path, text, monkeypatch):
-    monkeypatch.setattr(lock, "DEAD_SECONDS", 0.05)
+    fake = clock(monkeypatch, pass_quickly)
     (tmp_path / "lock").write_text(text)
     claimed(tmp_path)
+    assert fake.now - 1000 <= 191
 
 
 def test_a_job_whose_folder_was_taken_over_is_refused_at_its_next_save(tmp_path, monkeypatch):
@@ -224,7 +226,7 @@ def test_a_file_system_without_hard_links_will_do(tmp_path, monkeypatch):
 
 
 def test_a_lock_is_renewed(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "RENEW_SECONDS", 0.01)
+    monkeypatch.setattr(folder, "RENEW_SECONDS", 0.01)
     checkpoints = opened(tmp_path)
     checkpoints.claim()
     os.utime(tmp_path / "lock", (1, 1))

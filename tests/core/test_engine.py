@@ -1,7 +1,6 @@
 """The engine together with optax transformations, wrappers and model libraries."""
 
 import functools
-from collections import Counter
 
 import equinox as eqx
 import flax.linen as nn
@@ -12,7 +11,6 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax import lax
 
 import jdaso
 from jdaso.core.exchange import changed
@@ -40,82 +38,11 @@ def same_structure(a, b):
     return signature(a) == signature(b)
 
 
-def test_a_whole_run_is_one_trace():
-    tx = optax.chain(optax.sgd(0.1, momentum=0.9), alone(jdaso.cycling(**PHASES)))
-    traces, periods = Counter(), set()
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def train_step(params, opt_state):
-        traces["step"] += 1
-        grads = jax.tree.map(jnp.ones_like, params)
-        updates, opt_state = tx.update(grads, opt_state, params, value=1.0)
-        return optax.apply_updates(params, updates), opt_state
-
-    params = {"w": jnp.ones(3)}
-    opt_state = tx.init(params)
-    for _ in range(40):
-        params, opt_state = train_step(params, opt_state)
-        periods.add(int(jdaso.core.averaging_state(opt_state).plan.period))
-    assert periods == {4, 2, 1}  # there were plateaus
-    assert int(jdaso.core.averaging_state(opt_state).plan.phase) == 2
-    assert traces["step"] == 1
-
-
-def test_updates_pass_untouched_unless_something_is_merged():
-    """Posting must not add updates to parameters and subtract them again, which would lose bits."""
-    tx = alone(jdaso.constant(3, 2))
-    params = jax.random.normal(jax.random.key(0), (1000,))
-    state = tx.init(params)
-    update = jax.jit(tx.update)
-    for step in range(9):
-        updates = 1e-6 * jax.random.normal(jax.random.key(step), params.shape)
-        given, state = update(updates, state, params)
-        assert bool(jnp.all(given == updates)) == (not state.merged)
-        params = optax.apply_updates(params, given)
-    assert state.exchanges == 3
-
-
-def test_a_scan_gives_what_a_loop_gives():
-    tx = optax.chain(optax.sgd(0.1), alone(jdaso.cycling(**PHASES)))
-
-    def step(carry, grad):
-        params, state = carry
-        updates, state = tx.update(grad, state, params, value=1.0)
-        params = optax.apply_updates(params, updates)
-        return (params, state), params
-
-    start = jnp.ones(3)
-    grads = jax.random.normal(jax.random.key(0), (40, 3))
-    _, scanned = lax.scan(step, (start, tx.init(start)), grads)
-    carry, looped, one = (start, tx.init(start)), [], jax.jit(step)
-    for grad in grads:
-        carry, params = one(carry, grad)
-        looped.append(params)
-    # The same program with other fusions differs by a few roundings of float32.
-    np.testing.assert_allclose(scanned, np.stack(looped), rtol=1e-6, atol=1e-6)
-
-
-def test_state_keeps_shapes_and_dtypes_in_every_step():
-    tx = alone(jdaso.cycling(**PHASES))
-    params = {"w": jnp.ones(3), "b": jnp.ones(2, jnp.bfloat16), "n": jnp.ones((), jnp.int32)}
-    state = tx.init(params)
-
-    @jax.jit
-    def maybe_step(take, state, params):  # lax.cond refuses branches that differ
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return lax.cond(take, lambda s: tx.update(zeros, s, params)[1], lambda s: s, state)
-
-    for step in range(40):
-        after = maybe_step(step % 2 == 0, state, params)
-        assert same_structure(after, state)
-        state = after
-    assert int(state.step) == 20
-
-
 def test_between_exchanges_updates_pass_bit_for_bit():
+    """Posting must not add updates to parameters and subtract them again, which would lose bits."""
     tx = alone(jdaso.constant(4, 2))
-    params = jax.random.normal(jax.random.key(0), (100,))
-    updates = jax.random.normal(jax.random.key(1), (100,)) * 1e-3
+    params = jax.random.normal(jax.random.key(0), (1000,))
+    updates = jax.random.normal(jax.random.key(1), (1000,)) * 1e-6
     state, unchanged, update = tx.init(params), [], jax.jit(tx.update)
     for _ in range(12):
         out, state = update(updates, state, params)
@@ -132,36 +59,6 @@ def test_works_as_the_last_of_a_chain():
         updates, state = tx.update({"w": jnp.full(2, 7.0)}, state, params, value=1.0)
         params = optax.apply_updates(params, updates)
     np.testing.assert_allclose(params["w"], merged_once(5.0, -0.1), rtol=1e-6)  # float32
-
-
-def test_works_inside_inject_hyperparams():
-    averaging = alone()
-
-    @optax.inject_hyperparams
-    def optimizer(learning_rate):
-        return optax.chain(optax.sgd(learning_rate), averaging)
-
-    tx = optimizer(learning_rate=0.1)
-    params = jnp.full(2, 5.0)
-    state = tx.init(params)
-    step = jax.jit(lambda s, p: tx.update(jnp.ones(2), s, p, value=1.0))
-    for _ in range(3):
-        updates, state = step(state, params)
-        params = optax.apply_updates(params, updates)
-    np.testing.assert_allclose(params, merged_once(5.0, -0.1), rtol=1e-6)  # float32
-    assert int(jdaso.core.averaging_state(state).step) == 3
-
-
-def test_multi_steps_counts_optimizer_steps_not_micro_batches():
-    tx = optax.MultiSteps(optax.chain(optax.sgd(0.1), alone()), every_k_schedule=4)
-    params = jnp.full(2, 5.0)
-    state = tx.init(params)
-    step = jax.jit(lambda s, p: tx.update(jnp.ones(2), s, p))
-    for _ in range(3 * 4):
-        updates, state = step(state, params)
-        params = optax.apply_updates(params, updates)
-    np.testing.assert_allclose(params, merged_once(5.0, -0.1), rtol=1e-6)  # float32
-    assert int(jdaso.core.averaging_state(state).step) == 3
 
 
 class Linen(nn.Module):
@@ -291,33 +188,10 @@ def test_a_tree_without_floats_has_nothing_to_average():
         alone().init({"n": jnp.arange(3)})
 
 
-def test_complex_leaves_are_refused():
-    with pytest.raises(ValueError, match=r"complex.*complex64"):
-        alone().init({"z": jnp.ones(2, jnp.complex64)})
-
-
 def test_params_are_required():
     tx = alone()
     with pytest.raises(ValueError, match=r"daso moves parameters.*params"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
-
-
-def test_extra_arguments_meant_for_others_are_ignored():
-    tx = alone()
-    params = jnp.ones(2)
-    updates, _ = tx.update(params, tx.init(params), params, value=1.0, grad=params, lambda_=3)
-    assert (updates == params).all()
-
-
-def test_donated_buffers_are_used():
-    tx = alone()
-    params = jnp.ones(1000)
-    state = tx.init(params)
-    step = jax.jit(lambda p, s: tx.update(p, s, p), donate_argnums=(0, 1))
-    updates, after = step(params, state)
-    assert params.is_deleted()
-    assert state.fragments[0].exchange.sums.is_deleted()
-    assert same_structure(after, tx.init(updates))
 
 
 ALGORITHMS = {
@@ -343,15 +217,15 @@ def test_programs_grow_as_the_number_of_leaves_does(algorithm):
 
 
 def test_a_program_contains_the_merge_once_unless_some_delays_are_zero_and_others_are_not():
-    def branches(schedule):
-        params = {"w": jnp.ones(3)}
+    def size(schedule):
+        params = [jnp.ones(3)] * 32
         tx = jdaso.chain(optax.sgd(0.1), alone(schedule))
-        step = functools.partial(jdaso.apply_gradients, tx)
-        return str(jax.make_jaxpr(step)(params, tx.init(params), params)).count("cond[")
+        step = jax.jit(functools.partial(jdaso.apply_gradients, tx))
+        return len(step.lower(params, tx.init(params), params).as_text())
 
-    late = branches(jdaso.constant(4, 1))
-    assert branches(jdaso.schedules.by_step(lambda step: (4, 1))) == late + 1
-    assert branches(jdaso.constant(4, 0)) == late
+    late, blocking = (jdaso.constant(4, delay) for delay in (1, 0))
+    both = size(late._replace(may_block=True))
+    assert max(size(late), size(blocking)) < 0.9 * both
 
 
 def test_a_schedule_without_delays_does_not_merge_what_another_one_has_posted():

@@ -8,7 +8,7 @@ import pytest
 from launch import Batch, mpiexec, passes
 
 import jdaso
-from jdaso.checkpoint import lock
+from jdaso.checkpoint import folder
 
 # Step -> algorithms that are saved at it.
 SAVED_AT = {
@@ -77,8 +77,8 @@ def test_parts_of_two_jobs_are_refused(job, tmp_path):
 
 
 def test_a_job_that_writes_to_the_folder_of_another_is_refused_on_all_nodes(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "RENEW_SECONDS", 0.1)
-    first = lock.FolderLock(tmp_path, 1)
+    monkeypatch.setattr(folder, "RENEW_SECONDS", 0.1)
+    first = folder.FolderLock(tmp_path, 1)
     first.acquire()
     ended = mpiexec(2, "other_nodes.py", "save", tmp_path, 2, "float32")
     first.release()

@@ -1,10 +1,9 @@
 """What goes wrong between nodes ends with an error that says who and what, never in a hang."""
 
 import re
-import time
 
 import pytest
-from launch import BESIDE_PYTHON, Batch, mpiexec, passes, run
+from launch import BESIDE_PYTHON, Batch, mpiexec, passes, refuses, run
 
 # case -> what the error must say. These are errors of every process, and nothing waits afterwards:
 # they can follow each other in one job.
@@ -71,15 +70,10 @@ def test_error_of_all_names_who_and_what(case):
 
 @pytest.mark.parametrize("case", ERRORS)
 def test_error_names_who_and_what(case):
-    start = time.monotonic()
     ended = mpiexec(2, "fault.py", case, timeout=120)
-    assert ended.returncode != 0, ended.output
-    for text in ERRORS[case]:
-        assert text in ended.output, f"{text!r} not in:\n{ended.output}"
+    refuses(ended, ERRORS[case])
     if case in IN_A_STEP:
         check_first_and_last(ended.output)
-    # The stuck process sleeps for a minute, XLA waits 40 s for a device: they were not waited for.
-    assert time.monotonic() - start < 40
 
 
 # In a program of one device, whose error XLA words in its own way and raises later.

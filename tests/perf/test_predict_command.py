@@ -7,7 +7,7 @@ import pytest
 from jdaso import __main__, perf
 from jdaso.perf import predict_command as predict
 from jdaso.perf import tune_command as tune
-from jdaso.perf.choice import advice
+from jdaso.perf.predict_command import advice
 
 MODEL = ("--parameters", "25.5e6", "--step-time", "0.5", "--bandwidth", "20")
 

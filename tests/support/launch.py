@@ -19,6 +19,8 @@ CHILDREN = Path(__file__).parent / "children"
 BESIDE_PYTHON = str(Path(sys.executable).parent)
 JOB = "JDASO_TEST_JOB"  # variable by which compile_in_turn.py knows the processes of a job
 _jobs = itertools.count()
+#: What a child prints that was asleep for a minute, unless its job ends before.
+OVERSLEPT = "slept for a whole minute"
 
 
 class Ended(NamedTuple):
@@ -103,6 +105,15 @@ def run(command: list[str], environment: dict[str, str], timeout: float) -> Ende
 def passes(ended: Ended) -> None:
     """Asserts that every process of a job ended well; shows its output if not."""
     assert ended.returncode == 0, ended.output
+
+
+def refuses(ended: Ended, texts: list[str]) -> None:
+    """Asserts that a job ended with an error that says all texts, and waited for no process."""
+    assert ended.returncode != 0, ended.output
+    for text in texts:
+        assert text in ended.output, f"{text!r} not in:\n{ended.output}"
+    for waited in (OVERSLEPT, "Termination timeout"):  # the latter is of XLA, for a device
+        assert waited not in ended.output, ended.output
 
 
 class Batch:
