@@ -1,11 +1,16 @@
 """DaSGD: Local SGD with delayed averaging."""
 
-from jdaso.algorithms.defaults import averaging_on_one_wire, mixing_merge, resolve_schedule
+from jdaso.algorithms.defaults import (
+    averaging_on_one_wire,
+    correcting_merge,
+    mixing_merge,
+    resolve_schedule,
+)
 from jdaso.core.exchange import Exchange
 from jdaso.core.transformation import Averaging
 from jdaso.core.tree import Fragments
 from jdaso.core.types import Schedule
-from jdaso.core.validation import check_share
+from jdaso.core.validation import check_choice, check_share
 
 
 def dasgd(
@@ -18,6 +23,7 @@ def dasgd(
     wire: str | None = None,
     fragments: Fragments = 1,
     nonfinite: str = "skip",
+    merge: str = "mean",
 ) -> Averaging:
     """Local SGD with delayed averaging.
 
@@ -48,13 +54,15 @@ def dasgd(
         fragments: Number of parts of the parameters, or a function, see
             :func:`jdaso.core.averaging`. The parts are exchanged one after the other within a
             period.
+        merge: ``mean``, as published, or ``delta``, as in :func:`jdaso.daso`:
+            ``x_{k+1} = x'_k + (1 - xi) ((1/M) sum_j x'_{k-d}(j) - x'_{k-d})``.
 
     Returns:
         An optax transformation. Put it last in a chain. ``update`` requires ``params``.
 
     Raises:
         ValueError: for an xi outside [0, 1], a delay above the period, more fragments than steps in
-            a period, or an unknown wire.
+            a period, or an unknown wire or merge.
 
     References:
         Zhou et al., DaSGD: Squeezing SGD parallelization performance in distributed training
@@ -66,5 +74,7 @@ def dasgd(
     """
     check_share("xi", xi)
     schedule = resolve_schedule("dasgd", period, delay, schedule)
-    merge, options = mixing_merge(xi), {"nonfinite": nonfinite, "fragments": fragments}
-    return averaging_on_one_wire("dasgd", exchange, schedule, merge, wire, **options)
+    check_choice("merge", merge, ("mean", "delta"))
+    rule = mixing_merge(xi) if merge == "mean" else correcting_merge(lambda arrival: 1 - xi)
+    options = {"nonfinite": nonfinite, "fragments": fragments}
+    return averaging_on_one_wire("dasgd", exchange, schedule, rule, wire, **options)

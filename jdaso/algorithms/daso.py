@@ -1,10 +1,13 @@
 """DASO: asynchronous averaging with a merge weighted by age. Its schedule is jdaso.cycling."""
 
-from jdaso.algorithms.defaults import resolve_wire
+import jax
+
+from jdaso.algorithms.defaults import correcting_merge, resolve_wire
 from jdaso.core.exchange import Exchange
 from jdaso.core.transformation import Averaging, averaging
 from jdaso.core.tree import Fragments, division_by
 from jdaso.core.types import Arrival, Leaves, Merge, PyTree, Schedule
+from jdaso.core.validation import check_choice
 
 
 def daso(
@@ -14,6 +17,7 @@ def daso(
     blocking_wire: str | None = None,
     fragments: Fragments = 1,
     nonfinite: str = "skip",
+    merge: str = "mean",
 ) -> Averaging:
     """Distributed asynchronous and selective optimization.
 
@@ -28,6 +32,14 @@ def daso(
     has one GPU of each node: as many values as the sum has. With
     :func:`jdaso.mpi_exchange`, the devices with local index ``k mod L`` make the k-th exchange.
     Afterwards all devices of the node hold the result.
+
+    With weight w = P / (2 S + P) of a mean that was posted S steps ago, the share w S / B of the
+    local progress is taken back at a period B. ``merge="delta"`` takes nothing back. It corrects by
+    what this node's own vector lacked of the mean when both were posted,
+
+        x(t+S) <- x(t+S) + P / (2 S + P) ((1/P) sum_i x_i(t) - x(t))
+
+    whose sum over the nodes is zero, so that their mean stays where the steps have brought it.
 
     Use it with :func:`jdaso.cycling`, which adapts period and delay to the training loss.
 
@@ -54,6 +66,8 @@ def daso(
             metrics ``skipped`` and ``left_out`` count both. ``raise`` raises an error. ``off``
             does not read the gradients. Parameters that are not finite are found when they are
             posted, and the node is then left out of that sum.
+        merge: ``mean``, as published, or ``delta``. ``delta`` excludes int8 and float4, as in
+            :func:`jdaso.local_sgd`. A node that was left out of a sum takes the mean of the others.
 
     Returns:
         An averaging for :func:`jdaso.chain`. It takes ``value=loss``. Without
@@ -62,7 +76,7 @@ def daso(
 
     Raises:
         ValueError: for an unknown wire, a wire that contradicts ``exchange.wire``, or an unknown
-            ``nonfinite``.
+            ``nonfinite`` or ``merge``.
 
     References:
         Coquelin et al., Accelerating neural network training with distributed asynchronous and
@@ -75,21 +89,25 @@ def daso(
     >>> state = tx.init(params)
     >>> params, state = jdaso.apply_gradients(tx, grads, state, params, value=0.5)
     """
+    check_choice("merge", merge, ("mean", "delta"))
+    mean = Merge(
+        lambda params: (), _merge, own_weight=lambda arrival: 1 - _weight(arrival), leafwise=True
+    )
     return averaging(
         "daso",
         exchange,
         schedule,
-        Merge(
-            init=lambda params: (),
-            merge=_merge,
-            own_weight=lambda arrival: 2.0 * arrival.age / (2.0 * arrival.age + arrival.members),
-            leafwise=True,
-        ),
+        mean if merge == "mean" else correcting_merge(_weight),
         wire=resolve_wire("wire", wire, exchange, "float32"),
         blocking_wire=resolve_wire("blocking_wire", blocking_wire, exchange, "bfloat16"),
         nonfinite=nonfinite,
         fragments=fragments,
     )
+
+
+def _weight(arrival: Arrival) -> jax.Array:
+    """The weight of the mean of a sum, by its age."""
+    return arrival.members / (2.0 * arrival.age + arrival.members)
 
 
 def _merge(leaves: Leaves, arrival: Arrival, state: PyTree) -> tuple[Leaves, PyTree]:

@@ -1,6 +1,10 @@
 """What the factories of the algorithms share: schedule, wire, and the merge that mixes."""
 
+from collections.abc import Callable
 from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from jdaso.core.exchange import Exchange
 from jdaso.core.transformation import Averaging, averaging
@@ -78,6 +82,21 @@ def mixing_merge(own: float) -> Merge:
         return mix_leaves(own, leaves, arrival.mean), state
 
     return Merge(lambda params: (), merge, own_weight=lambda arrival: own, leafwise=True)
+
+
+def correcting_merge(weight: Callable[[Arrival], jax.Array | float]) -> Merge:
+    """Returns the merge rule ``x <- x + b (mean - x_posted)``, with b the weight of an arrival.
+
+    If all nodes contribute, the corrections sum to zero, so the mean of the nodes stays where their
+    steps have brought it.
+    """
+
+    def merge(leaves: Leaves, arrival: Arrival, state: PyTree) -> tuple[Leaves, PyTree]:
+        b = weight(arrival)
+        return [x + b * change for x, change in zip(leaves, arrival.mean, strict=True)], state
+
+    # The state tells a checkpoint of this rule from others, whose sums in flight differ.
+    return Merge(lambda params: {"delta": jnp.zeros((), bool)}, merge, leafwise=True, relative=True)
 
 
 def mix_leaves(own: float, leaves: Leaves, others: Leaves) -> Leaves:

@@ -1,12 +1,15 @@
 """Local SGD: averaging of the parameters every few steps, at once or late."""
 
-import jax.numpy as jnp
-
-from jdaso.algorithms.defaults import averaging_on_one_wire, mixing_merge, resolve_schedule
+from jdaso.algorithms.defaults import (
+    averaging_on_one_wire,
+    correcting_merge,
+    mixing_merge,
+    resolve_schedule,
+)
 from jdaso.core.exchange import Exchange
 from jdaso.core.transformation import Averaging
 from jdaso.core.tree import Fragments
-from jdaso.core.types import Arrival, Leaves, Merge, PyTree, Schedule
+from jdaso.core.types import Schedule
 from jdaso.core.validation import check_choice
 
 
@@ -66,16 +69,6 @@ def local_sgd(
     """
     check_choice("merge", merge, ("mean", "delta"))
     schedule = resolve_schedule("local_sgd", period, delay, schedule)
-    rule = mixing_merge(0.0) if merge == "mean" else _DELTA
+    rule = mixing_merge(0.0) if merge == "mean" else correcting_merge(lambda arrival: 1.0)
     options = {"nonfinite": nonfinite, "fragments": fragments}
     return averaging_on_one_wire("local_sgd", exchange, schedule, rule, wire, **options)
-
-
-def _add_change(leaves: Leaves, arrival: Arrival, state: PyTree) -> tuple[Leaves, PyTree]:
-    return [x + change for x, change in zip(leaves, arrival.mean, strict=True)], state
-
-
-# The state tells a checkpoint of the delta rule from one of the mean, whose sums differ in flight.
-_DELTA = Merge(
-    lambda params: {"delta": jnp.zeros((), bool)}, _add_change, leafwise=True, relative=True
-)

@@ -709,14 +709,16 @@ def _apply(
     """
     rule, usable = engine.merge, _is_usable(header)
     wide = [x.astype(m.dtype) for x, m in zip(leaves, arrival.mean, strict=True)]
-    # A node whose parameters are not finite continues from the mean of the others.
-    if rule.relative:  # to zeros, which it has sent in their place
-        wide = [jnp.where(header[OWN] > 0, x, 0) for x in wide]
-    else:
+    if not rule.relative:
+        # A node whose parameters are not finite continues from the mean of the others.
         pairs = zip(wide, arrival.mean, strict=True)
         wide = [jnp.where(arrival.healthy, x, m) for x, m in pairs]
     of_params = arrival._replace(total=arrival.total[:count], mean=arrival.mean[:count])
     merged, new_state = rule.merge(wide[:count], of_params, state)
+    if rule.relative:
+        # A node that has not contributed has nothing to correct, and gets the mean itself.
+        pairs = zip(merged, of_params.mean, strict=True)
+        merged = [jnp.where(header[OWN] > 0, x, m) for x, m in pairs]
     if rule.own_weight is not None:
         w, pairs = rule.own_weight(arrival), zip(wide[count:], arrival.mean[count:], strict=True)
         merged = [*merged, *(w * x + (1 - w) * m for x, m in pairs)]

@@ -26,7 +26,11 @@ ALGORITHMS = {
     "daso cycling": lambda x, sgd, lr, chain: chain(
         sgd(lr), jdaso.daso(x, jdaso.cycling(**PHASES), blocking_wire="float32")
     ),
+    "daso delta": lambda x, sgd, lr, chain: chain(
+        sgd(lr), jdaso.daso(x, jdaso.constant(4, 2), merge="delta")
+    ),
     "dasgd": lambda x, sgd, lr, chain: chain(sgd(lr), jdaso.dasgd(x, 4, 2)),
+    "dasgd delta": lambda x, sgd, lr, chain: chain(sgd(lr), jdaso.dasgd(x, 4, 2, merge="delta")),
     "dasgd fragments": lambda x, sgd, lr, chain: chain(sgd(lr), jdaso.dasgd(x, 4, 3, fragments=2)),
     "dasgd linear": lambda x, sgd, lr, chain: chain(
         sgd(lr), jdaso.dasgd(x, schedule=jdaso.schedules.linear((1, 0), (4, 3), 10))

@@ -3,7 +3,6 @@
 import functools
 
 import golden_family
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -40,32 +39,6 @@ def test_post_local_sgd_is_a_mean_at_every_step_and_then_rare_ones():
     assert_near(params, np.concatenate([often, rare]))
 
 
-@both_ways
-@few(max_examples=3)
-@given(st.integers(1, 5), st.integers(0, 5), st.integers(1, 5), st.integers(0, 2**32 - 1))
-def test_the_delta_rule_follows_its_recursion(in_place, period, delay, nodes, seed):
-    delay = min(period, delay)
-    x, grads = random_run(seed, 60, nodes)
-    averaging = jdaso.local_sgd(jdaso.axis_exchange("node", nodes), period, delay, "delta")
-    params, _ = simulate(averaging, x, grads, momentum=0.9, in_place=in_place)
-    updates = golden_family.sgd(grads, LR, 0.9)
-    assert_near(params, golden_family.delta(x, updates, period, delay).params)
-    steps = golden_family.sgd(grads, LR, 0.9).sum(axis=0).mean(axis=0)
-    assert_near(params[-1:].mean(axis=1), (x.mean(axis=0) + steps)[None])  # nothing is taken back
-
-
-@pytest.mark.parametrize("step", [10, 11, 12, 13, 14, 15])  # an exchange is posted after 11, 15
-@pytest.mark.parametrize("delay", [0, 2, 4])
-def test_the_delta_rule_where_a_step_is_skipped(step, delay):
-    x, grads = random_run(2, 30, 3)
-    grads[step, 1, 5] = np.inf
-    averaging = jdaso.local_sgd(jdaso.axis_exchange("node", 3), 4, delay, "delta")
-    params, state = simulate(averaging, x, grads)
-    expected = golden_family.delta(x, golden_family.sgd(grads, LR), 4, delay)
-    assert_near(params, expected.params)
-    np.testing.assert_array_equal(state.left_out[-1], expected.left_out)
-
-
 def test_the_delta_rule_in_fragments():
     x, grads = random_run(3, 60, 3)
     exchange = jdaso.axis_exchange("node", 3)
@@ -92,18 +65,3 @@ def test_the_delta_rule_adds_the_rounding_of_the_sum(wire, added):
     x = np.full((3, 1), 129 / 128)
     params, _ = simulate(averaging, x, np.zeros((1, 3, 1)))
     np.testing.assert_allclose(params[0] - x, added, atol=1e-7)
-
-
-@pytest.mark.parametrize("wire", ["int8", "float4"])
-def test_the_delta_rule_and_differences_to_a_mean_exclude_each_other(wire):
-    with pytest.raises(ValueError, match=f"local_sgd: the wire {wire} .* use the wire float32"):
-        jdaso.local_sgd(jdaso.single_exchange(), 4, 2, "delta", wire=wire)
-
-
-def test_a_checkpoint_tells_the_delta_rule_from_the_mean():
-    """What is in flight is a difference for one of them, and a sum for the other."""
-    delta, mean = (
-        jdaso.local_sgd(jdaso.single_exchange(), 4, 1, merge).init(jnp.ones(3))
-        for merge in ("delta", "mean")
-    )
-    assert jax.tree.structure(delta) != jax.tree.structure(mean)

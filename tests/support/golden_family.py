@@ -114,8 +114,18 @@ def dasgd(
     return late_means(x, updates, period, delay, turn, merge, (x[0],))
 
 
-def delta(x: np.ndarray, updates: np.ndarray, period: int, delay: int, turn: int = 0) -> Run:
-    """Local SGD with hivemind's delta rule, ``x <- x' + mean x'(k-d) - x'(k-d)``.
+def delta(
+    x: np.ndarray,
+    updates: np.ndarray,
+    period: int,
+    delay: int,
+    turn: int = 0,
+    weight: Callable[[int, int], float] = lambda members, age: 1.0,
+) -> Run:
+    """Local SGD with corrections, ``x <- x' + b (mean x'(k-d) - x'(k-d))``.
+
+    b = 1 is hivemind's delta rule, b = P / (2 S + P) has DASO's weight of a sum's age, and
+    b = 1 - xi that of DaSGD.
 
     Where a post and a merge fall on one step, the merge comes first: what it adds is missing from
     the parameters, and would otherwise be added once more by the merge of what is posted.
@@ -128,7 +138,8 @@ def delta(x: np.ndarray, updates: np.ndarray, period: int, delay: int, turn: int
     def merge(k: int) -> None:
         nonlocal x, out, mean
         own, contributed, mean = posted.pop(k)
-        x = np.where(contributed[:, None], x + mean - own, mean)
+        b = weight(int(contributed.sum()), delay)
+        x = np.where(contributed[:, None], x + b * (mean - own), mean)
         out = np.zeros(len(x), bool)
 
     def post(k: int) -> None:

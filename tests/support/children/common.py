@@ -47,6 +47,9 @@ def daso(exchange, schedule, **options):
 
 # name -> exchange -> a whole optimizer; it needs no more than the three leaves of first_params.
 ALGORITHMS = {
+    "daso delta": lambda x: jdaso.chain(
+        SGD, jdaso.daso(x, jdaso.constant(4, 3), blocking_wire="float32", merge="delta")
+    ),
     "dasgd": lambda x: jdaso.chain(SGD, jdaso.dasgd(x, 4, 3)),
     "dasgd int8": lambda x: jdaso.chain(SGD, jdaso.dasgd(x, 4, 3, wire="int8")),
     "dasgd fragments": lambda x: jdaso.chain(SGD, jdaso.dasgd(x, 4, 4, fragments=3)),
