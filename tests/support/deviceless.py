@@ -245,7 +245,6 @@ def compile_step(jitted, args, platform, options, parameter_bytes) -> Figures:
             lowered._lowering.compile_args.update(host_callbacks=[])
         compiled = lowered.compile(compiler_options=options)
         thunks = [p.read_text() for p in Path(folder).glob("*thunk_sequence_after_thunk_passes.txt")]
-        if os.environ.get("KEEP"): os.system(f"rm -rf /tmp/h/dump; cp -r {folder} /tmp/h/dump")
     text, memory = compiled.as_text(), compiled.memory_analysis()
     operations: dict[str, int] = {}
     for name in re.findall(r"^\s*(?:ROOT )?%?\S+ = .*?[\])}] ([a-z][a-z0-9-]*)\(", text, re.M):
