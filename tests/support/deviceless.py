@@ -8,7 +8,6 @@ two nodes, whose messages are never sent.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import os
 import re
@@ -94,13 +93,17 @@ def exchange(mesh: Mesh, native: bool, shardings=None) -> jdaso.Exchange:
         return None
 
     program = Program(
-        Table("", "") if native else PlainTable(), Shardings(shardings, mesh), contextlib.nullcontext
+        Table("", "") if native else PlainTable(),
+        Shardings(shardings, mesh),
+        contextlib.nullcontext,
     )
     program._forget()  # these devices run nothing that could be waited for at exit
     topology = SimpleNamespace(num_nodes=2, joined=False)
     transport = SimpleNamespace(at_close=tuple, begin_run=nothing)
     collectives = SimpleNamespace(compare=nothing, warn_if_different=nothing)
-    return _MpiExchange(_Settings(None, 1 << 26, True, ""), topology, program, transport, collectives)
+    return _MpiExchange(
+        _Settings(None, 1 << 26, True, ""), topology, program, transport, collectives
+    )
 
 
 #: Averagings by name, of an exchange.
@@ -144,6 +147,8 @@ class Figures(NamedTuple):
 
     Attributes:
         temporary: memory for temporary arrays, in sizes of the parameters on one device.
+        copies_at_each_step: copies of arrays of 1024 numbers or more outside of conditionals
+            and loops.
         operations: how often each operation appears in the optimized HLO.
         results: bytes of the results, in sizes of the arguments that they replace.
         waits: conditionals and loops outside of others, at each of which XLA's host code waits.
@@ -153,6 +158,7 @@ class Figures(NamedTuple):
     """
 
     temporary: float
+    copies_at_each_step: int
     operations: dict[str, int]
     results: float
     waits: int
@@ -207,8 +213,11 @@ def compile_case(case: Case) -> Figures:
             args = jax.tree.map(lambda x: x[0], (params, state, grads))
             return jax.tree.map(lambda x: x[None], step(*args))
 
-        run, params, state = of_rows, *jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((case.devices, *x.shape), x.dtype), (params, state)
+        run, params, state = (
+            of_rows,
+            *jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((case.devices, *x.shape), x.dtype), (params, state)
+            ),
         )
     else:
         run = step
@@ -244,14 +253,20 @@ def compile_step(jitted, args, platform, options, parameter_bytes) -> Figures:
             options = {"xla_gpu_autotune_level": 0, "xla_dump_to": folder, **options}
             lowered._lowering.compile_args.update(host_callbacks=[])
         compiled = lowered.compile(compiler_options=options)
-        thunks = [p.read_text() for p in Path(folder).glob("*thunk_sequence_after_thunk_passes.txt")]
+        thunks = [
+            p.read_text() for p in Path(folder).glob("*thunk_sequence_after_thunk_passes.txt")
+        ]
     text, memory = compiled.as_text(), compiled.memory_analysis()
     operations: dict[str, int] = {}
     for name in re.findall(r"^\s*(?:ROOT )?%?\S+ = .*?[\])}] ([a-z][a-z0-9-]*)\(", text, re.M):
         operations[name] = operations.get(name, 0) + 1
+    entry = text[text.index("\nENTRY ") :]
+    copies = re.findall(r"= \w+\[(\d[\d,]*)\]\S* copy(?:-start)?\(", entry)
+    large = [dims for dims in copies if np.prod([*map(int, dims.split(","))]) >= 1024]
     waits, calls, captured = _read_thunks(max(thunks, key=len)) if thunks else (0, 0, 0)
     return Figures(
         memory.temp_size_in_bytes / parameter_bytes,
+        len(large),
         operations,
         memory.output_size_in_bytes / memory.argument_size_in_bytes,
         *(waits, calls, captured, text),
