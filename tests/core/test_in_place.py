@@ -1,4 +1,4 @@
-"""The programs for GPUs, which loop where those for CPUs have conditionals, give the same numbers."""
+"""Programs for GPUs loop where those for CPUs have conditionals, and give the same numbers."""
 
 import functools
 
