@@ -306,14 +306,9 @@ def move(
 
     def exchange(parts, fragments, counts):
         for i, step in enumerate(steps):
-            operands = parts[i], fragments[i], counts
-            # Of one fragment, the conditional around all is enough.
-            new = (
-                step(*operands)
-                if len(steps) == 1
-                else change_if(platform, active[i], step, *operands)
-            )
-            parts[i], fragments[i], counts = new
+            if len(steps) > 1:  # of one fragment, the conditional around all is enough
+                step = functools.partial(change_if, platform, active[i], step)
+            parts[i], fragments[i], counts = step(parts[i], fragments[i], counts)
         return parts, fragments, counts
 
     parts = [[leaves[i] for i in positions] for positions in positions_of]
@@ -411,20 +406,18 @@ def _step_fragment(
     elif fragment.feedback.anchor:
         # A node sends differences from an anchor that the sums move, so they arrive first. They are
         # merged when the leaves have been sent, from the anchor, which is their mean.
-        def arrive(fragment, *_):
-            moments: Leaves = []  # their means; they have no anchor
+        def arrive(fragment, *nothing):
+            means: Leaves = []  # of the moments; they have no anchor
 
             def keep_moments(part, count, arrival, header):
-                moments.extend(arrival.mean[count:])
+                means.extend(arrival.mean[count:])
                 return []
 
             _, header, fragment = _collect(engine, step.step, leaves, fragment, keep_moments)
-            return fragment, moments, header
+            return fragment, means, header
 
-        no_moments = [jnp.zeros_like(x, sum_dtype(x.dtype)) for x in leaves[engine.num_params :]]
-        fragment, moments, header = change(
-            due, arrive, fragment, no_moments, jnp.asarray(_NO_ARRIVAL)
-        )
+        moments = [jnp.zeros_like(x, sum_dtype(x.dtype)) for x in leaves[engine.num_params :]]
+        fragment, moments, header = change(due, arrive, fragment, moments, jnp.asarray(_NO_ARRIVAL))
         leaves, fragment, number = send(leaves, fragment)
         # This needs no conditional: where nothing was due, what has arrived is not usable, and the
         # leaves stay as they are.
