@@ -26,7 +26,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import jdaso
 from jdaso.exchange.host.layout import Shardings
 from jdaso.exchange.host.program import Program
-from jdaso.exchange.host.slots import PlainTable, Table, load
+from jdaso.exchange.host.slots import Table
 from jdaso.exchange.mpi import _MpiExchange, _Settings
 
 #: An H100 SXM, reduced to what the compiler needs of XLA's h100_sxm.txtpb.
@@ -81,8 +81,6 @@ def reason_to_skip(platform: str) -> str | None:
     module = {"cuda": "jax_cuda12_plugin", "tpu": "libtpu", "cpu": "jax"}[platform]
     if importlib.util.find_spec(module) is None:
         return f"{module} is not installed: run make test-accelerators"
-    if isinstance(load(), str):
-        return load()
     return None
 
 
