@@ -90,11 +90,7 @@ def exchange(mesh: Mesh, native: bool, shardings=None) -> jdaso.Exchange:
     def nothing(*_, **__):
         return None
 
-    program = Program(
-        Table("", "") if native else PlainTable(),
-        Shardings(shardings, mesh),
-        contextlib.nullcontext,
-    )
+    program = Program(Table(), native, Shardings(shardings, mesh), contextlib.nullcontext)
     program._forget()  # these devices run nothing that could be waited for at exit
     topology = SimpleNamespace(num_nodes=2, joined=False)
     transport = SimpleNamespace(at_close=tuple, begin_run=nothing)
