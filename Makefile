@@ -2,6 +2,7 @@
 # make demo-lm  trains a small language model with DiLoCo on two processes
 # make test-fast  runs the tests that need one process
 # make test   runs the tests; see tests/README.md
+# make test-accelerators  compiles training steps for an H100, which takes no GPU
 # make lint   checks style and types, with the exact versions of ruff and mypy that pyproject.toml names
 # make test-all  adds whole trainings, and compiles with optimizations
 # make docs   builds the documentation in docs/_build/html
@@ -18,7 +19,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 # of processes that the tests start takes 3 s of CPU time to import JAX instead of 1.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-lm test-fast test test-all lint docs bench clean
+.PHONY: demo demo-lm test-fast test test-accelerators test-all lint docs bench clean
 
 # mpi4jax and jdaso's extension are compiled. Both builds use the packages of the environment, so
 # that nothing is installed twice, and mpi4jax builds beside the other installations. Its build
@@ -60,7 +61,21 @@ test-fast: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(PYTEST) 3 $(BY_FILE) -m "not slow"
 
-test-all: lint
+# XLA compiles for a GPU with these two wheels alone. They lie in a folder of their own, so that
+# the other tests find no GPU plugin. The third has cuda.h, with which test_native.py compares.
+ACCELERATORS := $(CURDIR)/$(VENV)/accelerators
+$(VENV)/.accelerators: $(VENV)/.installed
+	version=$$($(BIN)/python -c 'import jax; print(jax.__version__)') && \
+	$(PIP) install --no-deps --upgrade --target $(ACCELERATORS) jax-cuda12-plugin==$$version \
+		jax-cuda12-pjrt==$$version nvidia-cuda-runtime-cu12
+	touch $@
+
+test-accelerators: $(VENV)/.accelerators
+	PYTHONPATH=$(ACCELERATORS) JAX_PLATFORMS=cpu $(PYTEST) 2 tests/accelerators
+	CUDA_HOME=$(ACCELERATORS)/nvidia/cuda_runtime $(BIN)/python -m pytest -q \
+		tests/mpi/test_native.py -k functions_of_the_driver
+
+test-all: lint test-accelerators
 	JDASO_TEST_OPTIMIZED=1 $(PYTEST) 2 $(BY_FILE)
 
 docs: $(VENV)/.docs-installed

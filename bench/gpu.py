@@ -12,11 +12,14 @@ No network is needed.
 - resnet: the step of ResNet-50 with and without an exchange in flight. The second process computes
   no gradients, so the first one has the device nearly to itself.
 - shared: the same, but both processes train on the device.
+- causes: where the time of the step goes. Each row changes one thing. It compiles ResNet-50 once
+  for each row, takes up to 15 minutes, and runs only with ``--sections causes``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import statistics
@@ -24,6 +27,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "examples"))
@@ -40,8 +45,9 @@ from step import ReportTotals, apply_gradients, settle  # noqa: E402
 
 import jdaso  # noqa: E402
 
-# Seconds of each section, at most. The sum is below 10 minutes.
-LIMITS = {"parity": 90, "tax": 130, "resnet": 240, "shared": 120}
+# Seconds of each section, at most. The sum of the default ones is below 10 minutes.
+LIMITS = {"parity": 90, "tax": 130, "resnet": 240, "shared": 120, "causes": 900}
+DEFAULT = [section for section in LIMITS if section != "causes"]
 # The library allocates device memory next to XLA's, and the two processes share the device.
 MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"}
 PROBE = "import jax; d = jax.local_devices(); print(d[0].platform, len(d), d[0].device_kind)"
@@ -124,6 +130,7 @@ def report(arguments):
         "tax": lambda limit: print_tax(on_gpu, limit),
         "resnet": lambda limit: print_training("resnet", arguments, on_gpu, limit),
         "shared": lambda limit: print_training("shared", arguments, on_gpu, limit),
+        "causes": lambda limit: print_training("causes", arguments, on_gpu, limit),
     }
     ended = {}
     for section in arguments.sections:
@@ -166,14 +173,14 @@ class Model:
         logits = model(images, train=True)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-    def prepare(self, tx, computes):
+    def prepare(self, tx, computes, compiler_options=None):
         """Compiles a step with or without gradients.
 
         Returns:
             A function that takes steps and returns (seconds, seconds until dispatched) of one.
         """
 
-        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        @functools.partial(jax.jit, donate_argnums=(0, 1), compiler_options=compiler_options)
         def step(params, opt_state, batch):
             if computes:
                 _, grads = self._value_and_grad(params, *batch)
@@ -192,6 +199,49 @@ class Model:
             return (time.perf_counter() - start) / steps, dispatched / steps
 
         return run
+
+
+class Variant(NamedTuple):
+    """A row of a table of trainings.
+
+    Attributes:
+        native: whether compiled code makes the copies.
+        options: compiler options, or None.
+        conditionals: whether a program for a GPU has the conditionals of those for CPUs.
+    """
+
+    schedule: jdaso.Schedule
+    native: bool = True
+    guard: str = "skip"
+    options: dict | None = None
+    conditionals: bool = False
+
+    def tracing(self, exchange):
+        """A context in which the step is traced."""
+        if not self.conditionals:
+            return contextlib.nullcontext()
+        return mock.patch.object(type(exchange), "platform", "cpu")
+
+
+def variants(section, schedule):
+    """The rows of a section."""
+    if section == "shared":  # two processes compile there, which takes time
+        return {"compiled": Variant(schedule)}
+    if section == "resnet":
+        return {"compiled": Variant(schedule), "callbacks": Variant(schedule, native=False)}
+    rare = Variant(jdaso.constant(1 << 20, 1))
+    region = {"xla_gpu_copy_insertion_use_region_analysis": True}
+    on_gpu = jax.default_backend() == "gpu"
+    conditionals = rare._replace(conditionals=True)
+    return {
+        "default": Variant(schedule),
+        "nothing due": rare,
+        "nothing due, guard off": rare._replace(guard="off"),
+        "nothing due, conditionals": conditionals,
+        "nothing due, conditionals, region analysis": conditionals._replace(
+            options=region if on_gpu else None
+        ),
+    }
 
 
 def train(arguments):
@@ -213,13 +263,12 @@ def train(arguments):
     columns = ("alone, ms", "with, ms", "ratio", "range", "dispatched after, ms: alone", "with")
     say(header("copies", *columns, "blocked, ms per exchange"), flush=True)
     schedule = jdaso.constant(arguments.steps, arguments.steps - 1)
-    copies = {"compiled": True, "callbacks": False}
-    if arguments.train == "shared":
-        del copies["callbacks"]  # two processes compile there, which takes time
-    for name, native in copies.items():
-        exchange = jdaso.mpi_exchange(topology, native=native)
-        within = model.prepare(jdaso.chain(local, jdaso.daso(exchange, schedule)), computes)
-        within(2 * arguments.steps)
+    for name, variant in variants(arguments.train, schedule).items():
+        exchange = jdaso.mpi_exchange(topology, native=variant.native)
+        averaging = jdaso.daso(exchange, variant.schedule, nonfinite=variant.guard)
+        within = model.prepare(jdaso.chain(local, averaging), computes, variant.options)
+        with variant.tracing(exchange):
+            within(2 * arguments.steps)
         totals, found = ReportTotals(exchange), []
         for _ in range(arguments.pairs):
             settle(exchange)
@@ -243,7 +292,7 @@ def train(arguments):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sections", nargs="+", choices=LIMITS, default=list(LIMITS))
+    parser.add_argument("--sections", nargs="+", choices=LIMITS, default=DEFAULT)
     names = [*models.IMAGE_SIZE, TINY]
     parser.add_argument("--model", choices=names, default="resnet50", help="on a GPU")
     parser.add_argument("--batch", type=int, default=64, help="images of a step on a GPU")
@@ -251,7 +300,7 @@ def main():
     parser.add_argument("--steps", type=int, default=8, help="steps of a run and of a period")
     parser.add_argument("--pairs", type=int, default=7, help="pairs of runs")
     parser.add_argument("--limit", type=float, help="seconds of each section, at most")
-    parser.add_argument("--train", choices=("resnet", "shared"), help=argparse.SUPPRESS)
+    parser.add_argument("--train", choices=("resnet", "shared", "causes"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.train:
         train(arguments)

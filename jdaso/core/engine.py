@@ -47,15 +47,16 @@ from jdaso.core.exchange import (
 from jdaso.core.state import AveragingState, FragmentState
 from jdaso.core.tree import (
     Fragments,
+    change_if,
     check_arrays,
     check_finite,
-    conditional,
     cut,
     difference,
     division_by,
     finite_leaves,
     float_leaves,
     float_positions,
+    helpful_errors,
     is_placeholder,
     named_floats,
     near_equal,
@@ -271,7 +272,7 @@ def move(
         The tree and the new state. If ``origin`` is given, the tree holds updates, and ``origin``
         plus the updates are the merged parameters.
     """
-    target = engine.sync_target
+    target, platform = engine.sync_target, engine.exchange.platform
     leaves, treedef = jax.tree.flatten(tree)
     started = state.step >= target.schedule_lag
     plan, scheduled = _plan(engine, state.schedule, state.step - target.schedule_lag)
@@ -306,21 +307,18 @@ def move(
     def exchange(parts, fragments, counts):
         for i, step in enumerate(steps):
             if len(steps) > 1:  # of one fragment, the conditional around all is enough
-                step = functools.partial(lax.cond, active[i], step, skip)
+                step = functools.partial(change_if, platform, active[i], step)
             parts[i], fragments[i], counts = step(parts[i], fragments[i], counts)
         return parts, fragments, counts
-
-    def skip(*operands):
-        return operands
 
     parts = [[leaves[i] for i in positions] for positions in positions_of]
     counts = _Counts(
         state.exchanges, state.left_out, jnp.zeros((2,), jnp.float32), jnp.zeros((), bool)
     )
-    # The branch that changes the leaves comes first. XLA copies them if it comes second.
-    parts, fragments, counts = conditional(
-        engine.name, jnp.stack(active).any(), exchange, skip, parts, fragments, counts
-    )
+    with helpful_errors(engine.name):
+        parts, fragments, counts = change_if(
+            platform, jnp.stack(active).any(), exchange, parts, fragments, counts
+        )
     for positions, part in zip(positions_of, parts, strict=True):
         for i, x in zip(positions, part, strict=True):
             leaves[i] = x
@@ -364,6 +362,7 @@ def _step_fragment(
     two exchanges are in flight until the older one is merged.
     """
     rule, schedule, due, post = engine.merge, engine.schedule, step.due, step.post
+    change = functools.partial(change_if, engine.exchange.platform)
     before, at_once = fragment, post & (step.plan.delay == 0)
     # A message depends on the rule's state, which the merge moves. A relative rule adds what was
     # missing from parameters that it has sent: sent again before the merge, it would be added
@@ -371,20 +370,12 @@ def _step_fragment(
     merges_first = rule.message is not send_leaves or rule.relative
 
     def send(leaves, fragment):
-        return lax.cond(
-            post,
-            lambda x, f: _post(engine, step, x, f, counts.number),
-            lambda x, f: (x, f, counts.number),
-            *(leaves, fragment),
-        )
+        post_all = functools.partial(_post, engine, step)
+        return change(post, post_all, leaves, fragment, counts.number)
 
     def collect(condition, leaves, fragment):
-        return lax.cond(
-            condition,
-            lambda x, f: _merge(engine, step.step, x, f),
-            lambda x, f: (x, f, _NO_ARRIVAL),
-            *(leaves, fragment),
-        )
+        merge_all = functools.partial(_merge, engine, step.step)
+        return change(condition, merge_all, leaves, fragment, jnp.asarray(_NO_ARRIVAL))
 
     # A merge replaces leaves that were not finite by the mean of the others, but not those of which
     # only the post of this step finds it.
@@ -415,21 +406,18 @@ def _step_fragment(
     elif fragment.feedback.anchor:
         # A node sends differences from an anchor that the sums move, so they arrive first. They are
         # merged when the leaves have been sent, from the anchor, which is their mean.
-        def arrive(fragment):
-            moments: Leaves = []  # their means; they have no anchor
+        def arrive(fragment, *nothing):
+            means: Leaves = []  # of the moments; they have no anchor
 
             def keep_moments(part, count, arrival, header):
-                moments.extend(arrival.mean[count:])
+                means.extend(arrival.mean[count:])
                 return []
 
             _, header, fragment = _collect(engine, step.step, leaves, fragment, keep_moments)
-            return fragment, moments, header
+            return fragment, means, header
 
-        def nothing_arrives(fragment):
-            moments = leaves[engine.num_params :]
-            return fragment, [jnp.zeros_like(x, sum_dtype(x.dtype)) for x in moments], _NO_ARRIVAL
-
-        fragment, moments, header = lax.cond(due, arrive, nothing_arrives, fragment)
+        moments = [jnp.zeros_like(x, sum_dtype(x.dtype)) for x in leaves[engine.num_params :]]
+        fragment, moments, header = change(due, arrive, fragment, moments, jnp.asarray(_NO_ARRIVAL))
         leaves, fragment, number = send(leaves, fragment)
         # This needs no conditional: where nothing was due, what has arrived is not usable, and the
         # leaves stay as they are.
@@ -475,11 +463,13 @@ def _step_updates(
     tree = [*target.to_tree(params, updates), *moments]
     tree, fragment, counts = _step_fragment(engine, step, tree, fragment, counts)
     at_once = (step.plan.delay == 0) | (engine.merge.on_post is not keep_leaves)
-    updates = lax.cond(
-        step.due | (step.post & at_once),
-        lambda: difference(params, updates, target.to_params(tree[:count], updates)),
-        lambda: updates,  # they keep their bits
-    )
+
+    def replace(updates):
+        return difference(params, updates, target.to_params(tree[:count], updates))
+
+    # Otherwise they keep their bits.
+    replaced = step.due | (step.post & at_once)
+    updates = change_if(engine.exchange.platform, replaced, replace, updates)
     return [*updates, *tree[count:]], fragment, counts
 
 
@@ -588,7 +578,7 @@ _Lists = list[Leaves]
 
 
 def _merge(
-    engine: Engine, step: jax.Array, leaves: Leaves, fragment: FragmentState
+    engine: Engine, step: jax.Array, leaves: Leaves, fragment: FragmentState, _: jax.Array
 ) -> tuple[Leaves, FragmentState, jax.Array]:
     """Waits for the sums of a posted fragment and merges them. Returns their header as well."""
     rule = engine.merge
@@ -739,11 +729,10 @@ def finish(engine: Engine, params: PyTree, state: AveragingState) -> tuple[PyTre
     in_flight = jnp.stack([fragment.posted for fragment in state.fragments]).any()
     positions_of = float_positions(params, engine.fragments)
     for positions, fragment in zip(positions_of, state.fragments, strict=True):
-        leaves, fragment, header = lax.cond(
-            fragment.posted,
-            functools.partial(_merge, _bind(engine, params, positions), state.step),
-            lambda x, f: (x, f, _NO_ARRIVAL),
-            *([xs[i] for i in positions], fragment),
+        merge_all = functools.partial(_merge, _bind(engine, params, positions), state.step)
+        operands = [xs[i] for i in positions], fragment, jnp.asarray(_NO_ARRIVAL)
+        leaves, fragment, header = change_if(
+            engine.exchange.platform, fragment.posted, merge_all, *operands
         )
         left_out, merged = left_out + (header[FINITE] == 0), merged | _is_usable(header)
         fragments.append(

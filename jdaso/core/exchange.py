@@ -254,6 +254,15 @@ class Exchange:
         """The exchange of leaves of these names, as ``jax.tree_util.keystr`` returns them."""
         raise NotImplementedError
 
+    @property
+    def platform(self) -> str:
+        """The platform of the devices that will run the traced program, as far as it is known.
+
+        It decides how a program changes arrays in their places, and no result.
+        """
+        device = jax.sharding.get_abstract_mesh().abstract_device
+        return jax.default_backend() if device is None else device.platform
+
     def all_devices(self, flag: jax.Array) -> jax.Array:
         """Whether a flag holds on all devices of the node."""
         return flag

@@ -13,10 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from optax import contrib
 
-from jdaso.core.tree import is_float, is_masked, widened
+from jdaso.core.tree import change_if, is_float, is_masked, widened
 from jdaso.core.types import PyTree
 
 #: The fields that a reset leaves as they are, by the type of state. Some count the steps of a
@@ -90,11 +89,15 @@ def replace_moments(
 
 
 def reset_moments_if(
-    condition: jax.Array, optimizer: optax.GradientTransformation, state: PyTree, params: PyTree
+    platform: str,
+    condition: jax.Array,
+    optimizer: optax.GradientTransformation,
+    state: PyTree,
+    params: PyTree,
 ) -> PyTree:
     """The state with initial moments if the condition holds; see :func:`jdaso.chain`."""
 
-    def reset() -> PyTree:
+    def reset(state: PyTree) -> PyTree:
         moments = _map_moments(
             lambda _: True, optimizer, state, transform_non_params=lambda _: False
         )
@@ -102,7 +105,7 @@ def reset_moments_if(
         # An optimizer may have widened its state at the first step.
         return jax.tree.map(lambda x, old: jnp.asarray(x, old.dtype), new, state)
 
-    return lax.cond(condition, reset, lambda: state)
+    return change_if(platform, condition, reset, state)
 
 
 def check_moments(optimizer: optax.GradientTransformation, state: PyTree, params: PyTree) -> None:

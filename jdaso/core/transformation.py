@@ -21,7 +21,13 @@ from jdaso.core.engine import Engine, finish, guard, init_state, move
 from jdaso.core.exchange import Exchange
 from jdaso.core.moments import read_moments, replace_moments
 from jdaso.core.state import AveragingState
-from jdaso.core.tree import Fragments, add_updates, conditional, where_tree
+from jdaso.core.tree import (
+    Fragments,
+    add_updates,
+    change_unless_skipped,
+    helpful_errors,
+    where_tree,
+)
 from jdaso.core.types import Merge, ParamsWithMoments, PyTree, Schedule, SyncTarget
 from jdaso.core.validation import check_choice, check_fragments, check_schedule
 
@@ -205,6 +211,7 @@ def apply_step(
     old, averaging = state
     target = engine.sync_target
     finite = guard(engine, grads, averaging)
+    change = functools.partial(_if, engine.exchange.platform, finite)
 
     def local(tree, params, old, grads):
         """The tree after an update that is computed at ``params``, the state, and the update."""
@@ -223,14 +230,14 @@ def apply_step(
     if target is BEFORE_UPDATE and not updates_needed:
         # The update is added to the merged parameters, so that it needs no memory of its own.
         tree, averaging = move(engine, params, averaging, finite, value)
-        params, new = _if(finite, local, tree, params, old, grads)
+        params, new = change(local, tree, params, old, grads)
         return Step(params, new, averaging, None)
     origin = params if updates_needed else None
     if updates_needed:
         _, new, updates = local(params, params, old, grads)
         tree, new = _where_finite(finite, updates, params), where_tree(finite, new, old)
     else:
-        tree, new = _if(finite, local, params, params, old, grads)
+        tree, new = change(local, params, params, old, grads)
     if average_moments:
         moments = read_moments(optimizer, new, params)
         tree = ParamsWithMoments(tree, moments)
@@ -283,6 +290,7 @@ def _shapes(tree: PyTree) -> dict[str, tuple[int, ...] | None]:
 
 
 def _if(
+    platform: str,
     condition: jax.Array,
     local: Callable,
     tree: PyTree,
@@ -290,22 +298,17 @@ def _if(
     state: PyTree,
     grads: PyTree,
 ) -> tuple[PyTree, PyTree]:
-    """Tree and state of ``local(tree, params, state, grads)``, or both unchanged.
+    """Tree and state of ``local(tree, params, state, grads)``, or both unchanged."""
+    like = jax.eval_shape(local, tree, params, state, grads)[1]
+    # An optimizer may widen its state at the first step.
+    state = jax.tree.map(lambda x, y: x.astype(y.dtype), state, like)
 
-    With ``lax.cond``, XLA changes both in place. ``jnp.where`` would read the old values again, so
-    XLA would copy them. XLA also copies them if the changing branch is the second, so ``change`` is
-    the first.
-    """
-    like = jax.eval_shape(local, tree, params, state, grads)[:2]
+    def change(tree, state):
+        own = tree if params is tree else params
+        return local(tree, own, state, grads)[:2]
 
-    def change(*operands):
-        return local(*operands)[:2]
-
-    def keep(tree, params, state, grads):
-        # An optimizer may widen its state at the first step.
-        return jax.tree.map(lambda x, y: x.astype(y.dtype), (tree, state), like)
-
-    return conditional("jdaso.chain", condition, change, keep, tree, params, state, grads)
+    with helpful_errors("jdaso.chain"):
+        return change_unless_skipped(platform, condition, change, tree, state)
 
 
 def _where_finite(finite: jax.Array, updates: PyTree, params: PyTree) -> PyTree:

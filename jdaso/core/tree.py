@@ -243,10 +243,51 @@ def helpful_errors(name: str) -> Iterator[None]:
         ) from error
 
 
-def conditional(name: str, predicate: jax.Array, *branches_and_operands: Any) -> Any:
-    """``lax.cond`` with :func:`helpful_errors`."""
-    with helpful_errors(name):
-        return lax.cond(predicate, *branches_and_operands)
+def change_if(platform: str, condition: jax.Array, change: Callable, *operands: Any) -> Any:
+    """``change(*operands)`` if the condition holds, otherwise the operands, in their places.
+
+    It is for what is due at few steps. ``change`` returns as many trees as there are operands.
+
+    On CPU devices it is a conditional whose first branch changes the operands. If that branch came
+    second, XLA would copy them. On a GPU it is a loop of at most one round:
+
+    - XLA for GPUs reverses the branches of a conditional and copies what passes it at every step. A
+      loop changes its arrays in place.
+    - It also makes the conditional an ``if`` before it partitions the program for several devices,
+      and the ``if`` loses the shardings, so that all devices gather sharded arrays. A loop keeps
+      them.
+
+    The host reads the condition of either, for which it waits. It reads that of a loop again after
+    the round.
+    """
+    if platform == "cpu":
+
+        def keep(*operands):
+            return operands if len(operands) > 1 else operands[0]
+
+        return lax.cond(condition, change, keep, *operands)
+
+    def change_all(carry):
+        new = change(*carry[1])
+        return jnp.zeros_like(condition), new if len(operands) > 1 else (new,)
+
+    arrays = jax.tree.map(jnp.asarray, operands)
+    _, result = lax.while_loop(lambda carry: carry[0], change_all, (condition, arrays))
+    return result if len(operands) > 1 else result[0]
+
+
+def change_unless_skipped(
+    platform: str, condition: jax.Array, change: Callable, *operands: Any
+) -> Any:
+    """As :func:`change_if`, for what happens at nearly every step.
+
+    On a GPU it computes the change in any case, because the host would wait for a condition, and
+    selects the result while it computes it. XLA for CPUs would copy what is selected from, so that
+    is a conditional there.
+    """
+    if platform == "cpu":
+        return change_if(platform, condition, change, *operands)
+    return where_tree(condition, change(*operands), operands)
 
 
 def place_like(value: Any, like: Any) -> Any:

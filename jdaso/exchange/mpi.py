@@ -262,6 +262,10 @@ class _MpiExchange(Exchange):
         # one of them, and this operation with values on all devices distributes it.
         return [jnp.where(arrived, y, x) for y, x in zip(received, leaves, strict=True)]
 
+    @property
+    def platform(self) -> str:
+        return self._program.mesh.platform
+
     def all_devices(self, flag: jax.Array) -> jax.Array:
         return self._program.mesh.all_devices(flag)
 

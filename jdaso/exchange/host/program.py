@@ -382,6 +382,7 @@ class NodeMesh:
     def __init__(self, shardings: Shardings):
         self._shardings = shardings
         self.size = shardings.mesh.size
+        self.platform = shardings.mesh.devices.flat[0].platform
         self.local_size = len(shardings.mesh.local_devices)  # those of this process
         # Outside jit, a function that is compiled again for every call would be slow.
         self._compiled: dict[Any, Callable] = {}

@@ -1,0 +1,93 @@
+"""What XLA makes of a training step for an H100. It compiles without a GPU, and runs nothing.
+
+Sizes are in copies of the parameters, 16 MB in 40 leaves on each node.
+"""
+
+import optax
+import pytest
+from deviceless import Case, compile_case, reason_to_skip
+
+ADAMW = optax.adamw(1e-3)
+pytestmark = pytest.mark.skipif(
+    reason_to_skip("cuda") is not None, reason=reason_to_skip("cuda") or ""
+)
+
+
+def check(case, temporary, waits=1):
+    """Compiles a step and asserts what holds of all of them."""
+    found = compile_case(case)
+    assert found.temporary <= temporary
+    assert found.waits == waits, "the host waits for the device where XLA reads a condition"
+    assert found.count("all-gather") == 0
+    assert found.captured == 0, "a custom call in a command buffer runs once, when it is captured"
+    assert found.calls > 0 or case.layout == "axis"
+    host = ("infeed", "outfeed", "send", "recv", "send-done", "recv-done")
+    assert not any(found.count(name) for name in host)
+    return found
+
+
+def test_a_step_of_daso_takes_a_part_of_the_parameters_and_one_wait():
+    found = check(Case("daso"), 0.1)
+    assert found.copies_at_each_step <= 10
+
+
+SLOW = pytest.mark.slow
+
+
+@SLOW
+@pytest.mark.parametrize("region_analysis", [False, True])
+@pytest.mark.parametrize(
+    ("name", "temporary"),
+    [
+        ("daso, guard off", 0.1),
+        ("daso, 4 fragments", 0.1),
+        ("dasgd", 0.1),
+        ("easgd", 0.1),
+        ("diloco", 0.35),
+        ("daso, bfloat16", 0.51),
+    ],
+)
+def test_nothing_due_copies_no_parameters(name, temporary, region_analysis):
+    found = check(Case(name, region_analysis=region_analysis), temporary)
+    assert found.copies_at_each_step <= 10
+
+
+@SLOW
+@pytest.mark.parametrize("name", ["daso, int8", "daso, float4"])
+def test_error_feedback_takes_two_copies_at_most(name):
+    check(Case(name), 2.05)
+
+
+@SLOW
+@pytest.mark.parametrize(("name", "temporary"), [("daso", 0.1), ("diloco", 0.35)])
+def test_adam_is_updated_in_place(name, temporary):
+    found = check(Case(name, optimizer=ADAMW), temporary)
+    assert found.copies_at_each_step <= 10
+
+
+@SLOW
+@pytest.mark.parametrize("layout", ["replicated", "sharded", "shard_map"])
+def test_two_gpus_copy_and_gather_nothing(layout):
+    found = check(Case("daso", devices=2, layout=layout), 0.1)
+    assert found.copies_at_each_step <= 10
+
+
+@SLOW
+def test_host_callbacks_take_one_copy():
+    compiled = compile_case(Case("daso", native=False))
+    assert compiled.temporary <= 1.05
+    assert compiled.waits == 1
+
+
+@SLOW
+@pytest.mark.parametrize("name", ["daso", "diloco"])
+def test_an_axis_exchange_between_four_gpus_takes_two_copies_at_most(name):
+    check(Case(name, devices=4, layout="axis", optimizer=ADAMW), 2.05)
+
+
+@SLOW
+@pytest.mark.skipif(reason_to_skip("tpu") is not None, reason=reason_to_skip("tpu") or "")
+@pytest.mark.parametrize("name", ["daso", "diloco"])
+def test_an_axis_exchange_compiles_for_a_tpu(name):
+    found = compile_case(Case(name, "tpu", 4, "axis", optimizer=ADAMW))
+    assert found.temporary <= 2.05
