@@ -1,6 +1,7 @@
 """The mean of gradients over the devices of one node, and virtual CPU devices for tests."""
 
 import contextlib
+import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -19,10 +20,16 @@ LOCAL_AXIS = "local"
 # All-reduces between virtual devices wait for each other inside that pool, and host callbacks wait
 # there for their operands. With the default, both can deadlock.
 _POOL_THREADS = "16"
-# XLA ends a process whose virtual devices wait for each other for 40 s. But one of them may be
-# waiting for another node, and then the exchange's timeout applies.
-_COLLECTIVE_FLAG = "--xla_cpu_collective_call_terminate_timeout_seconds"
-_COLLECTIVE_SECONDS = 24 * 3600
+# XLA ends a process whose devices wait for each other for 40 s or so. But one may be waiting
+# for another node, and then the exchange's timeout applies. JAX 0.10 to 0.12 know all of these
+# flags. An unknown one would end the process.
+_CPU_LIMITS = ("--xla_cpu_collective_call_terminate_timeout_seconds",)
+_GPU_LIMITS = (
+    "--xla_gpu_executable_terminate_timeout",
+    "--xla_gpu_first_collective_call_terminate_timeout_seconds",
+)
+_LIMIT_SECONDS = 24 * 3600
+_CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
 def local_value_and_grad(
@@ -176,19 +183,26 @@ def use_virtual_devices(num_devices: int) -> None:
     """
     if num_devices < 1:
         raise ValueError(f"num_devices must be at least 1, got {num_devices}.")
-    use_enough_threads()
-    if _COLLECTIVE_FLAG not in (flags := os.environ.get("XLA_FLAGS", "")):
-        os.environ["XLA_FLAGS"] = f"{flags} {_COLLECTIVE_FLAG}={_COLLECTIVE_SECONDS}".strip()
+    prepare_devices()
+    _raise_limits(_CPU_LIMITS)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", num_devices)
 
 
-def use_enough_threads() -> None:
-    """Makes the thread pool of XLA's CPU client large enough for host callbacks.
+def prepare_devices() -> None:
+    """Gives XLA's CPU client enough threads for host callbacks, and GPUs time to wait for nodes.
 
-    It has an effect only before the first use of a device. It keeps ``NPROC`` if that is set.
+    It has an effect only before the first use of a device. It keeps what the environment sets.
     """
     os.environ.setdefault("NPROC", _POOL_THREADS)
+    if any(map(importlib.util.find_spec, _CUDA_PLUGINS)):
+        _raise_limits(_GPU_LIMITS)
+
+
+def _raise_limits(names: Sequence[str]) -> None:
+    flags = os.environ.get("XLA_FLAGS", "")
+    flags += "".join(f" {name}={_LIMIT_SECONDS}" for name in names if name not in flags)
+    os.environ["XLA_FLAGS"] = flags.strip()
 
 
 def _over_devices(tree: PyTree) -> PyTree:

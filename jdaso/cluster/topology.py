@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh
 from jdaso.cluster import launchers
 from jdaso.cluster.ending import DeathPolicy, abort, abort_alone, abort_on_exception, at_exit
 from jdaso.cluster.heartbeat import EXIT_NODE_LOST, LOST_SECONDS, Heartbeat, start_heartbeat
-from jdaso.cluster.local_devices import LOCAL_AXIS, use_enough_threads
+from jdaso.cluster.local_devices import LOCAL_AXIS, prepare_devices
 from jdaso.cluster.mpi_types import Comm
 from jdaso.core.log import logger
 from jdaso.core.types import JdasoError
@@ -324,7 +324,7 @@ def discover_topology(
     """
     if processes_per_node is not None:
         check_whole("processes_per_node", processes_per_node, 1)
-    use_enough_threads()
+    prepare_devices()
     comm = _start_mpi()
     rank = comm.Get_rank() if comm is not None else 0
     own_host = socket.gethostname(), _memory_group(comm)

@@ -1,4 +1,8 @@
-"""The mean over the devices of a node."""
+"""The mean over the devices of a node, and what devices need before they are used."""
+
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -74,3 +78,26 @@ def test_devices_are_busy_until_what_was_dispatched_has_completed():
     assert devices_are_busy()
     result.block_until_ready()
     assert not devices_are_busy()
+
+
+PROGRAM = """
+import os, jax.numpy as jnp, jdaso
+jdaso.discover_topology()
+print(jnp.ones(3).sum(), os.environ.get("XLA_FLAGS", "").split())
+"""
+
+
+@pytest.mark.parametrize("flags", ["", "--xla_gpu_executable_terminate_timeout=77"])
+@pytest.mark.parametrize("has_plugin", [False, True])
+def test_gpus_may_wait_for_other_nodes_and_xla_knows_the_flags(tmp_path, has_plugin, flags):
+    if has_plugin:
+        (tmp_path / "jax_cuda12_plugin").mkdir()
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    environment["PYTHONPATH"] = f"{tmp_path}:{environment.get('PYTHONPATH', '')}"
+    command = [sys.executable, "-c", PROGRAM]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    first = "--xla_gpu_first_collective_call_terminate_timeout_seconds"
+    for flag in (first, "--xla_gpu_executable_terminate_timeout"):
+        assert ended.stdout.count(flag) == (has_plugin or flag in flags)
+    assert not flags or f"{flags}'" in ended.stdout
