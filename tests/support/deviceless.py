@@ -95,9 +95,8 @@ def exchange(mesh: Mesh, native: bool, shardings=None) -> jdaso.Exchange:
     topology = SimpleNamespace(num_nodes=2, joined=False)
     transport = SimpleNamespace(at_close=tuple, begin_run=nothing)
     collectives = SimpleNamespace(compare=nothing, warn_if_different=nothing)
-    return _MpiExchange(
-        _Settings(None, 1 << 26, True, ""), topology, program, transport, collectives
-    )
+    settings = _Settings(None, 1 << 26, True, "")
+    return _MpiExchange(settings, topology, program, transport, collectives, nothing)
 
 
 #: Averagings by name, of an exchange.
