@@ -26,7 +26,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import jdaso
 from jdaso.exchange.host.layout import Shardings
 from jdaso.exchange.host.program import Program
-from jdaso.exchange.host.slots import Table
+from jdaso.exchange.host.slots import Table, register_handlers
 from jdaso.exchange.mpi import _MpiExchange, _Settings
 
 #: An H100 SXM, reduced to what the compiler needs of XLA's h100_sxm.txtpb.
@@ -90,14 +90,16 @@ def exchange(mesh: Mesh, native: bool, shardings=None) -> jdaso.Exchange:
     def nothing(*_, **__):
         return None
 
+    if native:
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        register_handlers(*(("cpu", "") if on_cpu else ("CUDA", "_cuda")))
     program = Program(Table(), native, Shardings(shardings, mesh), contextlib.nullcontext)
     program._forget()  # these devices run nothing that could be waited for at exit
     topology = SimpleNamespace(num_nodes=2, joined=False)
     transport = SimpleNamespace(at_close=tuple, begin_run=nothing)
     collectives = SimpleNamespace(compare=nothing, warn_if_different=nothing)
-    return _MpiExchange(
-        _Settings(None, 1 << 26, True, ""), topology, program, transport, collectives
-    )
+    settings = _Settings(None, 1 << 26, True, "")
+    return _MpiExchange(settings, topology, program, transport, collectives, nothing)
 
 
 #: Averagings by name, of an exchange.
