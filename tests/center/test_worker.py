@@ -1,16 +1,21 @@
 """A worker's side of the center: an optimizer state that is stepped twice is an error."""
 
+import contextlib
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import jdaso
+from jdaso.center.async_easgd import elastic_rule
 from jdaso.center.mpi_center import _MpiCenter
 from jdaso.center.worker import WorkerTransport, worker_table
 from jdaso.core.exchange import HEADER_SIZE, UNCOUNTED
-from jdaso.exchange.host.layout import LeafSpec, unsharded
+from jdaso.exchange.host.layout import LeafSpec, Shardings, unsharded
+from jdaso.exchange.host.program import Program
 from jdaso.exchange.transport.progress import Progress
 
 LAYOUT = unsharded([LeafSpec((3,), np.dtype("float32"))])
@@ -65,9 +70,15 @@ def test_a_reply_is_collected_once(table):
 
 
 def test_a_consensus_is_an_error():
-    center = _MpiCenter(1, SimpleNamespace(), SimpleNamespace(), None)
+    mesh = Mesh(np.array(jax.local_devices()[:1]), ("local",))
+    program = Program(worker_table(TOPOLOGY), True, Shardings(None, mesh), contextlib.nullcontext)
+    center = _MpiCenter(1, SimpleNamespace(), program, None)
+    exchange = center.make_exchange(elastic_rule(0.5))
+    leaves = [jnp.ones(3)]
     with pytest.raises(ValueError, match="broadcast and consensus are not available"):
-        center._start(jnp.int32(0), UNCOUNTED, 0, [jnp.ones(3)], jnp.ones(HEADER_SIZE), None)
+        exchange.bind((), leaves).start(
+            jnp.int32(0), UNCOUNTED, 0, leaves, jnp.ones(HEADER_SIZE), None
+        )
 
 
 @pytest.mark.parametrize("number", [2, 3])
