@@ -189,7 +189,6 @@ def apply_step(
     params: PyTree,
     average_moments: bool = False,
     updates_needed: bool = False,
-    value: Any = None,
     **extra_args: Any,
 ) -> Step:
     """Updates the parameters with a local optimizer, and merges and posts what is due.
@@ -200,7 +199,9 @@ def apply_step(
         state: of the optimizer and of the averaging.
         average_moments: whether the optimizer's moments are averaged as well.
         updates_needed: whether the result must have updates, which cost memory.
+        **extra_args: passed to the optimizer as they are. ``value`` is the loss.
     """
+    value = extra_args.get("value")
     _check_gradients(engine.name, grads, params, value)
     old, averaging = state
     target = engine.sync_target
@@ -208,7 +209,7 @@ def apply_step(
 
     def local(tree, params, old, grads):
         """The tree after an update that is computed at ``params``, the state, and the update."""
-        updates, new = optimizer.update(grads, old, params, value=value, **extra_args)
+        updates, new = optimizer.update(grads, old, params, **extra_args)
         return (add_updates(tree, updates) if params is not None else None), new, updates
 
     if target.of_gradients:
