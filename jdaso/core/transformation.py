@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,7 @@ GRADIENTS = SyncTarget(
 )
 
 
+@jax.tree_util.register_static
 class Averaging(optax.GradientTransformationExtraArgs):
     """An optax transformation that averages between nodes.
 
@@ -47,6 +48,10 @@ class Averaging(optax.GradientTransformationExtraArgs):
     changes the merged updates, and nodes drift apart. No error says so, because optax does not tell
     a transformation where it stands, but :func:`jdaso.drift` shows it: after a blocking merge it is
     0 or nearly so only if the averaging is last.
+
+    A copy shares the exchange. ``_replace(update=...)`` gives an optax transformation that is not
+    an averaging any more: neither :func:`jdaso.chain` nor :func:`jdaso.apply_gradients` would call
+    the new ``update``, so both refuse it.
 
     Attributes:
         finish: ``(params, state) -> (params, state)``, merges the exchanges in flight.
@@ -70,7 +75,30 @@ class Averaging(optax.GradientTransformationExtraArgs):
         self.exchange = exchange
         self.apply = apply and _compiled_outside_jit(apply)
         self.engine = engine
+        self._arguments = {
+            "init": init,
+            "update": update,
+            "finish": finish,
+            "state_type": state_type,
+            "exchange": exchange,
+            "apply": apply,
+            "engine": engine,
+        }
         return self
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # its functions have the exchange and share it with those of a copy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.exchange.__getstate__()  # raises first if that cannot be pickled
+        return functools.partial(type(self), **self._arguments), ()
+
+    def _replace(self, **functions: Callable) -> Self:
+        without = {"apply": None, "engine": None} if "update" in functions else {}
+        return type(self)(**self._arguments | functions | without)
 
 
 def _compiled_outside_jit(function: Callable) -> Callable:
