@@ -284,22 +284,26 @@ def _check_gradients(name: str, grads: PyTree, params: PyTree, value: Any) -> No
         return
     own, given = _shapes(params), _shapes(grads)
     if given.keys() - own.keys():
-        raise ValueError(
-            f"{name}: gradients must be a tree like params, got a leaf "
-            f"{min(given.keys() - own.keys())!r} that params does not have; it has "
-            f"{', '.join(sorted(own)[:4])}, ..."
+        problem = (
+            f"be a tree like params, got a leaf {min(given.keys() - own.keys())!r} that params "
+            f"does not have; it has {', '.join(sorted(own)[:4])}, ..."
         )
-    if own.keys() - given.keys():
-        raise ValueError(
-            f"{name}: gradients must be a tree like params, got none for the leaf "
-            f"{min(own.keys() - given.keys())!r}: pass zeros for it."
-        )
-    for path, shape in given.items():
-        if None not in (shape, own[path]) and shape != own[path]:
-            raise ValueError(
-                f"{name}: gradients must have the shapes of params, got {shape} at {path!r}, where "
-                f"params has {own[path]}."
-            )
+    elif missing := own.keys() - given.keys():
+        problem = f"be a tree like params, got none for the leaf {min(missing)!r}: pass zeros for it"
+    else:
+        other = [
+            f"have the shapes of params, got {shape} at {path!r}, where params has {own[path]}"
+            for path, shape in given.items()
+            if None not in (shape, own[path]) and shape != own[path]
+        ]
+        if not other:
+            return
+        problem = other[0]
+    raise ValueError(
+        f"{name}: gradients must {problem}. For an optimizer that makes updates of another form "
+        "than its gradients, as optax.lookahead and optax.contrib.dpsgd do, use optax.chain("
+        "optimizer, averaging), in which the averaging is last."
+    )
 
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...] | None]:

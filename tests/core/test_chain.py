@@ -362,3 +362,43 @@ def test_an_optimizer_that_takes_no_loss(in_place):
 
     moved, expected = (step(t, PARAMS, t.init(PARAMS))[0] for t in (tx, sam))
     assert_rounded(moved, expected)
+
+
+RESHAPING = {
+    "lookahead": (
+        optax.lookahead(optax.sgd(1.0), 10, 0.5),
+        optax.LookaheadParams.init_synced,
+        lambda grads: grads,
+    ),
+    "per-example gradients": (
+        optax.chain(
+            optax.contrib.differentially_private_aggregate(1e6, 0.0, 0), optax.scale(-1.0)
+        ),
+        lambda params: params,
+        lambda grads: jax.tree.map(lambda g: jnp.stack([g - 1, g + 1]), grads),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RESHAPING)
+def test_an_optimizer_that_reshapes_gradients_goes_into_an_optax_chain(name):
+    optimizer, wrap, batched = RESHAPING[name]
+    averaging = jdaso.local_sgd(EXCHANGE, period=1)
+    params = jax.tree.map(lambda x: jnp.stack([x] * NODES), PARAMS)
+    grads = at(0, gradients())
+    tx = optax.chain(optimizer, averaging)
+
+    @functools.partial(jax.vmap, axis_name="node")
+    def step(params, grads):
+        params = wrap(params)
+        updates, _ = tx.update(batched(grads), tx.init(params), params)
+        return optax.apply_updates(params, updates)
+
+    moved = step(params, grads)
+    moved = moved.fast if name == "lookahead" else moved
+    expected = jax.tree.map(lambda x, g: x - g.mean(0), params, grads)
+    assert_close(moved, expected)
+    alone = jdaso.chain(optimizer, jdaso.local_sgd(jdaso.single_exchange(), period=1))
+    params = wrap(PARAMS)
+    with pytest.raises(ValueError, match=r"use optax.chain\(optimizer, averaging\)"):
+        jdaso.apply_gradients(alone, batched(at(0, grads)), alone.init(params), params)
