@@ -158,6 +158,7 @@ class _MpiCenter:
             init=self._init_exchange,
             bind=lambda names, leaves: ProgramLeaves(self._program, (), leaves, _check_start),
             broadcast=no_broadcast,
+            may_pickle=False,
         )
 
     def _init_exchange(self, params: PyTree, sharded: bool = True) -> jax.Array:

@@ -21,6 +21,7 @@ from jdaso.center import frames
 from jdaso.center.frames import SERVER_TAG, reply_tag
 from jdaso.center.server import exit_without
 from jdaso.center.types import reply_header
+from jdaso.cluster.ending import on_exception
 from jdaso.cluster.mpi_types import Comm
 from jdaso.cluster.topology import Topology
 from jdaso.core.log import logger
@@ -54,7 +55,7 @@ class WorkerExit:
     def __init__(self, topology: Topology, hosts_server: bool):
         self._topology, self._hosts_server, self.failed = topology, hosts_server, False
         if not hosts_server:
-            sys.excepthook = self._on_exception
+            on_exception(self._on_exception)
         _ignore_death_signal()
 
     def abort(self, reason: str) -> None:
@@ -70,11 +71,11 @@ class WorkerExit:
         if not self._hosts_server:  # the server exits last
             exit_without(self._topology, gone, int(self.failed))
 
-    def _on_exception(self, *error: Any) -> None:
+    def _on_exception(self, error: BaseException) -> None:
         self.failed = True
         sys.stdout.flush()
         own = self._topology.describe(self._topology.rank)
-        logger.error("%s failed; the others continue.", own, exc_info=error)
+        logger.error("%s failed; the others continue.", own)
 
 
 def _ignore_death_signal() -> None:

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from jdaso.cluster.launchers import detect_launch, start_watchdog
 from jdaso.core.exchange import Exchange
@@ -154,14 +154,31 @@ def _ignore_sigterm() -> None:
 
 def abort_on_exception(process_name: str, abort_all: Callable[[str], None]) -> None:
     """From now on an uncaught exception in this process calls ``abort_all`` with the reason."""
-    own = os.getpid()
+    on_exception(lambda error: abort_all(f"{process_name} failed: {_plain(error)}"))
 
-    def hook(kind, error, trace):
-        traceback.print_exception(kind, error, trace)
-        if os.getpid() == own:  # not in a forked child
-            abort_all(f"{process_name} failed: {_plain(error)}")
 
-    sys.excepthook = hook
+def on_exception(function: Callable[[BaseException], object]) -> None:
+    """From now on an uncaught exception in this process calls ``function``, and no other one.
+
+    The program's own ``sys.excepthook`` is called before, also in forked children. By default it
+    prints the traceback.
+    """
+    sys.excepthook = _ExceptionHook(function)
+
+
+class _ExceptionHook:
+    def __init__(self, function: Callable[[BaseException], object]):
+        present = sys.excepthook
+        self._programs = present._programs if isinstance(present, _ExceptionHook) else present
+        self._function, self._process = function, os.getpid()
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        try:
+            self._programs(kind, error, trace)
+        except BaseException:  # the job must end nevertheless
+            traceback.print_exc()  # has the error as its context
+        if os.getpid() == self._process:
+            self._function(error)
 
 
 def _plain(error: BaseException) -> str:
@@ -183,6 +200,33 @@ def at_exit(function: Callable[[], object]) -> Callable[[], None]:
     return functools.partial(atexit.unregister, run)
 
 
+# The handlers of signals that have one of a Preemption now, or are ignored after its block.
+_programs_handlers: dict[int, Any] = {}
+
+
+@functools.cache  # once per process
+def _reset_in_forked_children() -> None:
+    of_thread = threading.local()
+
+    def block() -> None:
+        # A child that gets a signal at once must have its own handlers first.
+        of_thread.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _programs_handlers)
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, of_thread.mask)
+
+    def reset() -> None:
+        for number, handler in _programs_handlers.items():
+            present = signal.getsignal(number)
+            owner = getattr(present, "__self__", None)
+            if present is signal.SIG_IGN or isinstance(owner, Preemption):  # not the program's
+                signal.signal(number, handler)
+        _programs_handlers.clear()
+        unblock()
+
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=reset)
+
+
 class Preemption:
     """Reports whether a signal has asked one of the nodes to stop.
 
@@ -194,7 +238,8 @@ class Preemption:
     Inside the ``with`` block the signals have no other effect. If a stop was requested, they have
     none after the block either: a launcher may send SIGTERM to a node that is still exiting, and
     its exit status must not change. SIGUSR1, which kills a process by default, is ignored after the
-    block in any case, because it may arrive after the last step.
+    block in any case, because it may arrive after the last step. Forked children, such as those of
+    ``multiprocessing``, have the handlers from before the block, so that they can be terminated.
 
     Args:
         signals: Signals that request a stop.
@@ -212,6 +257,9 @@ class Preemption:
 
     def __enter__(self) -> Self:
         self._before = [signal.signal(number, self._on_signal) for number in self._signals]
+        _reset_in_forked_children()
+        for number, handler in zip(self._signals, self._before, strict=True):
+            _programs_handlers.setdefault(number, handler)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -220,6 +268,8 @@ class Preemption:
         for number, handler in zip(self._signals, self._before, strict=True):
             kills = number == signal.SIGUSR1 and handler is signal.SIG_DFL
             signal.signal(number, signal.SIG_IGN if kills else handler)
+            if not kills and _programs_handlers.get(number) is handler:
+                del _programs_handlers[number]
 
     def requested(self, exchange: Exchange) -> bool:
         """Whether to save and stop now. All nodes must call it at the same steps.

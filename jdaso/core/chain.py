@@ -148,9 +148,10 @@ def _check_arguments(averaging: Averaging, moments: str, moments_wire: str | Non
     engine = averaging.engine if isinstance(averaging, Averaging) else None
     if engine is None:
         raise ValueError(
-            "averaging must be what jdaso.daso(...) or another algorithm returned, not a chain or "
-            f"an optimizer, got an object of type {type(averaging).__name__}: pass several "
-            "optimizers as one optax.chain, and use eamsgd, which contains its optimizer, alone."
+            "averaging must be what jdaso.daso(...) or another algorithm returned, not a chain, an "
+            "optimizer, or what _replace(update=...) has made of it, got an object of type "
+            f"{type(averaging).__name__}: pass several optimizers as one optax.chain, and use "
+            "eamsgd, which contains its optimizer, alone."
         )
     check_choice("moments", moments, ("local", "average", "reset"))
     if moments_wire in FORMATS:

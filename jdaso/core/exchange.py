@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -219,6 +218,8 @@ class Exchange:
         may_shard: whether leaves may be sharded over devices. If not, arrays outside jit are put on
             one device.
         may_abandon: whether nodes may close it at different steps, with ``close(abandon=True)``.
+        may_pickle: whether another process could use it. If not, pickling is a TypeError. Copies by
+            ``copy.copy`` and ``copy.deepcopy`` are the exchange itself in any case.
     """
 
     keeps_sums = False
@@ -226,6 +227,7 @@ class Exchange:
     same_bits = True
     may_shard = False
     may_abandon = True
+    may_pickle = True
 
     def __init__(
         self,
@@ -345,6 +347,26 @@ class Exchange:
             for function in functions:
                 function()
 
+    def __copy__(self) -> Self:
+        return self  # all copies of an optimizer share the connection
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not self.may_pickle:
+            raise TypeError(
+                "an exchange that connects processes, and the optimizer that has it, cannot be "
+                "pickled, because the connection belongs to this process: pickle the parameters "
+                "and what jdaso.drain returns as the optimizer's state, or save with "
+                "jdaso.checkpoint.Checkpoints, and make exchange and optimizer anew where they "
+                "are loaded. copy.copy and copy.deepcopy work, and share the exchange."
+            )
+        return {name: x for name, x in vars(self).items() if name != "_closing"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _closing=threading.RLock())
+
     def __enter__(self) -> Exchange:
         return self
 
@@ -367,8 +389,8 @@ def changed(exchange: _T, **attributes: Any) -> _T:
     >>> changed(Exchange(2), name="outer").name
     'outer'
     """
-    result = copy.copy(exchange)
-    vars(result).update(attributes)
+    result = object.__new__(type(exchange))
+    vars(result).update(vars(exchange) | attributes)
     return result
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,7 @@ GRADIENTS = SyncTarget(
 )
 
 
+@jax.tree_util.register_static
 class Averaging(optax.GradientTransformationExtraArgs):
     """An optax transformation that averages between nodes.
 
@@ -53,6 +54,10 @@ class Averaging(optax.GradientTransformationExtraArgs):
     changes the merged updates, and nodes drift apart. No error says so, because optax does not tell
     a transformation where it stands, but :func:`jdaso.drift` shows it: after a blocking merge it is
     0 or nearly so only if the averaging is last.
+
+    A copy shares the exchange. ``_replace(update=...)`` gives an optax transformation that is not
+    an averaging any more: neither :func:`jdaso.chain` nor :func:`jdaso.apply_gradients` would call
+    the new ``update``, so both refuse it.
 
     Attributes:
         finish: ``(params, state) -> (params, state)``, merges the exchanges in flight.
@@ -76,7 +81,30 @@ class Averaging(optax.GradientTransformationExtraArgs):
         self.exchange = exchange
         self.apply = apply and _compiled_outside_jit(apply)
         self.engine = engine
+        self._arguments = {
+            "init": init,
+            "update": update,
+            "finish": finish,
+            "state_type": state_type,
+            "exchange": exchange,
+            "apply": apply,
+            "engine": engine,
+        }
         return self
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # its functions have the exchange and share it with those of a copy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.exchange.__getstate__()  # raises first if that cannot be pickled
+        return functools.partial(type(self), **self._arguments), ()
+
+    def _replace(self, **functions: Callable) -> Self:
+        without = {"apply": None, "engine": None} if "update" in functions else {}
+        return type(self)(**self._arguments | functions | without)
 
 
 def _compiled_outside_jit(function: Callable) -> Callable:
@@ -195,7 +223,6 @@ def apply_step(
     params: PyTree,
     average_moments: bool = False,
     updates_needed: bool = False,
-    value: Any = None,
     **extra_args: Any,
 ) -> Step:
     """Updates the parameters with a local optimizer, and merges and posts what is due.
@@ -206,7 +233,9 @@ def apply_step(
         state: of the optimizer and of the averaging.
         average_moments: whether the optimizer's moments are averaged as well.
         updates_needed: whether the result must have updates, which cost memory.
+        **extra_args: passed to the optimizer as they are. ``value`` is the loss.
     """
+    value = extra_args.get("value")
     _check_gradients(engine.name, grads, params, value)
     old, averaging = state
     target = engine.sync_target
@@ -215,7 +244,7 @@ def apply_step(
 
     def local(tree, params, old, grads):
         """The tree after an update that is computed at ``params``, the state, and the update."""
-        updates, new = optimizer.update(grads, old, params, value=value, **extra_args)
+        updates, new = optimizer.update(grads, old, params, **extra_args)
         return (add_updates(tree, updates) if params is not None else None), new, updates
 
     if target.of_gradients:
@@ -262,22 +291,26 @@ def _check_gradients(name: str, grads: PyTree, params: PyTree, value: Any) -> No
         return
     own, given = _shapes(params), _shapes(grads)
     if given.keys() - own.keys():
-        raise ValueError(
-            f"{name}: gradients must be a tree like params, got a leaf "
-            f"{min(given.keys() - own.keys())!r} that params does not have; it has "
-            f"{', '.join(sorted(own)[:4])}, ..."
+        problem = (
+            f"be a tree like params, got a leaf {min(given.keys() - own.keys())!r} that params "
+            f"does not have; it has {', '.join(sorted(own)[:4])}, ..."
         )
-    if own.keys() - given.keys():
-        raise ValueError(
-            f"{name}: gradients must be a tree like params, got none for the leaf "
-            f"{min(own.keys() - given.keys())!r}: pass zeros for it."
-        )
-    for path, shape in given.items():
-        if None not in (shape, own[path]) and shape != own[path]:
-            raise ValueError(
-                f"{name}: gradients must have the shapes of params, got {shape} at {path!r}, where "
-                f"params has {own[path]}."
-            )
+    elif missing := own.keys() - given.keys():
+        problem = f"be a tree like params, got none for the leaf {min(missing)!r}: pass zeros for it"
+    else:
+        other = [
+            f"have the shapes of params, got {shape} at {path!r}, where params has {own[path]}"
+            for path, shape in given.items()
+            if None not in (shape, own[path]) and shape != own[path]
+        ]
+        if not other:
+            return
+        problem = other[0]
+    raise ValueError(
+        f"{name}: gradients must {problem}. For an optimizer that makes updates of another form "
+        "than its gradients, as optax.lookahead and optax.contrib.dpsgd do, use optax.chain("
+        "optimizer, averaging), in which the averaging is last."
+    )
 
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...] | None]:

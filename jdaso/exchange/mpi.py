@@ -203,6 +203,7 @@ class _MpiExchange(Exchange):
 
     compares = True
     may_shard = True
+    may_pickle = False
 
     def __init__(
         self,
@@ -339,7 +340,8 @@ def _single_node(topology: Topology, wire: str | None, shardings: Shardings | No
         _say_alone()
         return exchange
     comm = topology.duplicate_comm()
-    return changed(exchange, any_node=lambda flag: any(comm.allgather(flag)), _at_close=[comm.Free])
+    any_node = lambda flag: any(comm.allgather(flag))  # noqa: E731
+    return changed(exchange, any_node=any_node, _at_close=[comm.Free], may_pickle=False)
 
 
 @functools.cache  # once per process

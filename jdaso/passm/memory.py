@@ -4,6 +4,7 @@ import collections
 import contextlib
 import fcntl
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ _BARRIER_PAUSE, _LOCK_PAUSE = 1e-3, 5e-5  # seconds
 # processor reads and writes each number in one piece.
 _CACHE_LINE_BYTES = 64
 NO_HOLDER = 0
+_IN_MEMORY = "/dev/shm"  # where Linux and MPI keep shared memory
 
 Updates = Mapping[int, Mapping[int, Any]]
 
@@ -175,7 +177,8 @@ def shared_memory(
 
     Raises:
         ValueError: For a ``num_servers`` or a ``timeout`` out of range.
-        JdasoError: If processes do not share memory, or their parameters differ.
+        JdasoError: If processes do not share memory, if ``/dev/shm`` has no place for the
+            parameters, as in a container, or if the processes' parameters differ.
 
     >>> import jax.numpy as jnp, jdaso
     >>> memory = shared_memory(jdaso.discover_topology(), {"w": jnp.ones(2)})
@@ -243,6 +246,22 @@ def _check_servers(num_servers: int, processes: int) -> None:
         )
 
 
+def _lack_of_space(size: int) -> str:
+    """What to say if the folder of shared memory has no place for ``size`` bytes, or nothing."""
+    try:
+        free = shutil.disk_usage(_IN_MEMORY).free
+    except OSError:  # another system
+        return ""
+    if size <= free:
+        return ""
+    return (
+        f"shares parameters of {size / 1e6:.1f} MB, but {_IN_MEMORY} has only {free / 1e6:.1f} MB "
+        "free. Give the container more shared memory (docker run --shm-size=8g; in Kubernetes a "
+        f"volume emptyDir with medium: Memory, mounted at {_IN_MEMORY}), remove what ended jobs "
+        f"have left in {_IN_MEMORY}, or train with jdaso.easgd, which shares no memory."
+    )
+
+
 class _SharedWindow:
     """An MPI window with the parameters, the holders of the locks, and counts of barriers."""
 
@@ -259,6 +278,9 @@ class _SharedWindow:
         for size in sizes:
             starts.append(starts[-1] + -(-size // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES)
         total = starts[-1] + 8 * (servers + self._comm.Get_size())
+        # The first write to a page that does not fit would end this process with a bus error.
+        if problem := self._comm.bcast(_lack_of_space(total) if self._rank == 0 else "", 0):
+            raise JdasoError(f"{self._describe(0)} {problem}")
         on_host: Any = self._comm.Split_type(MPI.COMM_TYPE_SHARED, key=self._rank)
         self._window = MPI.Win.Allocate_shared(total if self._rank == 0 else 0, 1, comm=on_host)
         shared: Any = self._window.Shared_query(0)[0]
@@ -327,7 +349,7 @@ class _SharedWindow:
 
     def _open_file(self) -> int:
         """Opens a file in all processes, and unlinks it."""
-        folder = "/dev/shm" if Path("/dev/shm").is_dir() else None  # locks are fast in memory
+        folder = _IN_MEMORY if Path(_IN_MEMORY).is_dir() else None  # locks are fast in memory
         path = None
         if self._rank == 0:
             created, path = tempfile.mkstemp(prefix="jdaso-locks-", dir=folder)

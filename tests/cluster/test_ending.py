@@ -1,6 +1,7 @@
 """How a process ends: by an abort of one thread, after a signal, or normally."""
 
 import atexit
+import contextlib
 import os
 import signal
 import subprocess
@@ -188,3 +189,90 @@ def test_a_handler_of_the_program_returns_for_sigusr1_as_well():
     with Preemption():
         pass
     assert signal.getsignal(signal.SIGUSR1) is own_handler
+
+
+FORKS = """
+import multiprocessing, os, signal, sys, time
+from jdaso.cluster import Preemption
+import jdaso
+
+def handlers(_=None):
+    return [signal.getsignal(n).name for n in (signal.SIGTERM, signal.SIGUSR1)]
+
+def sleep():
+    time.sleep(1000)
+
+fork = multiprocessing.get_context("fork")
+if sys.argv[1] == "inside":
+    with Preemption(), Preemption():
+        child = fork.Process(target=sleep)
+        child.start()
+        child.terminate()
+        child.join()
+        assert child.exitcode == -signal.SIGTERM
+        with fork.Pool(2) as pool:
+            assert pool.map(handlers, range(2)) == [["SIG_DFL", "SIG_DFL"]] * 2
+        pool.join()
+elif sys.argv[1] == "after":
+    with Preemption() as preemption:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert preemption.requested(jdaso.single_exchange())
+    with fork.Pool(1) as pool:
+        assert pool.map(handlers, range(1)) == [["SIG_DFL", "SIG_DFL"]]
+    pool.join()
+elif sys.argv[1] == "own":
+    with Preemption():
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+        child = os.fork()
+        if child == 0:
+            signal.raise_signal(signal.SIGTERM)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+elif sys.argv[1] == "daemon":
+    with Preemption():
+        fork.Process(target=sleep, daemon=True).start()
+print("end", flush=True)
+"""
+
+
+@pytest.mark.parametrize("where", ["inside", "after", "own", "daemon"])
+def test_forked_children_have_the_handlers_from_before(where):
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", FORKS, where],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as program:
+        try:
+            output, _ = program.communicate(timeout=60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
+    assert (program.returncode, output) == (0, "end\n")
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_the_programs_excepthook_is_called_once_before_the_abort(monkeypatch, times):
+    calls = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: calls.append(error))
+    for _ in range(times):
+        abort_on_exception("rank 1", calls.append)
+    error = ValueError("wrong")
+    sys.excepthook(ValueError, error, None)
+    assert calls == [(ValueError, error, None), "rank 1 failed: ValueError: wrong"]
+    monkeypatch.setattr(os, "getpid", lambda: -1)  # in a forked child
+    sys.excepthook(ValueError, error, None)
+    assert calls[2:] == [(ValueError, error, None)]
+
+
+def test_an_excepthook_that_fails_does_not_prevent_the_abort(monkeypatch, capsys):
+    def hook(*error):
+        raise SystemExit("the reporter cannot be reached")
+
+    monkeypatch.setattr(sys, "excepthook", hook)
+    reasons = []
+    abort_on_exception("rank 1", reasons.append)
+    sys.excepthook(ValueError, ValueError("wrong"), None)
+    assert reasons == ["rank 1 failed: ValueError: wrong"]
+    assert "the reporter cannot be reached" in capsys.readouterr().err

@@ -324,3 +324,81 @@ def test_a_step_that_is_not_finite_leaves_the_memory_as_it_was(moments):
                 assert (trace[:2] != before[name][:2]).all()
     assert jdaso.core.averaging_state(state).skipped.tolist() == [0, 0, 1]
     assert all(jnp.isfinite(x).all() for x in jax.tree.leaves((params, momentum(state))))
+
+
+@pytest.mark.parametrize("given", [{}, {"value": jnp.float32(2.0)}, {"value": None}])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_the_optimizer_gets_the_extra_arguments_that_were_given(given, in_place):
+    seen = []
+
+    def update(updates, state, params=None, **extra_args):
+        seen.append(extra_args)
+        return updates, state
+
+    optimizer = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+    tx = jdaso.chain(optimizer, jdaso.local_sgd(jdaso.single_exchange(), PERIOD))
+    given = {"scale": jnp.float32(1.0), **given}
+    if in_place:
+        jdaso.apply_gradients(tx, PARAMS, tx.init(PARAMS), PARAMS, **given)
+    else:
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS, **given)
+    assert {frozenset(extra_args) for extra_args in seen} == {frozenset(given)}
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_an_optimizer_that_takes_no_loss(in_place):
+    """SAM in its opaque mode takes grad_fn, and nothing else."""
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True)
+    tx = jdaso.chain(sam, jdaso.local_sgd(jdaso.single_exchange(), PERIOD))
+
+    def grad_fn(params, _):
+        return jax.tree.map(lambda x: 2 * x, params)
+
+    def step(tx, params, state):
+        if in_place and tx is not sam:
+            return jdaso.apply_gradients(tx, PARAMS, state, params, grad_fn=grad_fn)
+        updates, state = tx.update(PARAMS, state, params, grad_fn=grad_fn)
+        return optax.apply_updates(params, updates), state
+
+    moved, expected = (step(t, PARAMS, t.init(PARAMS))[0] for t in (tx, sam))
+    assert_rounded(moved, expected)
+
+
+RESHAPING = {
+    "lookahead": (
+        optax.lookahead(optax.sgd(1.0), 10, 0.5),
+        optax.LookaheadParams.init_synced,
+        lambda grads: grads,
+    ),
+    "per-example gradients": (
+        optax.chain(
+            optax.contrib.differentially_private_aggregate(1e6, 0.0, 0), optax.scale(-1.0)
+        ),
+        lambda params: params,
+        lambda grads: jax.tree.map(lambda g: jnp.stack([g - 1, g + 1]), grads),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RESHAPING)
+def test_an_optimizer_that_reshapes_gradients_goes_into_an_optax_chain(name):
+    optimizer, wrap, batched = RESHAPING[name]
+    averaging = jdaso.local_sgd(EXCHANGE, period=1)
+    params = jax.tree.map(lambda x: jnp.stack([x] * NODES), PARAMS)
+    grads = at(0, gradients())
+    tx = optax.chain(optimizer, averaging)
+
+    @functools.partial(jax.vmap, axis_name="node")
+    def step(params, grads):
+        params = wrap(params)
+        updates, _ = tx.update(batched(grads), tx.init(params), params)
+        return optax.apply_updates(params, updates)
+
+    moved = step(params, grads)
+    moved = moved.fast if name == "lookahead" else moved
+    expected = jax.tree.map(lambda x, g: x - g.mean(0), params, grads)
+    assert_close(moved, expected)
+    alone = jdaso.chain(optimizer, jdaso.local_sgd(jdaso.single_exchange(), period=1))
+    params = wrap(PARAMS)
+    with pytest.raises(ValueError, match=r"use optax.chain\(optimizer, averaging\)"):
+        jdaso.apply_gradients(alone, batched(at(0, grads)), alone.init(params), params)

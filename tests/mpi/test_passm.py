@@ -30,6 +30,7 @@ ERRORS = {
 }
 ERRORS_OF_ALL = {
     "other parameters": ["parameters differ", "rank 1", "float32(4,)"],
+    "no space": ["rank 0", "shares parameters of 1099511.6 MB", "/dev/shm has only", "--shm-size"],
     "other blocks": ["differ", "block 0", "rank 1"],
 }
 ALL = Batch(2, {case: ("passm.py", case) for case in ERRORS_OF_ALL}, raises=True)

@@ -4,10 +4,12 @@ closing.py closed|open|"other order"|"at exit"|"one alone"|"steps not awaited"
 [DEVICES|"an exchange"|"a center"]
 """
 
+import copy
 import sys
 import threading
 import time
 
+import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,6 +81,10 @@ assert threading.active_count() == threads
 with pytest.raises(Exception, match="the exchange is closed"):
     np.asarray(jdaso.consensus(exchange, jnp.float32(0)))
 assert jdaso.consensus(first, jnp.float32(1)) == 1
+for each in (first, exchange):  # open and closed
+    assert copy.deepcopy(each) is each
+    with pytest.raises(TypeError, match="an exchange that connects processes"):
+        cloudpickle.dumps(jdaso.local_sgd(each, 2))
 together = [threading.Thread(target=first.close) for _ in range(4)]
 for thread in together:
     thread.start()

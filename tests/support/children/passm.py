@@ -177,6 +177,8 @@ elif case == "late":
     memory.barrier()
 elif case == "other parameters":
     passm.shared_memory(topology, {"w": np.zeros(3 + rank)})
+elif case == "no space":
+    passm.shared_memory(topology, {"w": np.broadcast_to(np.float32(0), (2**38,))})  # a terabyte
 elif case == "other blocks":
     params = first_params()
     memory = passm.shared_memory(topology, params)
