@@ -169,7 +169,9 @@ def on_exception(function: Callable[[BaseException], object]) -> None:
 class _ExceptionHook:
     def __init__(self, function: Callable[[BaseException], object]):
         present = sys.excepthook
-        self._programs = present._programs if isinstance(present, _ExceptionHook) else present
+        self._programs: Callable[..., Any] = (
+            present._programs if isinstance(present, _ExceptionHook) else present
+        )
         self._function, self._process = function, os.getpid()
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:

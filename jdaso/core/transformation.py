@@ -296,7 +296,9 @@ def _check_gradients(name: str, grads: PyTree, params: PyTree, value: Any) -> No
             f"does not have; it has {', '.join(sorted(own)[:4])}, ..."
         )
     elif missing := own.keys() - given.keys():
-        problem = f"be a tree like params, got none for the leaf {min(missing)!r}: pass zeros for it"
+        problem = (
+            f"be a tree like params, got none for the leaf {min(missing)!r}: pass zeros for it"
+        )
     else:
         other = [
             f"have the shapes of params, got {shape} at {path!r}, where params has {own[path]}"

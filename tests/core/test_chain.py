@@ -371,9 +371,7 @@ RESHAPING = {
         lambda grads: grads,
     ),
     "per-example gradients": (
-        optax.chain(
-            optax.contrib.differentially_private_aggregate(1e6, 0.0, 0), optax.scale(-1.0)
-        ),
+        optax.chain(optax.contrib.differentially_private_aggregate(1e6, 0.0, 0), optax.scale(-1.0)),
         lambda params: params,
         lambda grads: jax.tree.map(lambda g: jnp.stack([g - 1, g + 1]), grads),
     ),

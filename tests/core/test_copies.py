@@ -145,7 +145,7 @@ def test_an_optimizer_with_another_update_is_not_used_by_what_would_not_call_it(
     made = tx._replace(update=update)
     assert_same(made, tx)
     assert seen
-    with pytest.raises(ValueError, match="call tx.update and optax.apply_updates"):
+    with pytest.raises(ValueError, match=r"call tx\.update and optax\.apply_updates"):
         jdaso.apply_gradients(made, GRADS, made.init(PARAMS), PARAMS)
     with pytest.raises(ValueError, match=r"what _replace\(update=...\) has made of it"):
         jdaso.chain(optax.sgd(0.1), made)
