@@ -186,8 +186,9 @@ def decompress_part(
         total, header[MEMBERS], feedback.block_bits, residual, anchor[part]
     )
     new = [new_residual, moved[: len(own_anchor)]]
-    # A sum that is not finite must not stay in the feedback.
-    return means, where_tree(header[FINITE] > 0, new, [residual, own_anchor])
+    # Neither a sum that is not finite nor what no node has sent must stay in the feedback.
+    arrived = (header[FINITE] > 0) & (header[MEMBERS] > 0)
+    return means, where_tree(arrived, new, [residual, own_anchor])
 
 
 def _finite_or_zero(error: jax.Array) -> jax.Array:

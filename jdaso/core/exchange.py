@@ -336,9 +336,9 @@ class Exchange:
 
         Args:
             abandon: Whether the nodes have stopped at different steps, as after an exception or an
-                interrupt. What is in flight is then not merged anywhere, and parameters and states
-                of all nodes stay as sound as they were. A node that is still training goes on
-                alone and is told so, until it closes the exchange as well; the others wait for it.
+                interrupt. What is in flight then ends without an error and is not merged anywhere.
+                A node that is still training goes on alone and is told so, until it closes the
+                exchange as well; over MPI the others wait for it, at most the exchange's timeout.
                 The end of a ``with`` block does this after an exception.
         """
         with self._closing:

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdaso.core.error_feedback import decompress
+from jdaso.core.error_feedback import decompress, decompress_part, init_feedback
+from jdaso.core.exchange import FINITE, HEADER_SIZE, BoundExchange
 
 NODES = 3
 RESIDUAL, ANCHOR = [jnp.array([0.25, -0.5])], [jnp.array([4.0, -8.0])]
@@ -53,3 +54,17 @@ def test_gradients_have_no_anchor():
     [mean], _, anchors = decompressed(NODES, 8, anchor=[])
     assert anchors == []
     np.testing.assert_allclose(mean * NODES, [127, 1])
+
+
+def test_what_no_node_has_sent_leaves_residual_and_anchor_alone():
+    params = [jnp.ones(64)]
+    feedback = init_feedback(params, uses_anchor=True)._replace(
+        residual=[jnp.full(64, 0.25)], anchor=[jnp.full(64, 2.0)], block_bits=jnp.int32(8)
+    )
+    header = jnp.zeros(HEADER_SIZE).at[FINITE].set(1)  # of an exchange that was abandoned
+    sums = [jnp.linspace(-3, 5, 64)]
+    _, (residual, anchor) = decompress_part(
+        BoundExchange(), feedback, sums, header, slice(0, 1), feedback.anchor
+    )
+    np.testing.assert_array_equal(residual[0], feedback.residual[0])
+    np.testing.assert_array_equal(anchor[0], feedback.anchor[0])

@@ -621,7 +621,9 @@ int32_t jdaso_layout(int32_t id, int32_t senders, int32_t leaves, int64_t bytes,
   return At(id)->Register({senders, leaves, bytes, family, {places, places + count}});
 }
 
-void jdaso_reserve(int32_t id, int32_t layout, int32_t count) { At(id)->Reserve(layout, count); }
+bool jdaso_reserve(int32_t id, int32_t layout, int32_t count, char* error, size_t size) {
+  return Guarded(error, size, [&] { return At(id)->Reserve(layout, count), true; });
+}
 
 Slot* jdaso_begin_post(int32_t id, int32_t number, int32_t step, const float* header,
                        int32_t layout, char* error, size_t size) {

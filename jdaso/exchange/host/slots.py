@@ -76,7 +76,7 @@ _FUNCTIONS: dict[str, tuple] = {
     "open": (_i32, _text, _text, _f64, _bool),
     "free": (None, _i32),
     "layout": (_i32, _i32, _i32, _i32, _i64, _i64, _pointer, _i64),
-    "reserve": (None, _i32, _i32, _i32),
+    "reserve": (_bool, _i32, _i32, _i32, _text, _size),
     "begin_post": (_slot, _i32, _i32, _i32, _pointer, _i32, _text, _size),
     "end_post": (None, _i32, _slot),
     "discard": (None, _i32, _slot),
@@ -298,7 +298,7 @@ class Table:
             index = self._layouts[layout]
             if pinned and index not in self._pinned:
                 self._pinned.add(index)
-                self._library.jdaso_reserve(self.id, index, 2)
+                self._checked("reserve", index, 2)
             return index
 
     def memory(self, slot: Slot) -> Memory:

@@ -68,8 +68,8 @@ def handshake(
     """Sends a record of the exchange to all members, compares theirs, and sums the headers.
 
     If records differ, it raises JdasoError, which names two ranks and the value of each, before
-    any sum is computed. The communicator is the same for every exchange. Otherwise the records of
-    nodes at different exchanges would not meet.
+    any sum is computed. The communicator is the same for every exchange but a consensus. Otherwise
+    the records of nodes at different exchanges would not meet.
 
     Args:
         fingerprint: Checksum of the shapes and dtypes of the exchanged arrays.

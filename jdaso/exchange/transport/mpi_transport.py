@@ -124,13 +124,13 @@ class ExchangeCommunicators:
 
     def _abandoned(self, number: int, rank: int, of_name: str) -> np.ndarray:
         """The header of an exchange that another process has abandoned: it brings nothing."""
-        self._alone += number != UNCOUNTED
+        self._alone += 1
         text = (
             f"{self._topology.describe(rank)} has abandoned the exchanges{of_name}, and "
             f"{exchange_name(number)} averages nothing. Leave the training here as well, and call "
             "exchange.close(abandon=True)."
         )
-        if number == UNCOUNTED or self._alone >= IN_VAIN:
+        if self._alone >= IN_VAIN:
             raise JdasoError(text)
         if self._alone == 1:
             logger.warning("%s", text)
@@ -191,7 +191,7 @@ class Membership:
         # Each process broadcasts the shards of its local rank.
         self.broadcasts = topology.across_nodes()
         self.flags = topology.duplicate_comm()  # of ``any_true``
-        self._failed = False  # whether an operation of any process has, at the end
+        self._failed = True  # whether an operation of any process has; unknown until the end
 
     def free(self) -> None:
         """Frees all communicators; collective over all processes.
@@ -215,8 +215,9 @@ class Membership:
         """
         call = self.call("exits")
         if self._roll_call:
-            for series in self._series.values():
-                self._roll_call.close(series)
+            for name, series in self._series.items():
+                if not (progress.abandons and name == "exchanges"):  # these are answered
+                    self._roll_call.close(series)
         abandons = progress.abandons
         barrier = exit_barrier(self.exchanges.handshakes, abandons, progress.has_failed())
         own = self.topology.describe(self.topology.rank)

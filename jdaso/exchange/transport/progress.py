@@ -147,6 +147,8 @@ class Request:
         self.slot = slot
         self._number = None if slot is None else slot.number
         self._awaited = self._blocks = False
+        #: Whether it waits also for those who wait for this process.
+        self.patient = False
         #: Since when another process and this one seem to wait for each other.
         self.deadlocked_since: float | None = None
         self._operation = operation
@@ -390,7 +392,7 @@ class Peers:
         absent, roll_call = self._answer(request).names, self._roll_call
         if closed := [process.rank for process in absent if process.closed]:
             return closed_without(name_ranks(closed, self._describe))
-        for process in absent if request.blocks else ():
+        for process in absent if request.blocks and not request.patient else ():
             # Both programs wait, each for an operation that the other one has not posted.
             if roll_call and process.awaited and not roll_call.has_posted(process.awaited):
                 request.deadlocked_since = request.deadlocked_since or now
@@ -496,6 +498,7 @@ class Progress:
         """
         request = Request(operation, description, measured, self._deadlines, call)
         request.deadline = math.inf if last and not self.abandons else request.deadline
+        request.patient = last and self.abandons
         with self._lock:
             if self._closing and not last:
                 raise JdasoError(
@@ -553,7 +556,9 @@ class Progress:
 
     def has_failed(self) -> bool:
         """Whether an operation has failed, so that messages of it may still arrive."""
-        return bool(self._failed)
+        with self._lock:
+            requests = [*self._failed, *self._requests, *self._submitted]
+        return any(request.error is not None for request in requests)
 
     def _run(self) -> None:
         try:
