@@ -191,7 +191,7 @@ class Membership:
         # Each process broadcasts the shards of its local rank.
         self.broadcasts = topology.across_nodes()
         self.flags = topology.duplicate_comm()  # of ``any_true``
-        self._failed = True  # whether an operation of any process has; unknown until the end
+        self._failed = False  # whether an operation of any process has, at the end
 
     def free(self) -> None:
         """Frees all communicators; collective over all processes.
@@ -223,6 +223,7 @@ class Membership:
         own = self.topology.describe(self.topology.rank)
         name = f"the {'abandoning' if abandons else 'closing'} of an exchange, by {own},"
         request = progress.submit(barrier, name, call=call, last=True)
+        self._failed = True  # unless the barrier says otherwise
         self._failed = request.wait(_in_other_thread)
 
 
