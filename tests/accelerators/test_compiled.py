@@ -5,7 +5,7 @@ Sizes are in copies of the parameters, 16 MB in 40 leaves on each node.
 
 import optax
 import pytest
-from deviceless import Case, compile_case, reason_to_skip
+from deviceless import Case, compile_case, compile_resnet, reason_to_skip
 
 ADAMW = optax.adamw(1e-3)
 pytestmark = pytest.mark.skipif(
@@ -83,6 +83,12 @@ def test_host_callbacks_take_one_copy():
 @pytest.mark.parametrize("name", ["daso", "diloco"])
 def test_an_axis_exchange_between_four_gpus_takes_two_copies_at_most(name):
     check(Case(name, devices=4, layout="axis", optimizer=ADAMW), 2.05)
+
+
+@SLOW
+def test_resnet_50_copies_hardly_more_than_without_an_exchange():
+    alone, daso = (compile_resnet(name).count("copy") for name in ("none", "daso"))
+    assert daso <= alone + 10
 
 
 @SLOW
