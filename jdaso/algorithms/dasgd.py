@@ -2,7 +2,7 @@
 
 from jdaso.algorithms.defaults import (
     averaging_on_one_wire,
-    correcting_merge,
+    choose_merge,
     mixing_merge,
     resolve_schedule,
 )
@@ -10,7 +10,7 @@ from jdaso.core.exchange import Exchange
 from jdaso.core.transformation import Averaging
 from jdaso.core.tree import Fragments
 from jdaso.core.types import Schedule
-from jdaso.core.validation import check_choice, check_share
+from jdaso.core.validation import check_share
 
 
 def dasgd(
@@ -74,7 +74,6 @@ def dasgd(
     """
     check_share("xi", xi)
     schedule = resolve_schedule("dasgd", period, delay, schedule)
-    check_choice("merge", merge, ("mean", "delta"))
-    rule = mixing_merge(xi) if merge == "mean" else correcting_merge(lambda arrival: 1 - xi)
+    rule = choose_merge(merge, mixing_merge(xi), lambda arrival: 1 - xi)
     options = {"nonfinite": nonfinite, "fragments": fragments}
     return averaging_on_one_wire("dasgd", exchange, schedule, rule, wire, **options)

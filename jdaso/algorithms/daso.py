@@ -1,13 +1,10 @@
 """DASO: asynchronous averaging with a merge weighted by age. Its schedule is jdaso.cycling."""
 
-import jax
-
-from jdaso.algorithms.defaults import correcting_merge, resolve_wire
+from jdaso.algorithms.defaults import choose_merge, resolve_wire
 from jdaso.core.exchange import Exchange
 from jdaso.core.transformation import Averaging, averaging
 from jdaso.core.tree import Fragments, division_by
 from jdaso.core.types import Arrival, Leaves, Merge, PyTree, Schedule
-from jdaso.core.validation import check_choice
 
 
 def daso(
@@ -33,13 +30,13 @@ def daso(
     :func:`jdaso.mpi_exchange`, the devices with local index ``k mod L`` make the k-th exchange.
     Afterwards all devices of the node hold the result.
 
-    With weight w = P / (2 S + P) of a mean that was posted S steps ago, the share w S / B of the
-    local progress is taken back at a period B. ``merge="delta"`` takes nothing back. It corrects by
-    what this node's own vector lacked of the mean when both were posted,
+    The mean has the weight w = P / (2 S + P). With a period of B steps, each merge takes back the
+    share w S / B of the local progress. ``merge="delta"`` takes nothing back. It adds a correction,
+    the difference between the mean and what this node has posted:
 
         x(t+S) <- x(t+S) + P / (2 S + P) ((1/P) sum_i x_i(t) - x(t))
 
-    whose sum over the nodes is zero, so that their mean stays where the steps have brought it.
+    The corrections of all nodes sum to zero, so their mean stays where the steps have brought it.
 
     Use it with :func:`jdaso.cycling`, which adapts period and delay to the training loss.
 
@@ -89,25 +86,22 @@ def daso(
     >>> state = tx.init(params)
     >>> params, state = jdaso.apply_gradients(tx, grads, state, params, value=0.5)
     """
-    check_choice("merge", merge, ("mean", "delta"))
     mean = Merge(
-        lambda params: (), _merge, own_weight=lambda arrival: 1 - _weight(arrival), leafwise=True
+        init=lambda params: (),
+        merge=_merge,
+        own_weight=lambda arrival: 2.0 * arrival.age / (2.0 * arrival.age + arrival.members),
+        leafwise=True,
     )
     return averaging(
         "daso",
         exchange,
         schedule,
-        mean if merge == "mean" else correcting_merge(_weight),
+        choose_merge(merge, mean, lambda a: a.members / (2.0 * a.age + a.members)),
         wire=resolve_wire("wire", wire, exchange, "float32"),
         blocking_wire=resolve_wire("blocking_wire", blocking_wire, exchange, "bfloat16"),
         nonfinite=nonfinite,
         fragments=fragments,
     )
-
-
-def _weight(arrival: Arrival) -> jax.Array:
-    """The weight of the mean of a sum, by its age."""
-    return arrival.members / (2.0 * arrival.age + arrival.members)
 
 
 def _merge(leaves: Leaves, arrival: Arrival, state: PyTree) -> tuple[Leaves, PyTree]:

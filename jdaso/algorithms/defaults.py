@@ -1,4 +1,4 @@
-"""What the factories of the algorithms share: schedule, wire, and the merge that mixes."""
+"""What the factories of the algorithms share: schedule, wire, and the rules of a merge."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jdaso.core.exchange import Exchange
 from jdaso.core.transformation import Averaging, averaging
 from jdaso.core.types import Arrival, Leaves, Merge, PyTree, Schedule
-from jdaso.core.validation import check_schedule, is_concrete
+from jdaso.core.validation import check_choice, check_schedule, is_concrete
 from jdaso.core.wire import check_wire
 from jdaso.schedules import constant
 
@@ -84,12 +84,18 @@ def mixing_merge(own: float) -> Merge:
     return Merge(lambda params: (), merge, own_weight=lambda arrival: own, leafwise=True)
 
 
-def correcting_merge(weight: Callable[[Arrival], jax.Array | float]) -> Merge:
-    """Returns the merge rule ``x <- x + b (mean - x_posted)``, with b the weight of an arrival.
+def choose_merge(choice: str, mean: Merge, weight: Callable[[Arrival], jax.Array | float]) -> Merge:
+    """Returns the rule ``mean``, or for ``delta`` the rule ``x <- x + b (mean_i x_i - x_posted)``.
 
-    If all nodes contribute, the corrections sum to zero, so the mean of the nodes stays where their
-    steps have brought it.
+    ``weight`` computes b. If all nodes contribute, the corrections of ``delta`` sum to zero, so the
+    mean of the nodes stays where their steps have brought it.
+
+    Raises:
+        ValueError: for another choice.
     """
+    check_choice("merge", choice, ("mean", "delta"))
+    if choice == "mean":
+        return mean
 
     def merge(leaves: Leaves, arrival: Arrival, state: PyTree) -> tuple[Leaves, PyTree]:
         b = weight(arrival)

@@ -2,7 +2,7 @@
 
 from jdaso.algorithms.defaults import (
     averaging_on_one_wire,
-    correcting_merge,
+    choose_merge,
     mixing_merge,
     resolve_schedule,
 )
@@ -10,7 +10,6 @@ from jdaso.core.exchange import Exchange
 from jdaso.core.transformation import Averaging
 from jdaso.core.tree import Fragments
 from jdaso.core.types import Schedule
-from jdaso.core.validation import check_choice
 
 
 def local_sgd(
@@ -67,8 +66,7 @@ def local_sgd(
     >>> import jdaso, optax
     >>> tx = jdaso.chain(optax.sgd(0.1), jdaso.local_sgd(jdaso.single_exchange(), period=8))
     """
-    check_choice("merge", merge, ("mean", "delta"))
     schedule = resolve_schedule("local_sgd", period, delay, schedule)
-    rule = mixing_merge(0.0) if merge == "mean" else correcting_merge(lambda arrival: 1.0)
+    rule = choose_merge(merge, mixing_merge(0.0), lambda arrival: 1.0)
     options = {"nonfinite": nonfinite, "fragments": fragments}
     return averaging_on_one_wire("local_sgd", exchange, schedule, rule, wire, **options)

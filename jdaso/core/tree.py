@@ -246,7 +246,8 @@ def helpful_errors(name: str) -> Iterator[None]:
 def change_if(platform: str, condition: jax.Array, change: Callable, *operands: Any) -> Any:
     """``change(*operands)`` if the condition holds, otherwise the operands, in their places.
 
-    It is for what is due at few steps. ``change`` returns as many trees as there are operands.
+    Use it for work that is due at few steps. ``change`` returns as many trees as there are
+    operands.
 
     On CPU devices it is a conditional whose first branch changes the operands. If that branch came
     second, XLA would copy them. On a GPU it is a loop of at most one round:
@@ -257,8 +258,8 @@ def change_if(platform: str, condition: jax.Array, change: Callable, *operands: 
       and the ``if`` loses the shardings, so that all devices gather sharded arrays. A loop keeps
       them.
 
-    The host reads the condition of either, for which it waits. It reads that of a loop again after
-    the round.
+    In both forms the host waits for the device, because it has to read the condition. It reads the
+    condition of a loop once more after the round.
     """
     if platform == "cpu":
 
@@ -279,11 +280,11 @@ def change_if(platform: str, condition: jax.Array, change: Callable, *operands: 
 def change_unless_skipped(
     platform: str, condition: jax.Array, change: Callable, *operands: Any
 ) -> Any:
-    """As :func:`change_if`, for what happens at nearly every step.
+    """As :func:`change_if`, for work that is due at nearly every step.
 
-    On a GPU it computes the change in any case, because the host would wait for a condition, and
-    selects the result while it computes it. XLA for CPUs would copy what is selected from, so that
-    is a conditional there.
+    On a GPU, where the host would wait for the condition, it always computes the change, and
+    selects between the old and the new values. XLA for CPUs would copy the old values for that, so
+    there it is a conditional.
     """
     if platform == "cpu":
         return change_if(platform, condition, change, *operands)

@@ -140,6 +140,7 @@ def mpi_exchange(
     # The collectives that follow have no deadline.
     topology.group.barrier("the creation of an exchange", timeout)
     if topology.num_nodes == 1:
+        leave()
         alone = _single_node(topology, wire, sharded if shardings is not None else None)
         return changed(alone, name=name)
     _check_same_settings(topology, settings)
@@ -340,8 +341,12 @@ def _single_node(topology: Topology, wire: str | None, shardings: Shardings | No
         _say_alone()
         return exchange
     comm = topology.duplicate_comm()
-    any_node = lambda flag: any(comm.allgather(flag))  # noqa: E731
-    return changed(exchange, any_node=any_node, _at_close=[comm.Free], may_pickle=False)
+    return changed(
+        exchange,
+        any_node=lambda flag: any(comm.allgather(flag)),
+        _at_close=[comm.Free],
+        may_pickle=False,
+    )
 
 
 @functools.cache  # once per process

@@ -84,9 +84,12 @@ def mpi4jax_exchange(topology: Topology, wire: str | None = None) -> Exchange:
     complete = functools.partial(await_programs, topology.devices)
     at_close = complete, comm.Free, host_comm.Free, topology.follow()
     exchange = StoredExchange(size, wire, all_reduce, broadcast, compare, at_close)
-    any_node = lambda flag: any(host_comm.allgather(flag))  # noqa: E731
-    # Programs of other nodes wait inside MPI for one that has left.
-    return changed(exchange, any_node=any_node, may_abandon=False, may_pickle=False)
+    return changed(
+        exchange,
+        any_node=lambda flag: any(host_comm.allgather(flag)),
+        may_abandon=False,  # programs of other nodes wait inside MPI for one that has left
+        may_pickle=False,
+    )
 
 
 def _library() -> Any:

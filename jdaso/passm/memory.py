@@ -247,7 +247,7 @@ def _check_servers(num_servers: int, processes: int) -> None:
 
 
 def _lack_of_space(size: int) -> str:
-    """What to say if the folder of shared memory has no place for ``size`` bytes, or nothing."""
+    """The error if the folder of shared memory has no place for ``size`` bytes, otherwise ""."""
     try:
         free = shutil.disk_usage(_IN_MEMORY).free
     except OSError:  # another system

@@ -146,18 +146,18 @@ def register_handlers(platform: str = "cpu", suffix: str = "") -> None:
 
 
 def why_callbacks(devices: Sequence[jax.Device]) -> str | None:
-    """Why programs for these devices copy by host callbacks; None if compiled handlers copy."""
+    """Makes devices ready for compiled handlers.
+
+    Returns:
+        The reason why host callbacks must copy on these devices, or None.
+    """
     platform = devices[0].platform
     if platform == "cpu":
         return None
     if platform != "gpu":
         return f"it supports CPU and CUDA devices, not {platform}"
-    error = load().jdaso_driver(_DRIVER)
-    return f"the CUDA driver cannot be used: {error.decode()}" if error else prepare(devices)
-
-
-def prepare(devices: Sequence[jax.Device]) -> str | None:
-    """Makes CUDA devices ready for exchanges. Returns what has failed."""
+    if error := load().jdaso_driver(_DRIVER):
+        return f"the CUDA driver cannot be used: {error.decode()}"
     text = ctypes.create_string_buffer(4096)
     for device in devices:
         load().jdaso_prepare(device.local_hardware_id, text, len(text))
@@ -181,7 +181,10 @@ def use_native(native: bool | None, devices: Sequence[jax.Device]) -> bool:
         return False
     reason = why_callbacks(devices)
     if reason is None:
-        register_handlers(*{"cpu": ("cpu", ""), "gpu": ("CUDA", "_cuda")}[devices[0].platform])
+        if devices[0].platform == "gpu":
+            register_handlers("CUDA", "_cuda")
+        else:
+            register_handlers()
         return True
     if native:
         raise ValueError(f"native=True: the compiled code cannot be used: {reason}.")

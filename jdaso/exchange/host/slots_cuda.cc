@@ -4,9 +4,9 @@
 // thread that dispatches the program waits for the device once a post and once a collect, to read
 // the numbers that say which exchange it is.
 //
-// What may wait for a device is not done inside a program, where another device of this process may
-// be waiting for this one: streams are created when an exchange is made (`jdaso_prepare`), and the
-// memory of slots is pinned when a program is traced (`jdaso_reserve`).
+// Calls that may wait for a device are not made inside a program, because another device of this
+// process may be waiting for this one: streams are created when an exchange is made
+// (`jdaso_prepare`), and the memory of slots is pinned when a program is traced (`jdaso_reserve`).
 
 #include <dlfcn.h>
 
@@ -65,8 +65,8 @@ struct Device {
   CUevent sums_copied = nullptr;
   CUevent posted = nullptr;
   Scalars* scalars = nullptr;
-  std::mutex reading;                        // guards the scalars
-  std::map<int32_t, Scalars> collecting;     // by table, of the exchange that arrives in parts
+  std::mutex reading;                     // guards the scalars
+  std::map<int32_t, Scalars> collecting;  // by table, of the exchange that arrives in parts
   explicit Device(CUcontext context) : context(context) {}
 };
 

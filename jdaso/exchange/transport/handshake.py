@@ -54,6 +54,14 @@ _AGREEMENT = slice(-len(AGREEMENT_NAMES), None)
 _SUMMED = slice(None, -len(AGREEMENT_NAMES))
 
 
+class Abandoned(Exception):
+    """A member, given by its rank, has abandoned the exchanges."""
+
+    def __init__(self, rank: int):
+        super().__init__(rank)
+        self.rank = rank
+
+
 def handshake(
     comm: Comm,
     fingerprint: int,
@@ -80,15 +88,17 @@ def handshake(
 
     Returns:
         The header, float32[HEADER_SIZE], with the sums and this process's agreement numbers, and
-        the records of all members, with the fields ``header`` and ``content``. If a member has
-        abandoned the exchanges, its rank and None.
+        the records of all members, with the fields ``header`` and ``content``.
+
+    Raises:
+        Abandoned: on all members, if one of them has abandoned the exchanges.
     """
     record = np.zeros(1, _RECORD)
     record[0] = (number, step, fingerprint, content, header)
     records = yield from gather(comm, record)
     own, name = comm.Get_rank(), exchange_name(number) + of_name
     for rank in np.flatnonzero(records["number"] == _ABANDON)[:1]:
-        return int(rank), None
+        raise Abandoned(int(rank))
     for rank in np.flatnonzero(records["number"] == _EXIT)[:1]:
         raise JdasoError(
             f"{name} of {describe(own)} cannot complete: {closed_without(describe(rank))}"
@@ -116,9 +126,9 @@ def handshake(
 def exit_barrier(comm: Comm, abandon: bool = False, failed: bool = False) -> Operation:
     """Waits until all members have reached this barrier. Returns whether one of them has failed.
 
-    A member that posts an exchange instead receives this record. If the exchange is abandoned, that
-    exchange completes with nothing, otherwise it fails. The member reaches the barrier later. All
-    members see the same records, so all gather again.
+    A member that posts an exchange instead receives this record, and reaches the barrier later. Its
+    exchange fails, or completes with nothing if this process abandons the exchanges. All members
+    see the same records, so all gather again.
     """
     record = np.zeros(1, _RECORD)
     record["number"], record["content"] = _ABANDON if abandon else _EXIT, failed

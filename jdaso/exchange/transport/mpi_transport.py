@@ -32,7 +32,13 @@ from jdaso.exchange.host.layout import Layout, Memory, sender
 from jdaso.exchange.host.program import abort_on_error, report_error
 from jdaso.exchange.host.slots import Table, exchange_name
 from jdaso.exchange.transport import collectives
-from jdaso.exchange.transport.handshake import IN_VAIN, Watch, exit_barrier, handshake
+from jdaso.exchange.transport.handshake import (
+    IN_VAIN,
+    Abandoned,
+    Watch,
+    exit_barrier,
+    handshake,
+)
 from jdaso.exchange.transport.progress import Operation, Progress, Request, completed
 
 
@@ -91,19 +97,20 @@ class ExchangeCommunicators:
         if number == UNCOUNTED:
             used, handshakes = self._consensus, self._consensus_handshakes
         content = watch.content(number, header, memory, topology.local_rank)
-        total, records = yield from handshake(
-            handshakes,
-            memory.layout.fingerprint,
-            number,
-            step,
-            header,
-            first,
-            topology.describe,
-            content,
-            of_name,
-        )
-        if records is None:
-            return self._abandoned(number, total, of_name), 0
+        try:
+            total, records = yield from handshake(
+                handshakes,
+                memory.layout.fingerprint,
+                number,
+                step,
+                header,
+                first,
+                topology.describe,
+                content,
+                of_name,
+            )
+        except Abandoned as other:
+            return self._abandoned(number, other.rank, of_name), 0
         watch.compare(number, records["content"][self._members], topology, memory.layout)
         watch.check_contributions(number, records["header"][first, 0], memory.layout)
         yield from completed(before)
@@ -297,7 +304,7 @@ class MpiTransport:
         return [self._progress.close, self._membership.free, self._forget]
 
     def abandon(self) -> None:
-        """What is in flight may be lost from now on, and other processes may never post more."""
+        """From now on exchanges in flight may be lost, because others may never post them."""
         if not self._progress.abandons:
             logger.warning(
                 "%s abandons its exchanges%s, and waits until all nodes close them.",

@@ -147,7 +147,7 @@ class Request:
         self.slot = slot
         self._number = None if slot is None else slot.number
         self._awaited = self._blocks = False
-        #: Whether it waits also for those who wait for this process.
+        #: Whether it goes on waiting for processes that wait for this one.
         self.patient = False
         #: Since when another process and this one seem to wait for each other.
         self.deadlocked_since: float | None = None
@@ -478,7 +478,7 @@ class Progress:
         self._failed: list[Request] = []
         self._lock = threading.Lock()
         self._closing = self._closed = False
-        self.abandons = False  # whether exchanges in flight may fail at the end
+        self.abandons = False  # whether exchanges in flight may fail when it closes
         self._polling = Polling(self.table)
         self._thread = threading.Thread(target=self._run, name="jdaso-progress", daemon=True)
         self._thread.start()
