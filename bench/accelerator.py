@@ -100,7 +100,7 @@ def main():
     schedule = jdaso.constant(arguments.period, arguments.delay)
     for wire, guard in itertools.product(arguments.wires, arguments.guards):
         exchange = jdaso.mpi_exchange(topology)
-        averaging = jdaso.daso(exchange, schedule, wire=wire, nonfinite=guard)
+        averaging = jdaso.daso(exchange, schedule=schedule, wire=wire, nonfinite=guard)
         within = prepare(jdaso.chain(SGD, averaging), params, arguments.seconds)
         within(steps)
         totals = ReportTotals(exchange)

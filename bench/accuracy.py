@@ -42,18 +42,18 @@ SIZES = ("nodes", "batch_size", "epochs", "size")
 
 def methods(steps: int, epochs: int) -> dict[str, Callable[[jdaso.Exchange], jdaso.Averaging]]:
     """The averaging of each method. ``FASTER`` trains with a higher learning rate."""
-    every, tenth = jdaso.constant, steps // 10
+    tenth = steps // 10
     cycling = jdaso.cycling(
         period=4, warmup=tenth, cooldown=tenth, total=steps, epoch=steps // epochs
     )
     return {
         SYNCHRONOUS: lambda x: jdaso.allreduce_gradients(x, wire="float32"),
         "local SGD 4": lambda x: jdaso.local_sgd(x, 4),
-        "DASO, cycling 4": lambda x: jdaso.daso(x, cycling),
-        "DASO 2/1": lambda x: jdaso.daso(x, every(2, 1)),
-        FASTER: lambda x: jdaso.daso(x, every(2, 1)),
-        "DASO 2/1, int8": lambda x: jdaso.daso(x, every(2, 1), wire="int8"),
-        "DASO 2/1, float4": lambda x: jdaso.daso(x, every(2, 1), wire="float4"),
+        "DASO, cycling 4": lambda x: jdaso.daso(x, schedule=cycling),
+        "DASO 2/1": lambda x: jdaso.daso(x, 2, 1),
+        FASTER: lambda x: jdaso.daso(x, 2, 1),
+        "DASO 2/1, int8": lambda x: jdaso.daso(x, 2, 1, wire="int8"),
+        "DASO 2/1, float4": lambda x: jdaso.daso(x, 2, 1, wire="float4"),
         "DaSGD 2/1": lambda x: jdaso.dasgd(x, 2, 1),
         "DaSGD 4/1": lambda x: jdaso.dasgd(x, 4, 1),
         "DiLoCo 30": lambda x: jdaso.diloco(x, 30, warmup=10),

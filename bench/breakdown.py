@@ -101,7 +101,7 @@ def main() -> None:
     size = int(options.megabytes * 250_000 / options.leaves)
     params = [jnp.full((size,), float(i + topology.rank)) for i in range(options.leaves)]
     matmuls = max(comm.allgather(matmuls_for(options.seconds)))
-    averaging = jdaso.daso(exchange, jdaso.constant(options.period, options.delay))
+    averaging = jdaso.daso(exchange, options.period, options.delay)
     tx = jdaso.chain(optax.sgd(1.0, momentum=0.9), averaging)
     copy = max(comm.allgather(memcpy_seconds(options.megabytes)))
     comm.Barrier()

@@ -70,7 +70,7 @@ def main() -> None:
     def with_exchanges(matmuls: int, delay: int) -> tuple[float, float]:
         """Measures the transfer and the wait of an exchange, in seconds."""
         schedule = jdaso.constant(delay + 1, delay)
-        tx = jdaso.chain(sgd, jdaso.daso(exchange, schedule))
+        tx = jdaso.chain(sgd, jdaso.daso(exchange, schedule=schedule))
         train(matmuls, (options.exchanges + 3) * (delay + 1), tx)
         # The first exchanges include compilation and the first use of memory.
         records = exchange.history()[-options.exchanges :]

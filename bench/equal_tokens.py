@@ -106,7 +106,7 @@ def methods(options: argparse.Namespace, exchange_seconds: float) -> list[Method
         Method("local SGD", lambda x: jdaso.local_sgd(x, period), period, 0),
         *(diloco(warmup) for warmup in warmups),
         *(streaming(delay, wire) for wire in options.wires for delay in options.delays),
-        Method("DASO", lambda x: jdaso.daso(x, jdaso.constant(*hidden)), *hidden),
+        Method("DASO", lambda x: jdaso.daso(x, *hidden), *hidden),
         Method("DaSGD", lambda x: jdaso.dasgd(x, *hidden), *hidden),
     ]
 

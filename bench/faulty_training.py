@@ -33,7 +33,7 @@ SLOW = "tbf rate 64kbit burst 3000 limit 1000000"
 ALGORITHMS = {
     "daso": lambda exchange, steps: jdaso.daso(
         exchange,
-        jdaso.cycling(4, warmup=steps // 3, cooldown=steps // 3, total=steps, delay=2),
+        schedule=jdaso.cycling(4, warmup=steps // 3, cooldown=steps // 3, total=steps, delay=2),
     ),
     "dasgd": lambda exchange, steps: jdaso.dasgd(exchange, period=3, delay=2),
     "easgd": lambda exchange, steps: jdaso.easgd(exchange, period=3),

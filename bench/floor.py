@@ -110,7 +110,7 @@ def main(arguments):
     mover = Mover(comm, 2 * leaf * arguments.leaves)
     exchange = jdaso.mpi_exchange(topology)
     schedule = jdaso.constant(arguments.period, arguments.delay)
-    daso = jdaso.chain(optax.sgd(1.0), jdaso.daso(exchange, schedule, wire="bfloat16"))
+    daso = jdaso.chain(optax.sgd(1.0), jdaso.daso(exchange, schedule=schedule, wire="bfloat16"))
     matrix = jnp.full((384, 384), 1 / 384)
 
     def prepare(tx, begin=lambda: None, merge=lambda: None):

@@ -265,7 +265,7 @@ def train(arguments):
     schedule = jdaso.constant(arguments.steps, arguments.steps - 1)
     for name, variant in variants(arguments.train, schedule).items():
         exchange = jdaso.mpi_exchange(topology, native=variant.native)
-        averaging = jdaso.daso(exchange, variant.schedule, nonfinite=variant.guard)
+        averaging = jdaso.daso(exchange, schedule=variant.schedule, nonfinite=variant.guard)
         within = model.prepare(jdaso.chain(local, averaging), computes, variant.options)
         with variant.tracing(exchange):
             within(2 * arguments.steps)

@@ -62,7 +62,7 @@ def main():
     width = round((arguments.millions * 1e6 / LAYERS) ** 0.5)
     sgd = optax.sgd(1e-3, momentum=0.9)
     # No run reaches the end of this period.
-    averaging = jdaso.daso(jdaso.single_exchange(), jdaso.constant(period=10**6, delay=1))
+    averaging = jdaso.daso(jdaso.single_exchange(), period=10**6, delay=1)
     without = prepare(sgd, width, arguments.rows)
     within = prepare(jdaso.chain(sgd, averaging), width, arguments.rows)
     pairs = []

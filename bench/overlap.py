@@ -82,10 +82,10 @@ def main():
 
     blocking = jdaso.constant(4, 0)
     variants = {
-        "daso, period 4, delay 1": lambda e: jdaso.daso(e, jdaso.constant(4, 1)),
-        "daso, period 1, delay 1": lambda e: jdaso.daso(e, jdaso.constant(1, 1)),
-        "daso, period 1, blocking": lambda e: jdaso.daso(e, jdaso.constant(1, 0)),
-        "daso, period 4, 4 fragments": lambda e: jdaso.daso(e, jdaso.constant(4, 1), fragments=4),
+        "daso, period 4, delay 1": lambda e: jdaso.daso(e, 4, 1),
+        "daso, period 1, delay 1": lambda e: jdaso.daso(e, 1, 1),
+        "daso, period 1, blocking": lambda e: jdaso.daso(e, 1, 0),
+        "daso, period 4, 4 fragments": lambda e: jdaso.daso(e, 4, 1, fragments=4),
         "easgd, period 4": lambda e: jdaso.easgd(e, 4, alpha=0.1),
         "easgd, period 4, blocking": lambda e: jdaso.easgd(e, alpha=0.1, schedule=blocking),
     }

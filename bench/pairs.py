@@ -39,17 +39,17 @@ def cases(exchange):
     for suffix, guard in ((", guard off", "off"), ("", "skip")):
         options = {"nonfinite": guard}
         found |= {
-            f"daso{suffix}": jdaso.daso(exchange, schedule, **options),
+            f"daso{suffix}": jdaso.daso(exchange, schedule=schedule, **options),
             f"dasgd{suffix}": jdaso.dasgd(exchange, 4, 1, **options),
             f"local_sgd{suffix}": jdaso.local_sgd(exchange, 4, **options),
             f"easgd{suffix}": jdaso.easgd(exchange, alpha=0.1, schedule=schedule, **options),
             f"diloco{suffix}": jdaso.diloco(exchange, 4, OUTER, 1, **options),
         }
     return found | {
-        "daso, bfloat16": jdaso.daso(exchange, schedule, wire="bfloat16"),
-        "daso, int8": jdaso.daso(exchange, schedule, wire="int8"),
-        "daso, float4": jdaso.daso(exchange, schedule, wire="float4"),
-        "daso, 4 fragments": jdaso.daso(exchange, one_by_one, fragments=4),
+        "daso, bfloat16": jdaso.daso(exchange, schedule=schedule, wire="bfloat16"),
+        "daso, int8": jdaso.daso(exchange, schedule=schedule, wire="int8"),
+        "daso, float4": jdaso.daso(exchange, schedule=schedule, wire="float4"),
+        "daso, 4 fragments": jdaso.daso(exchange, schedule=one_by_one, fragments=4),
     }
 
 

@@ -63,7 +63,7 @@ def measure(topology: jdaso.Topology, kilobytes: float, rounds: int) -> tuple[fl
 
     with jdaso.mpi_exchange(topology) as exchange:
         alone = prepare(optax.sgd(0.1))
-        within = prepare(optax.chain(optax.sgd(0.1), jdaso.daso(exchange, jdaso.constant(1, 1))))
+        within = prepare(optax.chain(optax.sgd(0.1), jdaso.daso(exchange, 1, 1)))
         extra = statistics.median(within(rounds) - alone(rounds) for _ in range(3))
     own, target = np.ones(params[0].shape, np.float32), np.empty(params[0].shape, np.float32)
     comm.Barrier()

@@ -46,7 +46,7 @@ def whole(started: float) -> list[float]:
     ends.append(time.time() - started)
     exchange = jdaso.mpi_exchange(topology)
     ends.append(time.time() - started)
-    tx = jdaso.chain(optax.sgd(0.1), jdaso.daso(exchange, jdaso.constant(1, 0)))
+    tx = jdaso.chain(optax.sgd(0.1), jdaso.daso(exchange, 1, 0))
 
     @jax.jit
     def step(params, state):

@@ -49,7 +49,7 @@ def methods(period, hidden):
         "Streaming DiLoCo, float32": lambda x: jdaso.diloco(x, period, OUTER, **late),
         "DiLoCo": lambda x: jdaso.diloco(x, period, OUTER),
         "local SGD": lambda x: jdaso.local_sgd(x, period),
-        f"DASO {both}": lambda x: jdaso.daso(x, jdaso.constant(*hidden)),
+        f"DASO {both}": lambda x: jdaso.daso(x, *hidden),
         f"DaSGD {both}": lambda x: jdaso.dasgd(x, *hidden),
         "data parallel": lambda x: jdaso.allreduce_gradients(x, wire="float32"),
     }

@@ -94,8 +94,8 @@ def candidates(args: argparse.Namespace, epoch_steps: int) -> dict[str, Candidat
         f"diloco, {both}, streaming": Candidate(
             lambda x: chain(sgd, diloco(x, period, warmup=OUTER_WARMUP, **streaming))
         ),
-        f"daso, cycling {both}": Candidate(lambda x: chain(sgd, daso(x, cycling))),
-        f"daso, {both}": Candidate(lambda x: chain(sgd, daso(x, constant))),
+        f"daso, cycling {both}": Candidate(lambda x: chain(sgd, daso(x, schedule=cycling))),
+        f"daso, {both}": Candidate(lambda x: chain(sgd, daso(x, schedule=constant))),
         "none": Candidate(
             lambda x: chain(sgd, local_sgd(single_exchange(), total + 1)),
             lambda opt_state, params: params,

@@ -104,7 +104,7 @@ def _averaging(
             total=total,
             epoch=epoch_steps,
         )
-        return jdaso.daso(world, schedule, wire=wire, fragments=fragments)
+        return jdaso.daso(world, schedule=schedule, wire=wire, fragments=fragments)
     if config.sync == "dasgd":
         own = config.own_weight
         return jdaso.dasgd(world, period, config.delay, own, wire=wire, fragments=fragments)

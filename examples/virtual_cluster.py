@@ -86,7 +86,7 @@ def train(period, delay, params, images, labels, order, learning_rate, schedule=
     Without a ``schedule``, period and delay are constant.
     """
     exchange = jdaso.axis_exchange("node", NODES)
-    averaging = jdaso.daso(exchange, schedule or fixed(period, delay))
+    averaging = jdaso.daso(exchange, schedule=schedule or fixed(period, delay))
     decay = optax.cosine_decay_schedule(learning_rate, decay_steps=len(order))
     tx = jdaso.chain(optax.sgd(decay, MOMENTUM), averaging)
 

@@ -122,7 +122,7 @@ def transformation(variant, options, exchange) -> optax.GradientTransformation:
     if variant == "dasgd":
         return jdaso.chain(sgd, jdaso.dasgd(exchange, options.period, options.delay))
     schedule = jdaso.constant(options.period, options.delay)
-    return jdaso.chain(sgd, jdaso.daso(exchange, schedule, wire=wire))
+    return jdaso.chain(sgd, jdaso.daso(exchange, schedule=schedule, wire=wire))
 
 
 def random_batch(options, topology):

@@ -1,6 +1,6 @@
 """DASO: asynchronous averaging with a merge weighted by age. Its schedule is jdaso.cycling."""
 
-from jdaso.algorithms.defaults import choose_merge, resolve_wire
+from jdaso.algorithms.defaults import choose_merge, resolve_schedule, resolve_wire
 from jdaso.core.exchange import Exchange
 from jdaso.core.transformation import Averaging, averaging
 from jdaso.core.tree import Fragments, division_by
@@ -9,7 +9,10 @@ from jdaso.core.types import Arrival, Leaves, Merge, PyTree, Schedule
 
 def daso(
     exchange: Exchange,
-    schedule: Schedule,
+    period: int | None = None,
+    delay: int | None = None,
+    *,
+    schedule: Schedule | None = None,
     wire: str | None = None,
     blocking_wire: str | None = None,
     fragments: Fragments = 1,
@@ -42,7 +45,9 @@ def daso(
 
     Args:
         exchange: The connection between nodes.
-        schedule: :func:`jdaso.cycling`, with the published phases, or :func:`jdaso.constant`.
+        period: B, optimizer steps between two exchanges.
+        delay: S, optimizer steps between posting and merging, ``0 <= delay <= period``.
+        schedule: Replaces period and delay. :func:`jdaso.cycling` has the published phases.
         wire: Dtype on the network in the cycling phase: ``float64``, ``float32``, ``bfloat16``,
             ``float16``, ``int8`` or ``float4``. A leaf never travels in a wider dtype than its own.
             Sums are accumulated in float32, or in float64 for float64 wires. ``int8`` and
@@ -81,11 +86,12 @@ def daso(
 
     >>> import jax.numpy as jnp, jdaso, optax
     >>> schedule = jdaso.cycling(period=4, warmup=10, cooldown=10, total=100, epoch=10)
-    >>> tx = jdaso.chain(optax.sgd(0.1), jdaso.daso(jdaso.single_exchange(), schedule))
+    >>> tx = jdaso.chain(optax.sgd(0.1), jdaso.daso(jdaso.single_exchange(), schedule=schedule))
     >>> params, grads = {"w": jnp.ones(3)}, {"w": jnp.ones(3)}
     >>> state = tx.init(params)
     >>> params, state = jdaso.apply_gradients(tx, grads, state, params, value=0.5)
     """
+    schedule = resolve_schedule("daso", period, delay, schedule)
     mean = Merge(
         init=lambda params: (),
         merge=_merge,

@@ -423,7 +423,7 @@ def at_step(tree: PyTree, step: int) -> PyTree:
         step: Optimizer steps taken, by the new count.
 
     >>> import jdaso
-    >>> averaging = jdaso.daso(jdaso.single_exchange(), jdaso.constant(period=4, delay=2))
+    >>> averaging = jdaso.daso(jdaso.single_exchange(), period=4, delay=2)
     >>> state = at_step(averaging.init({"w": jnp.ones(3)}), 100)
     >>> int(state.step)
     100

@@ -239,7 +239,7 @@ def drain(transformation: Averaging, opt_state: PyTree, params: PyTree) -> tuple
             of it.
 
     >>> import jax.numpy as jnp, jdaso, optax
-    >>> averaging = jdaso.daso(jdaso.single_exchange(), jdaso.constant(period=4, delay=2))
+    >>> averaging = jdaso.daso(jdaso.single_exchange(), period=4, delay=2)
     >>> tx = jdaso.chain(optax.sgd(0.1), averaging)
     >>> params = {"w": jnp.ones(3)}
     >>> params, state = jdaso.drain(tx, tx.init(params), params)

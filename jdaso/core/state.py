@@ -64,7 +64,7 @@ def averaging_state(opt_state: PyTree) -> AveragingState:
         ValueError: if there is none, or more than one.
 
     >>> import jax.numpy as jnp, jdaso, optax
-    >>> averaging = jdaso.daso(jdaso.single_exchange(), jdaso.constant(period=4, delay=2))
+    >>> averaging = jdaso.daso(jdaso.single_exchange(), period=4, delay=2)
     >>> state = jdaso.chain(optax.sgd(0.1), averaging).init({"w": jnp.ones(3)})
     >>> int(jdaso.core.averaging_state(state).plan.period)
     4

@@ -153,7 +153,7 @@ def axis_exchange(axis_name: str, num_nodes: int, wire: str | None = None) -> Ex
 
     >>> import jax, jax.numpy as jnp, optax, jdaso
     >>> exchange = jdaso.axis_exchange("node", 4)
-    >>> tx = optax.chain(optax.sgd(0.1), jdaso.daso(exchange, jdaso.constant(period=1)))
+    >>> tx = optax.chain(optax.sgd(0.1), jdaso.daso(exchange, period=1, delay=0))
     >>> params = jnp.arange(4.0)
     >>> state = jax.vmap(tx.init)(params)
     >>> step = jax.vmap(lambda p, s: tx.update(jnp.zeros(()), s, p), axis_name="node")

@@ -255,7 +255,7 @@ Measurements confirm this only in part.
             f"{best.rate_factor:.3g} times as high, which would make up for DASO's share. "
             "Measurements confirm this only in part."
         )
-        schedule = f"jdaso.constant(period={best.period}, delay={best.delay})"
+        schedule = f"period={best.period}, delay={best.delay}"
         code = f'jdaso.daso(exchange, {schedule}, wire="{best.wire}")'
     lines += [f"Or {expected(other)}" for other in others]
     lines.append(

@@ -121,7 +121,7 @@ def test_a_factory_names_what_does_not_fit(factory, bad, message):
 def test_an_exchange_of_the_wrong_type_is_refused():
     topology = jdaso.discover_topology()
     with pytest.raises(ValueError, match=r"exchange must be a jdaso\.Exchange, .* got Topology"):
-        jdaso.daso(topology, RARE)
+        jdaso.daso(topology, schedule=RARE)
 
 
 @pytest.mark.parametrize("factory", [dasgd, diloco])

@@ -26,7 +26,7 @@ def sgd():
 
 # name -> exchange -> a whole optimizer, none of whose numbers depends on how many nodes there are.
 ALGORITHMS = {
-    "daso": lambda x: jdaso.chain(sgd(), jdaso.daso(x, jdaso.constant(4, 2))),
+    "daso": lambda x: jdaso.chain(sgd(), jdaso.daso(x, 4, 2)),
     "dasgd": lambda x: jdaso.chain(sgd(), jdaso.dasgd(x, 4, 2)),
     "dasgd fragments": lambda x: jdaso.chain(sgd(), jdaso.dasgd(x, 4, 3, fragments=2)),
     "local_sgd": lambda x: jdaso.chain(sgd(), jdaso.local_sgd(x, 4)),
@@ -47,7 +47,7 @@ ALGORITHMS = {
 # Here a node merges a mean and posts it in the same step, so that it contributes again.
 AT_ONCE = {
     "daso cycling": lambda x: jdaso.chain(
-        sgd(), jdaso.daso(x, jdaso.cycling(**PHASES), blocking_wire="float32")
+        sgd(), jdaso.daso(x, schedule=jdaso.cycling(**PHASES), blocking_wire="float32")
     ),
     "easgd whole period": lambda x: jdaso.chain(sgd(), jdaso.easgd(x, 4, alpha=0.2)),
     "eamsgd whole period": lambda x: jdaso.eamsgd(x, 4, RATE, 0.9, alpha=0.2),
@@ -228,7 +228,7 @@ def test_a_step_out_of_the_range_of_numbers_is_mended_by_the_next_mean(name):
 
 
 OFF = {
-    "daso": lambda x: jdaso.daso(x, jdaso.constant(4, 2), nonfinite="off"),
+    "daso": lambda x: jdaso.daso(x, 4, 2, nonfinite="off"),
     "dasgd fragments": lambda x: jdaso.dasgd(x, 4, 3, fragments=2, nonfinite="off"),
     "local_sgd": lambda x: jdaso.local_sgd(x, 4, nonfinite="off"),
     "easgd": lambda x: jdaso.easgd(x, 4, alpha=0.2, nonfinite="off"),
@@ -274,7 +274,7 @@ def test_a_step_that_loss_scaling_skips_advances_the_schedule(name):
 
 
 RAISING = {
-    "daso": lambda x: jdaso.daso(x, jdaso.constant(2, 1), nonfinite="raise"),
+    "daso": lambda x: jdaso.daso(x, 2, 1, nonfinite="raise"),
     "dasgd": lambda x: jdaso.dasgd(x, 2, 1, nonfinite="raise"),
     "local_sgd": lambda x: jdaso.local_sgd(x, 2, nonfinite="raise"),
     "easgd": lambda x: jdaso.easgd(x, 2, alpha=0.2, nonfinite="raise"),
@@ -294,7 +294,7 @@ def test_raise_stops_and_names_algorithm_and_step(name):
 
 
 def test_raise_names_a_wire_that_cannot_hold_the_parameters():
-    tx = jdaso.daso(jdaso.single_exchange(), jdaso.constant(1), wire="float16", nonfinite="raise")
+    tx = jdaso.daso(jdaso.single_exchange(), 1, 0, wire="float16", nonfinite="raise")
     params = jnp.array([1e5])
     with pytest.raises(Exception, match=r"above 65504 in magnitude, which the wire float16 cannot"):
         jax.block_until_ready(jax.jit(tx.update)(jnp.zeros(1), tx.init(params), params))

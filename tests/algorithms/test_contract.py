@@ -22,13 +22,11 @@ PHASES = {"period": 2, "warmup": 3, "cooldown": 3, "total": STEPS, "epoch": 5, "
 
 # name -> (exchange, sgd, rate, chain) -> a whole optimizer; sgd(rate) is the local one.
 ALGORITHMS = {
-    "daso": lambda x, sgd, lr, chain: chain(sgd(lr), jdaso.daso(x, jdaso.constant(4, 2))),
+    "daso": lambda x, sgd, lr, chain: chain(sgd(lr), jdaso.daso(x, 4, 2)),
     "daso cycling": lambda x, sgd, lr, chain: chain(
-        sgd(lr), jdaso.daso(x, jdaso.cycling(**PHASES), blocking_wire="float32")
+        sgd(lr), jdaso.daso(x, schedule=jdaso.cycling(**PHASES), blocking_wire="float32")
     ),
-    "daso delta": lambda x, sgd, lr, chain: chain(
-        sgd(lr), jdaso.daso(x, jdaso.constant(4, 2), merge="delta")
-    ),
+    "daso delta": lambda x, sgd, lr, chain: chain(sgd(lr), jdaso.daso(x, 4, 2, merge="delta")),
     "dasgd": lambda x, sgd, lr, chain: chain(sgd(lr), jdaso.dasgd(x, 4, 2)),
     "dasgd delta": lambda x, sgd, lr, chain: chain(sgd(lr), jdaso.dasgd(x, 4, 2, merge="delta")),
     "dasgd fragments": lambda x, sgd, lr, chain: chain(sgd(lr), jdaso.dasgd(x, 4, 3, fragments=2)),
@@ -354,7 +352,7 @@ def test_a_gradient_that_is_not_finite_leaves_nodes_in_step(name, sgd):
 MAKE_ALL = """
 import jdaso, optax
 x, schedule = jdaso.axis_exchange("node", 2), jdaso.constant(4, 2)
-jdaso.chain(optax.adam(0.1), jdaso.daso(x, schedule), "average")
+jdaso.chain(optax.adam(0.1), jdaso.daso(x, schedule=schedule), "average")
 jdaso.dasgd(x, 4, 2), jdaso.local_sgd(x, 4, 2, "delta"), jdaso.easgd(x, 4)
 jdaso.eamsgd(x, 4, 0.1, 0.9), jdaso.diloco(x, 4), jdaso.allreduce_gradients(x)
 jdaso.cluster.use_virtual_devices(3)

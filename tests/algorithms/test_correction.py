@@ -15,9 +15,7 @@ XI = 0.25
 # An algorithm with ``merge="delta"``, and the weight of its correction.
 CORRECTIONS = {
     "daso": (
-        lambda x, k, d, **more: jdaso.daso(
-            x, jdaso.constant(k, d), blocking_wire="float32", merge="delta", **more
-        ),
+        lambda x, k, d, **more: jdaso.daso(x, k, d, blocking_wire="float32", merge="delta", **more),
         lambda members, age: members / (2 * age + members),
     ),
     "dasgd": (
@@ -75,7 +73,7 @@ def test_a_checkpoint_tells_it_from_the_mean(name):
     exchange, params = jdaso.single_exchange(), jnp.ones(3)
     correction = CORRECTIONS[name][0](exchange, 4, 2)
     mean = {
-        "daso": lambda: jdaso.daso(exchange, jdaso.constant(4, 2)),
+        "daso": lambda: jdaso.daso(exchange, 4, 2),
         "dasgd": lambda: jdaso.dasgd(exchange, 4, 2),
         "local_sgd": lambda: jdaso.local_sgd(exchange, 4, 2),
     }[name]()

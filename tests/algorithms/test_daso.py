@@ -74,7 +74,7 @@ def test_follows_the_recursion_through_phases_and_plateaus(in_place, run):
     schedule, nodes, momentum, seed = run
     x, grads = random_run(seed, schedule.total, nodes)
     losses = random_losses(np.random.default_rng(seed), schedule.total, nodes, schedule.epoch)
-    averaging = jdaso.daso(jdaso.axis_exchange("node", nodes), cycling(schedule), **EXACT)
+    averaging = jdaso.daso(jdaso.axis_exchange("node", nodes), schedule=cycling(schedule), **EXACT)
     result = simulate(averaging, x, grads, losses, momentum, in_place=in_place)
     assert_follows(result, golden.daso(x, grads, schedule, LR, momentum, losses))
 
@@ -89,9 +89,7 @@ def test_follows_the_recursion_through_phases_and_plateaus(in_place, run):
 def test_follows_the_recursion_with_constant_period_and_delay(in_place, period_delay, nodes, seed):
     period, delay = period_delay
     x, grads = random_run(seed, 100, nodes)
-    averaging = jdaso.daso(
-        jdaso.axis_exchange("node", nodes), jdaso.constant(period, delay), **EXACT
-    )
+    averaging = jdaso.daso(jdaso.axis_exchange("node", nodes), period, delay, **EXACT)
     expected = golden.daso(x, grads, golden.Schedule(period, delay), LR)
     assert_follows(simulate(averaging, x, grads, in_place=in_place), expected)
 
@@ -111,7 +109,7 @@ def test_a_node_that_is_not_finite_takes_the_mean_of_the_others(
     schedule = golden.Schedule(period=4, delay=delay, warmup=6, cooldown=6, total=40, epoch=11)
     x, grads = random_run(seed, 40, nodes)
     grads[step, node, 1] = np.inf
-    averaging = jdaso.daso(jdaso.axis_exchange("node", nodes), cycling(schedule), **EXACT)
+    averaging = jdaso.daso(jdaso.axis_exchange("node", nodes), schedule=cycling(schedule), **EXACT)
     result = simulate(averaging, x, grads, in_place=in_place)
     expected = golden.daso(x, grads, schedule, LR)
     assert_follows(result, expected)
@@ -127,7 +125,7 @@ PLATEAUS = golden.Schedule(
 def test_period_and_delay_halve_at_a_plateau_and_start_again_from_one():
     x, grads = random_run(0, 104, 3)
     losses = np.ones((104, 3))  # the best of the first epoch of the cycling phase, then plateaus
-    averaging = jdaso.daso(jdaso.axis_exchange("node", 3), cycling(PLATEAUS), **EXACT)
+    averaging = jdaso.daso(jdaso.axis_exchange("node", 3), schedule=cycling(PLATEAUS), **EXACT)
     params, state = simulate(averaging, x, grads, losses, momentum=0.9)
     first_of_epoch = slice(8, 96, 8)
     assert state.plan.period[first_of_epoch, 0].tolist() == [4, 4, 2, 1, 4, 2, 1, 4, 2, 1, 4]
@@ -140,7 +138,7 @@ def test_plateaus_are_decided_by_the_mean_over_all_nodes():
     x, grads = random_run(1, 104, 2)
     losses = np.ones((104, 2))
     losses[:, 0] = 1e-3 * 0.1 ** (np.arange(104) // 8)
-    averaging = jdaso.daso(jdaso.axis_exchange("node", 2), cycling(PLATEAUS), **EXACT)
+    averaging = jdaso.daso(jdaso.axis_exchange("node", 2), schedule=cycling(PLATEAUS), **EXACT)
     params, state = simulate(averaging, x, grads, losses)
     assert (state.plan.period[24] == 2).all()
     assert_follows((params, state), golden.daso(x, grads, PLATEAUS, LR, 0.0, losses))
@@ -149,7 +147,7 @@ def test_plateaus_are_decided_by_the_mean_over_all_nodes():
 def test_warm_up_epochs_do_not_count_as_plateaus():
     schedule = golden.Schedule(period=4, delay=1, warmup=16, total=60, epoch=2, patience=2)
     x, grads = random_run(2, 60, 2)
-    averaging = jdaso.daso(jdaso.axis_exchange("node", 2), cycling(schedule), **EXACT)
+    averaging = jdaso.daso(jdaso.axis_exchange("node", 2), schedule=cycling(schedule), **EXACT)
     _, state = simulate(averaging, x, grads, np.ones((60, 2)))
     assert (state.plan.period[16] == 4).all()
 
@@ -160,14 +158,14 @@ def test_losses_that_are_not_finite_are_ignored():
     losses = np.ones((40, 2)) * 0.5 ** (np.arange(40) // 4)[:, None]
     losses[5, 1] = np.nan  # within an epoch
     losses[16:20] = np.inf  # a whole epoch
-    averaging = jdaso.daso(jdaso.axis_exchange("node", 2), cycling(schedule), **EXACT)
+    averaging = jdaso.daso(jdaso.axis_exchange("node", 2), schedule=cycling(schedule), **EXACT)
     _, state = simulate(averaging, x, grads, losses)
     assert (state.plan.period == 4).all()  # every epoch improves
 
 
 def test_without_value_period_and_delay_never_change():
     x, grads = random_run(4, 104, 2)
-    averaging = jdaso.daso(jdaso.axis_exchange("node", 2), cycling(PLATEAUS), **EXACT)
+    averaging = jdaso.daso(jdaso.axis_exchange("node", 2), schedule=cycling(PLATEAUS), **EXACT)
     params, state = simulate(averaging, x, grads, losses=None)
     assert (state.plan.period[8:96] == 4).all()
     assert_follows((params, state), golden.daso(x, grads, PLATEAUS, LR))
@@ -179,7 +177,7 @@ def test_an_exchange_cut_short_by_the_end_of_a_phase_is_merged_with_its_age():
     x, grads = random_run(5, 15, 3)
     expected = golden.daso(x, grads, schedule, LR)
     assert expected.ages[9] == [1]
-    averaging = jdaso.daso(jdaso.axis_exchange("node", 3), cycling(schedule), **EXACT)
+    averaging = jdaso.daso(jdaso.axis_exchange("node", 3), schedule=cycling(schedule), **EXACT)
     params, state = simulate(averaging, x, grads)
     before = params[8] - LR * grads[9]
     one_late = (2 * 1 * before + params[8].sum(0)) / (2 * 1 + 3)
@@ -191,7 +189,7 @@ def test_an_exchange_cut_short_by_the_end_of_a_phase_is_merged_with_its_age():
 def test_an_epoch_ends_with_equal_nodes_and_nothing_in_flight(delay):
     schedule = golden.Schedule(period=4, delay=delay, total=30, epoch=6)
     x, grads = random_run(6, 30, 3)
-    averaging = jdaso.daso(jdaso.axis_exchange("node", 3), cycling(schedule), **EXACT)
+    averaging = jdaso.daso(jdaso.axis_exchange("node", 3), schedule=cycling(schedule), **EXACT)
     params, state = simulate(averaging, x, grads)
     last = slice(5, None, 6)
     assert not state.fragments[0].posted[last].any()
@@ -206,7 +204,9 @@ def test_blocking_phases_round_to_bfloat16_and_the_cycling_phase_does_not():
     schedule = golden.Schedule(period=4, delay=2, warmup=6, cooldown=6, total=20)
     x, grads = dyadic_run(20, 4)
     expected = golden.daso(x, grads, schedule, LR, blocking_wire="bfloat16")
-    averaging = jdaso.daso(jdaso.axis_exchange("node", 4), cycling(schedule))  # the defaults
+    averaging = jdaso.daso(
+        jdaso.axis_exchange("node", 4), schedule=cycling(schedule)
+    )  # the defaults
     params, _ = simulate(averaging, x, grads)
     np.testing.assert_array_equal(params, expected.params)
     assert (expected.params != golden.daso(x, grads, schedule, LR).params).any(axis=(1, 2)).all()
@@ -217,7 +217,7 @@ def test_the_cycling_phase_rounds_to_the_wire_it_is_given(wire):
     x, grads = dyadic_run(12, 4)
     x, grads = x + np.float32(2**-12), grads  # bits that 16-bit numbers lack
     expected = golden.daso(x, grads, golden.Schedule(4, 2), LR, wire=wire)
-    averaging = jdaso.daso(jdaso.axis_exchange("node", 4), jdaso.constant(4, 2), wire=wire)
+    averaging = jdaso.daso(jdaso.axis_exchange("node", 4), 4, 2, wire=wire)
     params, _ = simulate(averaging, x, grads)
     np.testing.assert_array_equal(params, expected.params)
     assert (
@@ -227,7 +227,7 @@ def test_the_cycling_phase_rounds_to_the_wire_it_is_given(wire):
 
 def test_float16_sums_do_not_overflow():
     x = np.full((4, 2), 40000.0)  # the sum of four exceeds 65504
-    averaging = jdaso.daso(jdaso.axis_exchange("node", 4), jdaso.constant(1), wire="float16")
+    averaging = jdaso.daso(jdaso.axis_exchange("node", 4), 1, 0, wire="float16")
     params, state = simulate(averaging, x, np.zeros((2, 4, 2)))
     np.testing.assert_array_equal(params[-1], x)
     assert not state.left_out.any()
@@ -242,7 +242,7 @@ def test_period_one_without_delay_is_synchronous_sgd_on_the_joint_batch():
     def loss(w, x, y):
         return jnp.mean((x @ w - y) ** 2)
 
-    averaging = jdaso.daso(jdaso.axis_exchange("node", nodes), jdaso.constant(1), **EXACT)
+    averaging = jdaso.daso(jdaso.axis_exchange("node", nodes), 1, 0, **EXACT)
     tx = optax.chain(optax.sgd(0.05), averaging)
 
     def alone(w, x, y):
@@ -276,7 +276,7 @@ def test_consensus_has_the_same_bits_on_all_nodes():
 def test_a_node_that_is_left_out_is_counted_and_recovers():
     x, grads = random_run(9, 3, 3)
     grads[0, 1] = np.nan
-    averaging = jdaso.daso(jdaso.axis_exchange("node", 3), jdaso.constant(1), **EXACT)
+    averaging = jdaso.daso(jdaso.axis_exchange("node", 3), 1, 0, **EXACT)
     params, state = simulate(averaging, x, grads)
     assert state.left_out[-1].tolist() == [0, 1, 0]
     others = (x - LR * grads[0])[[0, 2]].mean(axis=0)
@@ -286,7 +286,7 @@ def test_a_node_that_is_left_out_is_counted_and_recovers():
 def test_a_node_that_loses_its_numbers_between_two_exchanges_recovers_at_the_next():
     x, grads = random_run(12, 8, 3)
     grads[1, 0] = np.nan  # exchanges are posted and merged after steps 3 and 7
-    averaging = jdaso.daso(jdaso.axis_exchange("node", 3), jdaso.constant(4), **EXACT)
+    averaging = jdaso.daso(jdaso.axis_exchange("node", 3), 4, 0, **EXACT)
     params, state = simulate(averaging, x, grads)
     assert state.left_out[-1].tolist() == [1, 0, 0]
     others = (x - LR * grads[:4].sum(axis=0))[1:].mean(axis=0)
@@ -296,7 +296,7 @@ def test_a_node_that_loses_its_numbers_between_two_exchanges_recovers_at_the_nex
 def test_nothing_is_merged_when_no_node_is_finite():
     x, grads = random_run(10, 1, 2)
     grads[0, :, 0] = np.inf
-    averaging = jdaso.daso(jdaso.axis_exchange("node", 2), jdaso.constant(1), **EXACT)
+    averaging = jdaso.daso(jdaso.axis_exchange("node", 2), 1, 0, **EXACT)
     params, state = simulate(averaging, x, grads)
     assert state.left_out[0].tolist() == [1, 1]
     # Each node keeps its own parameters, with or without its step.
@@ -306,7 +306,7 @@ def test_nothing_is_merged_when_no_node_is_finite():
 def test_drain_merges_with_the_actual_age():
     # Posted after step 3 with delay 3; training ends after step 4, one step later.
     x, grads = random_run(11, 5, 3)
-    averaging = jdaso.daso(jdaso.axis_exchange("node", 3), jdaso.constant(4, 3), **EXACT)
+    averaging = jdaso.daso(jdaso.axis_exchange("node", 3), 4, 3, **EXACT)
     tx = optax.chain(optax.sgd(LR), averaging)
 
     def node(x, grads):
@@ -324,7 +324,7 @@ def test_drain_merges_with_the_actual_age():
 
 
 def test_drain_with_nothing_in_flight_changes_nothing():
-    averaging = jdaso.daso(jdaso.single_exchange(), jdaso.constant(4, 2))
+    averaging = jdaso.daso(jdaso.single_exchange(), 4, 2)
     params = jnp.arange(3.0)
     state = averaging.init(params)
     drained, same = jdaso.drain(averaging, state, params)
@@ -334,18 +334,18 @@ def test_drain_with_nothing_in_flight_changes_nothing():
 @pytest.mark.parametrize("argument", ["wire", "blocking_wire", "nonfinite"])
 def test_an_unknown_choice_is_named(argument):
     with pytest.raises(ValueError, match=f"{argument} .*'float8'"):
-        jdaso.daso(jdaso.single_exchange(), jdaso.constant(1), **{argument: "float8"})
+        jdaso.daso(jdaso.single_exchange(), 1, 0, **{argument: "float8"})
 
 
 @pytest.mark.parametrize("argument", ["wire", "blocking_wire"])
 def test_a_wire_that_contradicts_the_exchange_is_refused(argument):
     exchange = jdaso.single_exchange(wire="bfloat16")
     with pytest.raises(ValueError, match=argument):
-        jdaso.daso(exchange, jdaso.constant(1), **{argument: "float16"})
+        jdaso.daso(exchange, 1, 0, **{argument: "float16"})
 
 
 def test_an_axis_of_another_size_is_refused():
-    tx = jdaso.daso(jdaso.axis_exchange("node", 3), jdaso.constant(1))
+    tx = jdaso.daso(jdaso.axis_exchange("node", 3), 1, 0)
     x = jnp.zeros((2, 1))
     state = jax.vmap(tx.init)(x)
     with pytest.raises(ValueError, match=r"num_nodes=3.*2 positions"):

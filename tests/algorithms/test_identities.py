@@ -66,7 +66,7 @@ def test_eamsgd_without_momentum_is_easgd_with_sgd():
 def test_daso_in_a_blocking_phase_is_a_mean_at_every_step():
     x, grads = random_run(4, 60, NODES)
     schedule = jdaso.cycling(period=4, warmup=30, cooldown=30, total=60)
-    averaging = jdaso.daso(NODE_AXIS, schedule, blocking_wire="float32")
+    averaging = jdaso.daso(NODE_AXIS, schedule=schedule, blocking_wire="float32")
     daso, state = simulate(averaging, x, grads)
     local_sgd, _ = simulate(jdaso.local_sgd(NODE_AXIS, period=1), x, grads)
     assert state.plan.blocking.all()

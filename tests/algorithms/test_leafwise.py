@@ -26,7 +26,7 @@ def diloco(outer):
 
 
 RULES = {
-    "daso": jdaso.daso(EXCHANGE, jdaso.constant(4, 2)),
+    "daso": jdaso.daso(EXCHANGE, 4, 2),
     "dasgd": jdaso.dasgd(EXCHANGE, 4, 2),
     "local_sgd": jdaso.local_sgd(EXCHANGE, 4),
     "delta": jdaso.local_sgd(EXCHANGE, schedule=jdaso.constant(4, 2), merge="delta"),

@@ -94,7 +94,7 @@ def test_every_wire_sends_what_was_there_before_the_merge(name, wire, in_place):
 def test_a_blocking_mean_at_the_end_of_an_epoch_is_that_of_the_parameters_before_the_merge():
     x, grads = random_run(3, 12, NODES)
     schedule = jdaso.cycling(period=4, delay=3, warmup=0, cooldown=0, total=1000, epoch=6)
-    averaging = jdaso.daso(NODE_AXIS, schedule, blocking_wire="float32")
+    averaging = jdaso.daso(NODE_AXIS, schedule=schedule, blocking_wire="float32")
     params, state = simulate(averaging, x, grads)
     assert (state.plan.delay[5] == 0).all()
     own = x - LR * np.cumsum(grads[:6], axis=0)[-1]  # an exchange of step 3 is still in flight

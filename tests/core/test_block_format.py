@@ -212,7 +212,7 @@ BUILD = {
     "local_sgd": lambda wire: jdaso.local_sgd(NODE_AXIS, 2, wire=wire),
     "dasgd": lambda wire: jdaso.dasgd(NODE_AXIS, 4, 3, wire=wire),
     "daso": lambda wire: jdaso.daso(
-        NODE_AXIS, jdaso.cycling(**SCHEDULE), wire=wire, blocking_wire="float32"
+        NODE_AXIS, schedule=jdaso.cycling(**SCHEDULE), wire=wire, blocking_wire="float32"
     ),
     "easgd": lambda wire: jdaso.easgd(NODE_AXIS, 4, wire=wire),
     "diloco": lambda wire: jdaso.diloco(NODE_AXIS, 4, delay=2, mix=0.5, wire=wire),
@@ -262,7 +262,7 @@ def test_a_node_that_is_left_out_owes_as_much_as_before():
 
 
 def test_parameters_of_all_dtypes_and_shapes_are_exchanged():
-    averaging = jdaso.daso(NODE_AXIS, jdaso.constant(2, 1), wire="int8")
+    averaging = jdaso.daso(NODE_AXIS, 2, 1, wire="int8")
     dtypes = ("float32", "bfloat16", "float16")
 
     def node(seed):
@@ -298,7 +298,9 @@ def test_a_node_can_send_int8_and_float4_in_turn():
     """Warm-up and cool-down have another number of bits, and the residual serves both."""
     x, grads = scattered_run(4, 200, NODES)
     exact, _ = simulate(BUILD["daso"]("float32"), x, grads)
-    tx = jdaso.daso(NODE_AXIS, jdaso.cycling(**SCHEDULE), wire="float4", blocking_wire="int8")
+    tx = jdaso.daso(
+        NODE_AXIS, schedule=jdaso.cycling(**SCHEDULE), wire="float4", blocking_wire="int8"
+    )
     params, bits = simulate(tx, x, grads, look=block_bits)
     assert set(bits[:20].flat) == {0, 8}  # the first mean is in float32
     assert set(bits[30:180].flat) == {4}

@@ -120,7 +120,7 @@ def test_both_forms_of_a_step_do_the_same(averaging, moments):
         (lambda **o: dasgd(**o), XI),
         (lambda **o: dasgd(delay=0, **o), XI),
         (lambda **o: jdaso.diloco(EXCHANGE, PERIOD, delay=DELAY, mix=0.5, **o), 0.5),
-        (lambda **o: jdaso.daso(EXCHANGE, jdaso.constant(PERIOD, DELAY), **o), None),
+        (lambda **o: jdaso.daso(EXCHANGE, PERIOD, DELAY, **o), None),
     ],
     ids=["dasgd", "dasgd blocking", "diloco", "daso"],
 )

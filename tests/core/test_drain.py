@@ -10,7 +10,7 @@ import jdaso
 
 NODES = 2
 ALGORITHMS = {
-    "daso": lambda x: jdaso.chain(optax.sgd(0.1), jdaso.daso(x, jdaso.constant(4, 3))),
+    "daso": lambda x: jdaso.chain(optax.sgd(0.1), jdaso.daso(x, 4, 3)),
     "int8": lambda x: jdaso.chain(optax.sgd(0.1), jdaso.dasgd(x, 4, 3, wire="int8")),
     "fragments": lambda x: jdaso.chain(optax.adam(0.1), jdaso.dasgd(x, 4, 3, fragments=2)),
     "average": lambda x: jdaso.chain(optax.adam(0.1), jdaso.dasgd(x, 4, 3), moments="average"),

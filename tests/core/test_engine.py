@@ -22,7 +22,7 @@ PHASES = {"period": 4, "warmup": 4, "cooldown": 4, "total": 40, "epoch": 4, "pat
 
 def alone(schedule=None):
     """DASO on one node. With a delay, x <- (2 S x + x(t)) / (2 S + 1), not the identity."""
-    return jdaso.daso(jdaso.single_exchange(), schedule or jdaso.constant(2, 1), **EXACT)
+    return jdaso.daso(jdaso.single_exchange(), schedule=schedule or jdaso.constant(2, 1), **EXACT)
 
 
 def merged_once(x0, updates):
@@ -160,7 +160,7 @@ def test_mixed_dtypes_stay_and_integers_are_untouched():
     }
     nodes = 4
     exchange = jdaso.axis_exchange("node", nodes)
-    tx = jdaso.daso(exchange, jdaso.constant(1), **EXACT)
+    tx = jdaso.daso(exchange, 1, 0, **EXACT)
 
     def step(number):
         # Node i moves by i. Integers and booleans get a zero of their own dtype.
@@ -195,8 +195,8 @@ def test_params_are_required():
 
 
 ALGORITHMS = {
-    "daso": lambda exchange: jdaso.daso(exchange, jdaso.constant(4, 2)),
-    "daso int8": lambda exchange: jdaso.daso(exchange, jdaso.constant(4, 2), wire="int8"),
+    "daso": lambda exchange: jdaso.daso(exchange, 4, 2),
+    "daso int8": lambda exchange: jdaso.daso(exchange, 4, 2, wire="int8"),
     "easgd": lambda exchange: jdaso.easgd(exchange, period=4),
     "diloco": lambda exchange: jdaso.diloco(exchange, period=4),
 }
@@ -254,7 +254,7 @@ def test_averaging_state_needs_exactly_one():
 def test_an_optimizer_with_momentum_recovers_when_it_is_protected_by_itself():
     """As the guides advise. Otherwise the momentum stays NaN, and every later step is skipped."""
     optimizer = optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), 10)
-    tx = optax.chain(optimizer, jdaso.daso(jdaso.axis_exchange("node", 3), jdaso.constant(4, 2)))
+    tx = optax.chain(optimizer, jdaso.daso(jdaso.axis_exchange("node", 3), 4, 2))
 
     @jax.jit
     @functools.partial(jax.vmap, axis_name="node")

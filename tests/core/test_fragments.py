@@ -138,7 +138,7 @@ def posted(state, fragment):
 
 EXCHANGE = jdaso.axis_exchange("node", NODES)
 ALGORITHMS = {
-    "daso": lambda schedule, **options: jdaso.daso(EXCHANGE, schedule, **EXACT, **options),
+    "daso": lambda schedule, **options: jdaso.daso(EXCHANGE, schedule=schedule, **EXACT, **options),
     "dasgd": lambda schedule, **options: jdaso.dasgd(EXCHANGE, schedule=schedule, **options),
     "diloco": lambda schedule, **options: jdaso.diloco(
         EXCHANGE, schedule=schedule, mix=0.5, warmup=1, **options

@@ -15,10 +15,10 @@ from jdaso.core.tree import change_if, change_unless_skipped
 NODES = 3
 LATE = jdaso.constant(4, 2)
 AVERAGINGS = {
-    "daso": lambda ex: jdaso.daso(ex, LATE),
-    "daso, blocking": lambda ex: jdaso.daso(ex, jdaso.constant(2)),
-    "daso, int8": lambda ex: jdaso.daso(ex, LATE, wire="int8"),
-    "daso, 2 fragments": lambda ex: jdaso.daso(ex, LATE, fragments=2),
+    "daso": lambda ex: jdaso.daso(ex, schedule=LATE),
+    "daso, blocking": lambda ex: jdaso.daso(ex, 2, 0),
+    "daso, int8": lambda ex: jdaso.daso(ex, schedule=LATE, wire="int8"),
+    "daso, 2 fragments": lambda ex: jdaso.daso(ex, schedule=LATE, fragments=2),
     "dasgd": lambda ex: jdaso.dasgd(ex, 2, 2),
     "easgd": lambda ex: jdaso.easgd(ex, alpha=0.1, schedule=LATE),
     "diloco": lambda ex: jdaso.diloco(ex, 3, optax.sgd(0.7, momentum=0.9), 1, warmup=0),

@@ -54,7 +54,7 @@ def test_every_fragment_in_flight_counts():
 
 def test_period_delay_and_phase_are_those_of_the_schedule():
     schedule = jdaso.cycling(period=2, warmup=4, cooldown=4, total=STEPS, epoch=2, delay=1)
-    seen = watched(jdaso.daso(jdaso.axis_exchange("node", NODES), schedule))
+    seen = watched(jdaso.daso(jdaso.axis_exchange("node", NODES), schedule=schedule))
     phases = [0] * 4 + [1] * 6 + [2] * 4
     np.testing.assert_array_equal(seen.phase, on_all(phases))
     np.testing.assert_array_equal(seen.period, on_all([(1, 2, 1)[phase] for phase in phases]))

@@ -105,11 +105,11 @@ def test_an_unknown_wire_names_itself_and_the_choice(wire):
     with pytest.raises(ValueError, match=r"wire must be one of float64, float32, bfloat16"):
         jdaso.axis_exchange("node", 2, wire=wire)
     with pytest.raises(ValueError, match="blocking_wire must be one of"):
-        jdaso.daso(jdaso.single_exchange(), jdaso.constant(1), blocking_wire=wire)
+        jdaso.daso(jdaso.single_exchange(), 1, 0, blocking_wire=wire)
 
 
 def test_complex_parameters_are_refused():
-    tx = jdaso.daso(jdaso.single_exchange(), jdaso.constant(1))
+    tx = jdaso.daso(jdaso.single_exchange(), 1, 0)
     with pytest.raises(ValueError, match="complex parameters are not supported"):
         tx.init({"w": jnp.ones(2, jnp.complex64)})
 

@@ -87,7 +87,7 @@ def test_fragments_send_only_their_own_bytes(data):
 
 def test_blocking_phases_send_on_their_own_wire_and_wait(data):
     schedule = jdaso.cycling(period=4, warmup=11, cooldown=0, total=22, epoch=11, delay=2)
-    result = train(data, local(jdaso.daso, schedule), 2, 64, epochs=2)
+    result = train(data, local(jdaso.daso, schedule=schedule), 2, 64, epochs=2)
     posts = np.diff(result.bytes_sent, prepend=0) / PARAMETERS
     # 11 blocking exchanges in bfloat16. Two delayed ones and the mean of the epoch in float32.
     assert posts.tolist() == [2] * 11 + [0, 0, 0, 4, 0, 0, 0, 4, 0, 0, 4]

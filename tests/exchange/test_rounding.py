@@ -80,7 +80,7 @@ def test_what_a_delta_merge_subtracts_is_rounded_to_the_wire():
 
 def test_blocking_phases_of_daso_round_to_bfloat16():
     x = numbers(2)
-    params, _ = one_step(jdaso.daso(axis(2), BLOCKING), x)
+    params, _ = one_step(jdaso.daso(axis(2), schedule=BLOCKING), x)
     np.testing.assert_array_equal(params, np.broadcast_to(received(x, "bfloat16") / 2, x.shape))
 
 
@@ -121,7 +121,7 @@ def test_two_steps_of_bfloat16_parameters_in_one_program_equal_two_programs(node
     """The merge of the first step returns bfloat16, which the second step widens."""
     x = jnp.asarray(numbers(nodes), jnp.bfloat16)
     grads = jnp.asarray(numbers(nodes, seed=1), jnp.bfloat16)
-    tx = jdaso.chain(optax.sgd(LR), jdaso.daso(axis(nodes), BLOCKING))
+    tx = jdaso.chain(optax.sgd(LR), jdaso.daso(axis(nodes), schedule=BLOCKING))
 
     @functools.partial(jax.jit, static_argnums=3)
     @functools.partial(jax.vmap, axis_name="node", in_axes=(0, 0, 0, None))
@@ -139,7 +139,7 @@ def test_two_steps_of_bfloat16_parameters_in_one_program_equal_two_programs(node
 @pytest.mark.parametrize("wire", WIRES)
 def test_the_residual_is_what_a_blocking_wire_rounds_off(wire):
     x = numbers(2)
-    averaging = jdaso.daso(axis(2), BLOCKING, wire="int8", blocking_wire=wire)
+    averaging = jdaso.daso(axis(2), schedule=BLOCKING, wire="int8", blocking_wire=wire)
     params, state = one_step(averaging, x)
     [residual] = state.fragments[0].feedback.residual
     np.testing.assert_array_equal(residual, x - rounded(x, wire))

@@ -38,7 +38,7 @@ def test_table_and_picture(command):
     assert "The period is 4, and 500 for diloco" in notes
     assert "--overhead and --slowdown are 0" in notes
     assert advised.startswith("With 8192 nodes:\nChoose wire int8, period 2, delay 1: a step")
-    assert code == 'jdaso.daso(exchange, jdaso.constant(period=2, delay=1), wire="int8")'
+    assert code == 'jdaso.daso(exchange, period=2, delay=1, wire="int8")'
     assert path == f"picture: {out}"
     assert out.read_bytes().startswith(b"\x89PNG")
 
@@ -138,9 +138,7 @@ def test_advice_says_what_to_choose_and_what_to_expect():
     assert "DASO take back 22% of the progress, DaSGD's 50%" in text
     assert "try one 1.29 times as high" in text
     assert text.count("\nOr wire") == 2
-    assert text.endswith(
-        '\njdaso.daso(exchange, jdaso.constant(period=3, delay=2), wire="bfloat16")'
-    )
+    assert text.endswith('\njdaso.daso(exchange, period=3, delay=2, wire="bfloat16")')
     for warning in ("may cost accuracy", "The rule was measured", "Posting", "Moving", "block"):
         assert warning not in text
 

@@ -104,12 +104,12 @@ def exchange(mesh: Mesh, native: bool, shardings=None) -> jdaso.Exchange:
 
 #: Averagings by name, of an exchange.
 AVERAGINGS = {
-    "daso": lambda ex: jdaso.daso(ex, jdaso.constant(4, 1)),
-    "daso, guard off": lambda ex: jdaso.daso(ex, jdaso.constant(4, 1), nonfinite="off"),
-    "daso, 4 fragments": lambda ex: jdaso.daso(ex, jdaso.constant(12, 1), fragments=4),
-    "daso, bfloat16": lambda ex: jdaso.daso(ex, jdaso.constant(4, 1), wire="bfloat16"),
-    "daso, int8": lambda ex: jdaso.daso(ex, jdaso.constant(4, 1), wire="int8"),
-    "daso, float4": lambda ex: jdaso.daso(ex, jdaso.constant(4, 1), wire="float4"),
+    "daso": lambda ex: jdaso.daso(ex, 4, 1),
+    "daso, guard off": lambda ex: jdaso.daso(ex, 4, 1, nonfinite="off"),
+    "daso, 4 fragments": lambda ex: jdaso.daso(ex, 12, 1, fragments=4),
+    "daso, bfloat16": lambda ex: jdaso.daso(ex, 4, 1, wire="bfloat16"),
+    "daso, int8": lambda ex: jdaso.daso(ex, 4, 1, wire="int8"),
+    "daso, float4": lambda ex: jdaso.daso(ex, 4, 1, wire="float4"),
     "dasgd": lambda ex: jdaso.dasgd(ex, 4, 1),
     "easgd": lambda ex: jdaso.easgd(ex, alpha=0.1, schedule=jdaso.constant(4, 1)),
     "diloco": lambda ex: jdaso.diloco(ex, 4, OUTER, 1, warmup=0),

@@ -64,5 +64,5 @@ def test_an_exchange_is_told_the_steps_of_the_schedule():
     exchange = changed(jdaso.single_exchange(), begin_run=lambda total, *_: told.append(total))
     schedule = jdaso.cycling(period=2, warmup=1, cooldown=1, total=7)
     for each in (schedule, jdaso.constant(2)):
-        jdaso.daso(exchange, each).init(jnp.ones(3))
+        jdaso.daso(exchange, schedule=each).init(jnp.ones(3))
     assert told == [7, None]

@@ -63,7 +63,7 @@ for function in (jdaso.consensus, jax.jit(jdaso.consensus, static_argnums=0)):
         assert len(set(everywhere)) == 1, name
 
 # Nothing orders a consensus and a post of one program, so nodes may start them in either order.
-daso = jdaso.daso(exchange, jdaso.constant(1, 1))
+daso = jdaso.daso(exchange, 1, 1)
 params, step = {"w": jnp.full(3, float(node))}, jax.jit(daso.update)
 state = daso.init(params)
 zeros = jax.tree.map(jnp.zeros_like, params)

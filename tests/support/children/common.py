@@ -42,13 +42,13 @@ SGD, BF16 = optax.sgd(0.1, momentum=0.9), "bfloat16"
 
 def daso(exchange, schedule, **options):
     """DASO as a whole optimizer."""
-    return optax.chain(SGD, jdaso.daso(exchange, schedule, **options))
+    return optax.chain(SGD, jdaso.daso(exchange, schedule=schedule, **options))
 
 
 # name -> exchange -> a whole optimizer; it needs no more than the three leaves of first_params.
 ALGORITHMS = {
     "daso delta": lambda x: jdaso.chain(
-        SGD, jdaso.daso(x, jdaso.constant(4, 3), blocking_wire="float32", merge="delta")
+        SGD, jdaso.daso(x, 4, 3, blocking_wire="float32", merge="delta")
     ),
     "dasgd": lambda x: jdaso.chain(SGD, jdaso.dasgd(x, 4, 3)),
     "dasgd int8": lambda x: jdaso.chain(SGD, jdaso.dasgd(x, 4, 3, wire="int8")),

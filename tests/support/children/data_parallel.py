@@ -52,7 +52,7 @@ value_and_grad = jdaso.local_value_and_grad(
     lambda params, x, y: loss_fn(params, x, y, "local"),
     topology.mesh,
 )
-tx = optax.chain(optax.sgd(0.1), jdaso.daso(exchange, jdaso.constant(1, 0), wire="float32"))
+tx = optax.chain(optax.sgd(0.1), jdaso.daso(exchange, 1, 0, wire="float32"))
 
 
 @jax.jit

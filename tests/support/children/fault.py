@@ -44,7 +44,7 @@ exchange = jdaso.mpi_exchange(topology, timeout=timeout, same_bits=same_bits)
 
 
 def train(steps, schedule, params=None, between=lambda t: None, bad_step=-1, **options):
-    tx = optax.chain(optax.sgd(0.1), jdaso.daso(exchange, schedule, **options))
+    tx = optax.chain(optax.sgd(0.1), jdaso.daso(exchange, schedule=schedule, **options))
     params = {"kernel": jnp.ones((4, 2)), "bias": jnp.ones(3)} if params is None else params
     params = jax.device_put(params, NamedSharding(topology.mesh, PartitionSpec()))
     state = tx.init(params)
@@ -100,14 +100,16 @@ elif case.startswith("other step at a consensus"):
     jdaso.consensus(exchange, params)  # without where it is nobody compares
     jdaso.consensus(exchange, params, state)
 elif case.startswith("other schedule at a consensus"):
-    averaging = jdaso.daso(exchange, jdaso.cycling(2, warmup=0, cooldown=0, total=100, epoch=10))
+    averaging = jdaso.daso(
+        exchange, schedule=jdaso.cycling(2, warmup=0, cooldown=0, total=100, epoch=10)
+    )
     state = averaging.init(jnp.ones(3))
     jdaso.consensus(exchange, jnp.ones(3), state)
     seen = state.schedule._replace(best=jnp.float32(1 + rank))
     jdaso.consensus(exchange, jnp.ones(3), state._replace(schedule=seen))
 elif case == "other plateau":
     schedule = jdaso.cycling(period=2, warmup=0, cooldown=0, total=100, epoch=10)
-    averaging = jdaso.daso(exchange, schedule)
+    averaging = jdaso.daso(exchange, schedule=schedule)
     state = averaging.init(jnp.ones(3))
     seen = state.schedule._replace(best=jnp.float32(1 + rank))
     state, update = state._replace(schedule=seen), jax.jit(averaging.update)
@@ -116,7 +118,7 @@ elif case == "other plateau":
 elif case == "broadcast of other trees":
     jdaso.broadcast(exchange, {"kernel": jnp.ones(3)} | ({"bias": jnp.ones(3)} if rank else {}))
 elif case == "other number, two devices":
-    tx = jdaso.daso(exchange, jdaso.constant(1))
+    tx = jdaso.daso(exchange, 1, 0)
     state = tx.init(jnp.ones(3))
     try:
         params = jax.device_put(jnp.ones(3), topology.devices[0])  # of both
@@ -138,7 +140,7 @@ elif case == "consensus beside an exchange":
 elif case == "devices behind their program":
     # The program of rank 0 waits in a broadcast, while its devices have yet to post an exchange.
     progress._DEADLOCK_SECONDS = 0.5
-    tx = optax.chain(optax.sgd(0.1), jdaso.daso(exchange, jdaso.constant(1, 0)))
+    tx = optax.chain(optax.sgd(0.1), jdaso.daso(exchange, 1, 0))
 
     multiply = jax.jit(lambda x: jax.lax.fori_loop(0, 60, lambda i, y: y @ y / 700, x))
 
@@ -251,7 +253,7 @@ elif case == "useless averages":
     said: list = []
     logging.getLogger("jdaso").addFilter(lambda record: said.append(record.getMessage()))
 
-    def run(data, start=0, build=lambda: jdaso.daso(exchange, jdaso.constant(2, 1)), rate=0.1):
+    def run(data, start=0, build=lambda: jdaso.daso(exchange, 2, 1), rate=0.1):
         said.clear()
         params = {"w": jnp.arange(3.0) + start}
         tx = jdaso.chain(optax.sgd(rate), build())
@@ -265,11 +267,11 @@ elif case == "useless averages":
     same, other = "all 2 nodes have sent the same parameters", "the parameters of rank 1 ("
     assert not run(data=rank)
     assert not run(data=rank, build=lambda: jdaso.local_sgd(exchange, 1))
-    assert not run(data=rank, build=lambda: jdaso.daso(exchange, jdaso.constant(1, 0)))
+    assert not run(data=rank, build=lambda: jdaso.daso(exchange, 1, 0))
     assert not run(data=0, rate=0.0)
     assert not run(data=0, build=lambda: jdaso.allreduce_gradients(exchange))
     builds = [
-        lambda: jdaso.daso(exchange, jdaso.constant(2, 1)),
+        lambda: jdaso.daso(exchange, 2, 1),
         lambda: jdaso.local_sgd(exchange, 1),
         lambda: jdaso.dasgd(exchange, 3, 2, wire="int8"),
         lambda: jdaso.easgd(exchange, 2),

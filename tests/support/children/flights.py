@@ -24,7 +24,7 @@ def fresh(moments="local", fragments=1):
     schedules = [jdaso.constant(3, 2), jdaso.constant(5, 4)]
     wires = [None, "int8" if case == "other bits" else None]
     txs = [
-        jdaso.chain(SGD, jdaso.daso(x, s, fragments=fragments, wire=wire), moments=moments)
+        jdaso.chain(SGD, jdaso.daso(x, schedule=s, fragments=fragments, wire=wire), moments=moments)
         for x, s, wire in zip(exchanges, schedules, wires, strict=True)
     ]
     params = [first_params() for _ in txs]

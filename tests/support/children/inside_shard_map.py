@@ -49,7 +49,7 @@ posted = int(jdaso.core.averaging_state(state).exchanges)
 assert posted == 19 // 3
 # The last one is still in flight.
 assert exchange.report()["exchanges"] == posted - 1
-drained = jdaso.drain(jdaso.daso(exchange, schedule), state, params)
+drained = jdaso.drain(jdaso.daso(exchange, schedule=schedule), state, params)
 params, state = jax.block_until_ready(drained)  # or the report may be read before it has landed
 assert exchange.report()["exchanges"] == posted
 

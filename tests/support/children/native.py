@@ -54,7 +54,13 @@ def make_averaging(exchange):
     """DASO, or an algorithm whose merge has a state."""
     wire, fragments = arguments.wire, arguments.fragments
     if arguments.algorithm == "daso":
-        return jdaso.daso(exchange, schedule, wire, arguments.blocking_wire, fragments)
+        return jdaso.daso(
+            exchange,
+            schedule=schedule,
+            wire=wire,
+            blocking_wire=arguments.blocking_wire,
+            fragments=fragments,
+        )
     if arguments.algorithm == "easgd":
         return jdaso.easgd(exchange, alpha=0.2, schedule=schedule, wire=wire)
     # The first treats each leaf separately and counts its steps. The second needs all leaves.

@@ -32,7 +32,7 @@ def record(comm, *rest):
 
 
 collectives.sum_staged = record
-tx = jdaso.daso(exchange, jdaso.constant(period=2, delay=1))
+tx = jdaso.daso(exchange, period=2, delay=1)
 params = jnp.ones(4)
 state = tx.init(params)
 step = jax.jit(tx.update)

@@ -19,8 +19,8 @@ from jdaso.core import averaging_state
 NODES, SIZE, STEPS, LR = 2, 12_000, 3, 2.0**-6
 BLOCKING = jdaso.cycling(period=4, warmup=10, cooldown=10, total=100)
 CASES = {
-    "daso": lambda x: jdaso.daso(x, BLOCKING),
-    "residuals of int8": lambda x: jdaso.daso(x, BLOCKING, wire="int8"),
+    "daso": lambda x: jdaso.daso(x, schedule=BLOCKING),
+    "residuals of int8": lambda x: jdaso.daso(x, schedule=BLOCKING, wire="int8"),
     "delta rule": lambda x: jdaso.local_sgd(x, 2, 1, "delta", wire="bfloat16"),
     "float16": lambda x: jdaso.local_sgd(x, 1, wire="float16"),
     "allreduce_gradients": jdaso.allreduce_gradients,

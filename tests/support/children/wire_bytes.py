@@ -43,7 +43,7 @@ for chunk_bytes in (1 << 10, 1 << 20):
         size = -(-length // 64) * row_bytes
         assert abs(size / (length * row_bytes / 64) - 1) < 0.01
     else:
-        tx = jdaso.daso(exchange, jdaso.constant(1, 0), wire=wire)
+        tx = jdaso.daso(exchange, 1, 0, wire=wire)
         updates, _ = jax.jit(tx.update)(jnp.zeros(length), tx.init(own), own)
         merged, expected = own + updates, exact(wire)
         size = length * jnp.dtype(wire).itemsize
