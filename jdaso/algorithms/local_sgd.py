@@ -46,8 +46,8 @@ def local_sgd(
         period: Optimizer steps between two exchanges.
         delay: Optimizer steps between posting and merging, ``0 <= delay <= period``.
         merge: ``mean`` or ``delta``. The values that were posted are subtracted as they were
-            rounded on the wire, in the host's memory. ``delta`` excludes int8 and float4. With
-            bfloat16 and float16 each merge adds the rounding error of the sum.
+            rounded on the wire, in the host's memory. With int8 and float4 the device keeps them,
+            in float32. With bfloat16 and float16 each merge adds the rounding error of the sum.
         schedule: Replaces period and delay.
         wire, nonfinite: As in :func:`jdaso.daso`.
         fragments: As in :func:`jdaso.dasgd`.

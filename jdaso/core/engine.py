@@ -165,7 +165,7 @@ def init_state(engine: Engine, params: PyTree) -> AveragingState:
             healthy=yes,
             exchange=engine.exchange.init(part),
             merge=engine.merge.init(of_part),
-            feedback=init_feedback(of_part, uses_anchor) if rounds else (),
+            feedback=init_feedback(of_part, uses_anchor, engine.merge.relative) if rounds else (),
         )
         fragments.append(fragment)
     schedule = engine.schedule.init()
@@ -653,6 +653,9 @@ def _collect(
         if feedback:
             total = arrived[:count]
             mean, moved = decompress_part(exchange, feedback, total, header, part, anchor)
+            if engine.merge.relative:  # of this node's own, as the others have decoded it
+                own = [jnp.where(header[OWN] > 0, x, 0) for x in feedback.posted[part]]
+                mean = [m - x for m, x in zip(mean, own, strict=True)]
             arrival = _of_means([*mean, *map(divide, arrived[count:])], header, fragment)
         else:
             mean = [*map(divide, arrived)]

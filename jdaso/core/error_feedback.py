@@ -23,6 +23,8 @@ of the parameters.
 - The residual is not kept in bfloat16, which would need half of the memory. It would stop growing
   before it reaches half a step of the block. Numbers that are much smaller than the largest of
   their block would then never be sent.
+- Merges with ``merge="delta"`` subtract what the other nodes have decoded of this node's leaves,
+  a + q_i. The state keeps it until the sum arrives.
 - EASGD and DiLoCo move their anchor themselves. The mean is still a + C(s) / P, and the rounding
   errors stay in the residuals, so that sums over time lose nothing.
 - Other wires, for instance in blocking phases, send x_i + r_i, and r_i becomes the rounding error.
@@ -65,6 +67,8 @@ class Feedback(NamedTuple):
         residual: r, like the parameters or gradients, in their ``sum_dtype``. The optimizer's
             moments are never on these wires.
         anchor: a, like ``residual``. Empty for gradients, and where the merge rule has one.
+        posted: this node's leaves in the exchange in flight as the others have decoded them, like
+            ``residual``. Empty if no merge subtracts them.
         block_bits: int32, bits of a number in the exchange in flight, or else in the last one:
             8 for int8, 4 for float4, 0 for other wires.
         anchor_ready: bool, whether the anchor is set or not needed. The same on all nodes.
@@ -72,35 +76,39 @@ class Feedback(NamedTuple):
 
     residual: Leaves
     anchor: Leaves
+    posted: Leaves
     block_bits: jax.Array
     anchor_ready: jax.Array
 
 
-def init_feedback(tree: PyTree, uses_anchor: bool) -> Feedback:
+def init_feedback(tree: PyTree, uses_anchor: bool, keeps_posted: bool) -> Feedback:
     """The state at the start of training."""
     zeros = [jnp.zeros_like(x, sum_dtype(x.dtype)) for x in float_leaves(tree)]  # sharded as x
     bits, ready = jnp.zeros((), jnp.int32), jnp.full((), not uses_anchor)
-    return Feedback(zeros, list(zeros) if uses_anchor else [], bits, ready)
+    anchor, posted = (list(zeros) if kept else [] for kept in (uses_anchor, keeps_posted))
+    return Feedback(zeros, anchor, posted, bits, ready)
 
 
 def compress(
     wire: str | None, healthy: jax.Array, leaves: Leaves, residual: Leaves, anchor: Leaves
-) -> tuple[Leaves, Leaves]:
-    """Computes what to send, and the new residual.
+) -> tuple[Leaves, Leaves, Leaves]:
+    """Computes what to send, the new residual, and what the other nodes decode.
 
     A node that is not ``healthy`` does not contribute and keeps its old residual.
     """
-    message, kept = [], []
+    message, kept, decoded = [], [], []
     for x, r, a in zip(leaves, residual, _anchors(anchor, residual), strict=True):
         if wire in FORMATS:
             value = x.astype(r.dtype) - a + r
             sent = rounded(value, wire)
+            decoded.append(a + sent)
         else:
             value = x.astype(r.dtype) + r
             sent = round_to(value, wire_dtype(x.dtype, wire)).astype(x.dtype)
+            decoded.append(sent.astype(r.dtype))
         message.append(sent)
         kept.append(jnp.where(healthy, _finite_or_zero(value - sent.astype(r.dtype)), r))
-    return message, kept
+    return message, kept, decoded
 
 
 def start_with_feedback(
@@ -129,14 +137,15 @@ def start_with_feedback(
 
     def start(wire, of_leaves, state, residual):
         run = exchange.per_shard(functools.partial(compress, wire), slice(0, count))
-        rounded, residual = run(header[0] > 0, message[:count], residual, anchor)
+        rounded, residual, posted = run(header[0] > 0, message[:count], residual, anchor)
         rounded = [*rounded, *message[count:]]
-        return *exchange.start(state, number, step, rounded, header, of_leaves), residual
+        kept = residual, posted[: len(feedback.posted)]
+        return *exchange.start(state, number, step, rounded, header, of_leaves), kept
 
     starts = [functools.partial(start, *pair) for pair in zip(wires, of_leaves, strict=True)]
-    state, following, residual = lax.switch(choice, starts, state, feedback.residual)
+    state, following, (residual, posted) = lax.switch(choice, starts, state, feedback.residual)
     bits = jnp.array([block_bits(wire) for wire in wires], jnp.int32)[choice]
-    return state, following, feedback._replace(residual=residual, block_bits=bits)
+    return state, following, feedback._replace(residual=residual, posted=posted, block_bits=bits)
 
 
 def decompress(

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdaso.core.block_format import FORMATS
 from jdaso.core.engine import Engine, finish, guard, init_state, move
 from jdaso.core.exchange import Exchange
 from jdaso.core.moments import read_moments, replace_moments
@@ -172,12 +171,6 @@ def averaging(
     check_schedule(name, schedule)
     if not callable(fragments):
         check_fragments(fragments, schedule)
-    if merge.relative and (rounds := {wire, blocking_wire} & {*FORMATS}):
-        raise ValueError(
-            f"{name}: the wire {rounds.pop()} sends differences from an anchor, and does not "
-            'go with a merge that adds the mean\'s change, as merge="delta" does: use the wire '
-            "float32, or bfloat16, which rounds the sum of each merge."
-        )
     if merge.base is not None and not merge.shared:
         raise ValueError(f"{name}: a merge with a base must be shared, because all nodes use it.")
     if not schedule.may_block:

@@ -47,8 +47,8 @@ def daso(exchange, schedule, **options):
 
 # name -> exchange -> a whole optimizer; it needs no more than the three leaves of first_params.
 ALGORITHMS = {
-    "daso delta": lambda x: jdaso.chain(
-        SGD, jdaso.daso(x, 4, 3, blocking_wire="float32", merge="delta")
+    "daso delta int8": lambda x: jdaso.chain(
+        SGD, jdaso.daso(x, 4, 3, wire="int8", blocking_wire="float32", merge="delta")
     ),
     "dasgd": lambda x: jdaso.chain(SGD, jdaso.dasgd(x, 4, 3)),
     "dasgd int8": lambda x: jdaso.chain(SGD, jdaso.dasgd(x, 4, 3, wire="int8")),
