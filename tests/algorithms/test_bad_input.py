@@ -20,6 +20,10 @@ def dasgd(**arguments):
     return jdaso.dasgd(ALONE, **{"period": 4, "delay": 2} | arguments)
 
 
+def daso(**arguments):
+    return jdaso.daso(ALONE, **{"period": 4, "delay": 2} | arguments)
+
+
 def easgd(**arguments):
     return jdaso.easgd(ALONE, **{"period": 4} | arguments)
 
@@ -40,7 +44,7 @@ def allreduce_gradients(**arguments):
     return jdaso.allreduce_gradients(ALONE, **arguments)
 
 
-PERIODIC = [dasgd, easgd, eamsgd, diloco, local_sgd]
+PERIODIC = [daso, dasgd, easgd, eamsgd, diloco, local_sgd]
 TABLE = [
     (dasgd, {"xi": 1.5}, "xi must be in [0, 1], got 1.5"),
     (dasgd, {"xi": -0.1}, "xi must be in [0, 1], got -0.1"),
