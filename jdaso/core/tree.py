@@ -249,8 +249,8 @@ def change_if(platform: str, condition: jax.Array, change: Callable, *operands: 
     Use it for work that is due at few steps. ``change`` returns as many trees as there are
     operands.
 
-    On CPU devices it is a conditional whose first branch changes the operands. If that branch came
-    second, XLA would copy them. On a GPU it is a loop of at most one round:
+    It is a conditional whose first branch changes the operands. If that branch came second, XLA
+    would copy them on CPU devices. On a GPU it is a loop of at most one round:
 
     - XLA for GPUs reverses the branches of a conditional and copies what passes it at every step. A
       loop changes its arrays in place.
@@ -258,10 +258,11 @@ def change_if(platform: str, condition: jax.Array, change: Callable, *operands: 
       and the ``if`` loses the shardings, so that all devices gather sharded arrays. A loop keeps
       them.
 
-    In both forms the host waits for the device, because it has to read the condition. It reads the
-    condition of a loop once more after the round.
+    On a GPU the host waits for the device in both forms, because it has to read the condition. It
+    reads the condition of a loop once more after the round. On a TPU a loop would take twice the
+    temporary memory of the conditional.
     """
-    if platform == "cpu":
+    if platform != "gpu":
 
         def keep(*operands):
             return operands if len(operands) > 1 else operands[0]
@@ -283,10 +284,10 @@ def change_unless_skipped(
     """As :func:`change_if`, for work that is due at nearly every step.
 
     On a GPU, where the host would wait for the condition, it always computes the change, and
-    selects between the old and the new values. XLA for CPUs would copy the old values for that, so
+    selects between the old and the new values. Elsewhere XLA would copy the old values for that, so
     there it is a conditional.
     """
-    if platform == "cpu":
+    if platform != "gpu":
         return change_if(platform, condition, change, *operands)
     return where_tree(condition, change(*operands), operands)
 

@@ -124,7 +124,7 @@ class Case(NamedTuple):
         layout: of the parameters over several devices: "replicated", "sharded" under plain jit,
             "shard_map" for the same in the user's own shard_map, or "axis" for an axis_exchange
             between the devices, each of which is a node.
-        native: whether compiled code makes the copies, and not host callbacks.
+        native: whether compiled code makes the copies, where it can, and not host callbacks.
     """
 
     name: str
@@ -181,7 +181,8 @@ def compile_case(case: Case) -> Figures:
         ex = jdaso.axis_exchange("local", case.devices)
         specs = [PartitionSpec("local")] * case.leaves
     else:
-        ex = exchange(mesh, case.native, specs if case.layout != "replicated" else None)
+        native = case.native and case.platform != "tpu"
+        ex = exchange(mesh, native, specs if case.layout != "replicated" else None)
     tx = case.optimizer
     if case.name != "none":
         tx = jdaso.chain(tx, AVERAGINGS[case.name](ex))

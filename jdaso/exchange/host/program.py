@@ -293,9 +293,10 @@ class ProgramLeaves(BoundExchange):
                     header, read = np.array(slot.total, np.float32), True
                 finally:
                     table.end_collect(slot, readers, read)
-            return sums, header, token
+            return [*sums, header, token]
 
-        return io_callback(call, (list(shapes), _HEADER, token), token, device, number)
+        *sums, header, token = _call_back(call, [*shapes, _HEADER, token], token, device, number)
+        return sums, header, token
 
     def after(
         self, state: PyTree, part: slice, lists: list[Leaves], into: list[Leaves] | None = None
@@ -344,6 +345,17 @@ def _order(
         token, *results = call(*run, *copied[first : first + _ALIASES])
         ordered += results
     return token, jax.tree.unflatten(treedef, ordered)
+
+
+def _call_back(call: Callable, like: Leaves, *args: Any) -> Leaves:
+    """The arrays that a function of the host returns, which are like those of a list.
+
+    They cross as vectors. In a program for several TPUs, JAX gives the sharding of the first result
+    to all of them, and it must fit their ranks.
+    """
+    vectors = [jax.ShapeDtypeStruct((math.prod(x.shape),), x.dtype) for x in like]
+    found = io_callback(lambda *args: [*map(np.ravel, call(*args))], vectors, *args)
+    return [vector.reshape(x.shape) for vector, x in zip(found, like, strict=True)]
 
 
 def _check_sizes(number: int, memory: Memory, device: int, shapes: Sequence) -> None:
@@ -458,8 +470,7 @@ class NodeMesh:
         """Calls a function of the host with the shards of each device, and returns its results."""
 
         def on_device(*shards):
-            like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shards]
-            return io_callback(call, like, *shards)
+            return _call_back(call, shards, *shards)
 
         return self.run((key, specs), on_device, specs, list(specs), *leaves)
 
