@@ -2,7 +2,7 @@
 # make demo-lm  trains a small language model with DiLoCo on two processes
 # make test-fast  runs the tests that need one process
 # make test   runs the tests; see tests/README.md
-# make test-accelerators  compiles training steps for an H100, which takes no GPU
+# make test-accelerators  compiles training steps for an H100 and a TPU, which need not be there
 # make lint   checks style and types, with the exact versions of ruff and mypy that pyproject.toml names
 # make test-all  adds whole trainings, and compiles with optimizations
 # make docs   builds the documentation in docs/_build/html
@@ -61,13 +61,16 @@ test-fast: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(PYTEST) 3 $(BY_FILE) -m "not slow"
 
-# XLA compiles for a GPU with these two wheels alone. They lie in a folder of their own, so that
-# the other tests find no GPU plugin. The third has cuda.h, with which test_native.py compares.
+# XLA compiles for a GPU with the first two wheels alone, and for a TPU with libtpu. They lie in a
+# folder of their own, so that the other tests find no plugin. The third one has cuda.h, with which
+# test_native.py compares.
 ACCELERATORS := $(CURDIR)/$(VENV)/accelerators
 $(VENV)/.accelerators: $(VENV)/.installed
 	version=$$($(BIN)/python -c 'import jax; print(jax.__version__)') && \
+	libtpu=$$($(BIN)/python -c 'from importlib.metadata import requires; \
+		print(*(x.split(";")[0] for x in requires("jax") if x.startswith("libtpu")))') && \
 	$(PIP) install --no-deps --upgrade --target $(ACCELERATORS) jax-cuda12-plugin==$$version \
-		jax-cuda12-pjrt==$$version nvidia-cuda-runtime-cu12
+		jax-cuda12-pjrt==$$version nvidia-cuda-runtime-cu12 "$$libtpu"
 	touch $@
 
 test-accelerators: $(VENV)/.accelerators

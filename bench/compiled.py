@@ -1,12 +1,13 @@
-"""Prints what XLA makes of training steps for CPU devices and for an H100, which need not exist.
+"""Prints what XLA makes of training steps for CPU devices, an H100 and a TPU v5e.
 
-    python bench/compiled.py [--platforms cpu cuda] [--resnet]
+    python bench/compiled.py [--platforms cpu cuda tpu] [--resnet]
 
-For an H100 it requires the wheels that ``make test-accelerators`` installs:
+The last two need not exist. They require the wheels that ``make test-accelerators`` installs:
 ``PYTHONPATH=.venv/accelerators JAX_PLATFORMS=cpu python bench/compiled.py``. The parameters are 16
 MB in 40 leaves. "temporary" is the memory for temporary arrays, in sizes of the parameters.
-"waits" are the places at which the host waits for the device where nothing is due, and "copies" is
-how many arrays a step then copies. ``--resnet`` compiles ResNet-50, which takes minutes.
+"waits" are the places at which the host waits for the device where nothing is due, "copies" is
+how many arrays a step then copies, and "gathers" counts all-gathers. On TPUs an exchange over MPI
+copies by host callbacks. ``--resnet`` compiles ResNet-50, which takes minutes.
 """
 
 from __future__ import annotations
@@ -38,19 +39,31 @@ ROWS = {
 }
 
 
+NAMES = {"cpu": "CPU", "cuda": "H100", "tpu": "v5e"}
+COLUMNS = {
+    "cpu": ("temporary", "copies"),
+    "cuda": ("temporary", "copies", "waits", "gathers"),
+    "tpu": ("temporary", "gathers"),
+}
+
+
 def figures(case, platform, region_analysis=False):
-    """Four cells of the table."""
+    """The cells of a platform."""
     if "axis" in case.layout:
         case = case._replace(optimizer=ADAMW)
     found = compile_case(case._replace(platform=platform, region_analysis=region_analysis))
-    gathers = found.count("all-gather")
-    waits = found.waits if platform == "cuda" else "-"
-    return f"{found.temporary:.2f}", str(found.copies_at_each_step), str(waits), str(gathers)
+    cells = {
+        "temporary": f"{found.temporary:.2f}",
+        "copies": found.copies_at_each_step,
+        "waits": found.waits,
+        "gathers": found.count("all-gather"),
+    }
+    return [cells[name] for name in COLUMNS[platform]]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--platforms", nargs="+", choices=("cpu", "cuda"), default=["cpu", "cuda"])
+    parser.add_argument("--platforms", nargs="+", choices=NAMES, default=[*NAMES])
     parser.add_argument("--resnet", action="store_true", help="compile ResNet-50 as well")
     arguments = parser.parse_args()
     for platform in arguments.platforms:
@@ -63,19 +76,12 @@ def main():
             found = compile_resnet(name)
             print(row(name, f"{found.count('copy')}", f"{found.temporary:.2f}"), flush=True)
         return
-    columns = ["step"]
-    for platform in arguments.platforms:
-        names = "temporary", "copies", *(("waits", "gathers") if platform == "cuda" else ())
-        columns += [f"{'H100' if platform == 'cuda' else 'CPU'}: {name}" for name in names]
-    if "cuda" in arguments.platforms:
-        columns.append("region analysis: temporary")
-    print(header(*columns))
+    columns = [f"{NAMES[p]}: {name}" for p in arguments.platforms for name in COLUMNS[p]]
+    more = ["region analysis: temporary"] if "cuda" in arguments.platforms else []
+    print(header("step", *columns, *more))
     for name, case in ROWS.items():
-        cells = []
-        for platform in arguments.platforms:
-            cells += figures(case, platform)[: 4 if platform == "cuda" else 2]
-        if "cuda" in arguments.platforms:
-            cells.append(figures(case, "cuda", True)[0])
+        cells = [cell for platform in arguments.platforms for cell in figures(case, platform)]
+        cells += [figures(case, "cuda", True)[0] for _ in more]
         print(row(name, *cells), flush=True)
 
 

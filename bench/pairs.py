@@ -103,23 +103,29 @@ class Training:
 
     Args:
         wrap: is applied to the step before it is compiled. It gets the state as well.
+        options: of the compiler.
 
     Attributes:
         temporary: bytes of temporary memory, on one device.
+        peak: bytes of all memory of the step, on one device.
         compile_seconds: of tracing and compiling.
         text: the compiled program.
     """
 
-    def __init__(self, tx, params, chain_form=False, wrap=lambda step, opt_state: step):
+    def __init__(
+        self, tx, params, chain_form=False, wrap=lambda step, opt_state: step, options=None
+    ):
         self._tx, self._chain_form = tx, chain_form
         self._state = [jax.tree.map(jnp.copy, params), tx.init(params)]
         self._grads = [1e-6 * x for x in params]
         start = time.perf_counter()
         step = jax.jit(wrap(self._step, self._state[1]), donate_argnums=(0, 1))
-        self._compiled = step.lower(*self._state, self._grads).compile()
+        lowered = step.lower(*self._state, self._grads)
+        self._compiled = lowered.compile(compiler_options=options)
         self.compile_seconds = time.perf_counter() - start
         self._state[1] = jax.device_put(self._state[1], self._compiled.input_shardings[0][1])
-        self.temporary = self._compiled.memory_analysis().temp_size_in_bytes
+        memory = self._compiled.memory_analysis()
+        self.temporary, self.peak = memory.temp_size_in_bytes, memory.peak_memory_in_bytes
 
     @property
     def text(self) -> str:
@@ -131,10 +137,14 @@ class Training:
             return optax.apply_updates(params, updates), opt_state
         return apply_gradients(self._tx, grads, opt_state, params)
 
+    def dispatch(self):
+        """Takes a step, and does not wait for it."""
+        self._state[:] = self._compiled(*self._state, self._grads)
+
     def step(self) -> float:
         """Takes a step, and returns its seconds."""
         start = time.perf_counter()
-        self._state[:] = self._compiled(*self._state, self._grads)
+        self.dispatch()
         jax.block_until_ready(self._state)
         return time.perf_counter() - start
 

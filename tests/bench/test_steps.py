@@ -126,11 +126,13 @@ def test_a_job_without_a_fault_is_a_row_of_the_table(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_report_without_a_gpu_has_all_sections():
-    job = ended("gpu.py", 1, "")
+def test_a_report_without_a_gpu_says_what_it_skips():
+    job = ended("gpu.py", 1, "--sections copies sanitizer idle forms ends")
     passes(job)
     assert "Skipped, because JAX finds no GPU" in job.output
-    assert job.output.count("| complete |") == 4, job.output
+    assert "Skipped, because there is no GPU" in job.output
+    assert job.output.count("| complete |") == 5, job.output
+    assert "the other one says so and ends" in job.output
 
 
 def test_a_section_that_fails_is_a_row_of_the_report():

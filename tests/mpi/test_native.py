@@ -168,6 +168,19 @@ def test_with_two_devices_the_progress_thread_gets_the_error(library, name):
     assert ended.returncode == 0 or f"{name}: refused" in ended.stdout
 
 
+def test_the_copies_of_the_report_about_gpus_run_with_the_code_for_cuda_devices(library):
+    part = [HERE.parents[2] / "bench" / "gpu.py", "--part", "copies", "--megabytes", 1]
+    ended = subprocess.run(
+        [sys.executable, *map(str, part), "--stand-in", library],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | CPU,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("| the same numbers |") == 3, ended.stdout
+
+
 def test_functions_of_the_driver_are_declared_as_in_cuda(tmp_path):
     root = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     if not (Path(root) / "include" / "cuda.h").is_file() or shutil.which("g++") is None:

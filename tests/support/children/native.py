@@ -3,6 +3,7 @@
 import argparse
 import functools
 import pickle
+import sys
 from pathlib import Path
 
 import common
@@ -13,10 +14,12 @@ import optax
 from common import SGD, gradients, loss, saved_leaves
 from jax.sharding import PartitionSpec as P
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from one_process import use_stand_in
+
 import jdaso
 from jdaso.core import engine
 from jdaso.core.tree import is_float
-from jdaso.exchange.host import slots
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--moments", help="the wire of averaged momentum")
@@ -37,12 +40,8 @@ if arguments.devices > 1:
     jdaso.cluster.use_virtual_devices(arguments.devices)
 topology = jdaso.discover_topology(processes_per_node=1)
 if arguments.stand_in:
-    stand_in = slots.open_library(arguments.stand_in)
-    assert stand_in.jdaso_driver(arguments.stand_in.encode()) is None
+    stand_in = use_stand_in(arguments.stand_in, 0)
     stand_in.stand_in_set_delay(1000 if topology.node else 10000)
-    slots.load, slots.rounds = lambda: stand_in, lambda platform: False
-    slots.register_handlers("cpu", "_cuda")
-    slots.register_handlers = lambda *_: None
 schedule = jdaso.cycling(period=4, delay=2, warmup=6, cooldown=6, total=30, epoch=6)
 
 
