@@ -91,10 +91,10 @@ def mpi_exchange(
             It must cover everything that one node does alone, such as an evaluation or a
             checkpoint. A warning comes earlier, after 30 seconds or the median plus 20 deviations.
             The call of ``mpi_exchange`` also waits so long for the other processes.
-        native: Whether compiled code copies the parameters, or else host callbacks, which gather
-            them on one device of the process and hold the interpreter. None uses compiled code on
-            CPUs and CUDA devices, where its bits are those of callbacks (on one H200, and with a
-            simulated driver for several devices), and warns once otherwise.
+        native: Whether compiled code copies the parameters, or else host callbacks, which take
+            more time and hold the interpreter. None uses compiled code on CPUs and CUDA devices,
+            where its bits are those of callbacks (``tests/mpi/test_native.py``, with a simulated
+            driver for CUDA; and on one H200, ``bench/README.md``), and warns once otherwise.
         same_bits: Whether it is an error if a center, an anchor, or the parameters of synchronous
             training differ between nodes in any bit. Pass False if the nodes' hardware rounds
             differently. Schedules and steps are compared in any case. The wires ``int8`` and
