@@ -347,8 +347,8 @@ def _order(
     return token, jax.tree.unflatten(treedef, ordered)
 
 
-def _call_back(call: Callable, like: Leaves, *args: Any) -> Leaves:
-    """The arrays that a function of the host returns, which are like those of a list.
+def _call_back(call: Callable, like: Sequence, *args: Any) -> Leaves:
+    """The arrays that a function of the host returns, which have given shapes and dtypes.
 
     They cross as vectors. In a program for several TPUs, JAX gives the sharding of the first result
     to all of them, and it must fit their ranks.
