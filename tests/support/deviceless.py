@@ -67,6 +67,7 @@ def devices(platform: str, count: int) -> list:
     if platform == "cpu":
         return jax.devices("cpu")[:count]
     if platform == "tpu":
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # several processes compile
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
