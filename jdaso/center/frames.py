@@ -135,17 +135,14 @@ def decode(content: np.ndarray) -> Any:
         begin = 8 + int(content[:8].view("<i8")[0])
         rest = content[begin:]
 
-        def from_json(x: Any) -> Any:
+        def next_array(described: dict[str, Any]) -> np.ndarray:
             nonlocal rest
-            if isinstance(x, dict):
-                dtype = np.dtype(x["dtype"])
-                size = math.prod(x["shape"]) * dtype.itemsize
-                array = np.frombuffer(rest[:size].tobytes(), dtype).reshape(x["shape"])
-                rest = rest[size:]
-                return array.copy()
-            return [from_json(y) for y in x] if isinstance(x, list) else x
+            dtype, shape = np.dtype(described["dtype"]), described["shape"]
+            size = math.prod(shape) * dtype.itemsize
+            array, rest = np.frombuffer(rest[:size].tobytes(), dtype).reshape(shape), rest[size:]
+            return array.copy()
 
-        value = from_json(json.loads(content[8:begin].tobytes()))
+        value = json.loads(content[8:begin].tobytes(), object_hook=next_array)
     except Exception as error:  # any kind, because the bytes are arbitrary
         raise ValueError(f"the content of a message cannot be decoded: {error}") from error
     if len(rest):
@@ -153,13 +150,8 @@ def decode(content: np.ndarray) -> Any:
     return value
 
 
-def decode_state(content: np.ndarray) -> CenterState:
-    """Decodes an encoded state; raises ValueError for any other content."""
-    return to_state(decode(content))
-
-
 def to_state(fields: Any) -> CenterState:
-    """Converts the decoded fields of a state; raises ValueError for any other value."""
+    """The state that :func:`encode` has encoded; raises ValueError for any other decoded value."""
     if not isinstance(fields, list) or len(fields) != len(CenterState._fields):
         raise ValueError("the message does not contain a state of the center")
     center, velocity, average, clock = fields

@@ -1,6 +1,5 @@
 """A center over MPI: a thread of node 0 is the server, and every process is a worker."""
 
-import dataclasses
 import time
 from typing import Any
 
@@ -19,7 +18,7 @@ from jdaso.center.types import (
     map_state,
     no_broadcast,
 )
-from jdaso.center.worker import Connection, WorkerExit, WorkerTransport, worker_table
+from jdaso.center.worker import Worker
 from jdaso.cluster.ending import DeathPolicy
 from jdaso.cluster.topology import Topology
 from jdaso.core.exchange import Exchange, changed
@@ -30,8 +29,7 @@ from jdaso.exchange.host.layout import Shardings
 from jdaso.exchange.host.program import Program, ProgramLeaves, is_uncounted
 from jdaso.exchange.host.slots import use_native
 
-# Heartbeats within the time after which a silent worker is gone.
-_HEARTBEATS = 6
+_HEARTBEATS = 6  # within the time after which a silent worker is gone
 _POLL_SECONDS = 0.05
 
 
@@ -110,22 +108,10 @@ def mpi_center(
     # Only the server handles deaths, but all processes tolerate them.
     on_death = hosted.liveness.set_died if hosted else lambda rank: None
     topology.follow(DeathPolicy(frozenset({frames.SERVER}), on_death))
-    end, table = WorkerExit(topology, hosted is not None), worker_table(topology)
-    connection = Connection(topology, comm, timeout, gone_after / _HEARTBEATS, end, table)
-    transport = WorkerTransport(topology, connection, end.abort)
-    sharded = Shardings(None, topology.mesh)
-    program = Program(table, native, sharded, transport.abort_on_error)
-    center = _MpiCenter(topology.num_nodes, transport, program, hosted)
-    return Center(
-        topology.num_nodes,
-        in_turns=False,
-        make_exchange=center.make_exchange,
-        join=center.join,
-        read=center.read,
-        write=center.write,
-        wait=center.wait,
-        report=center.report,
-    )
+    worker = Worker(topology, comm, timeout, gone_after / _HEARTBEATS)
+    shardings = Shardings(None, topology.mesh)
+    program = Program(worker.table, native, shardings, worker.abort_on_error)
+    return _MpiCenter(topology.num_nodes, worker, program, hosted)
 
 
 def _check_start(number: Number, *_: Any) -> None:
@@ -133,15 +119,13 @@ def _check_start(number: Number, *_: Any) -> None:
         raise ValueError(ONLY_WITH_THE_SERVER)
 
 
-@dataclasses.dataclass
-class _MpiCenter:
-    """The functions of a :class:`Center` over MPI."""
-
-    _num_workers: int
-    _transport: WorkerTransport
-    _program: Program
-    _hosted: HostedServer | None
-    _rule: ServerRule | None = None
+class _MpiCenter(Center):
+    def __init__(
+        self, num_workers: int, worker: Worker, program: Program, hosted: HostedServer | None
+    ):
+        super().__init__(num_workers)
+        self._worker, self._program, self._hosted = worker, program, hosted
+        self._rule: ServerRule | None = None
 
     def make_exchange(self, rule: ServerRule) -> Exchange:
         if self._rule is not None:
@@ -149,22 +133,22 @@ class _MpiCenter:
                 f"this center already serves '{self._rule.name}': make a center for each optimizer."
             )
         _check_keeps_dtypes(rule)
-        self._rule = rule
-        self._transport.rule_name = rule.name
+        self._rule, self._worker.rule_name = rule, rule.name
         if self._hosted is not None:
             self._hosted.server.rule = rule
+
+        def init(params: PyTree, sharded: bool = True) -> jax.Array:
+            if not is_placeholder(params):
+                self._worker.table.restart()
+            return jnp.zeros((), jnp.int32)
+
         return changed(
-            Exchange(self._num_workers),
-            init=self._init_exchange,
+            Exchange(self.num_workers),
+            init=init,
             bind=lambda names, leaves: ProgramLeaves(self._program, (), leaves, _check_start),
             broadcast=no_broadcast,
             may_pickle=False,
         )
-
-    def _init_exchange(self, params: PyTree, sharded: bool = True) -> jax.Array:
-        if not is_placeholder(params):
-            self._transport.restart_numbers()
-        return jnp.zeros((), jnp.int32)
 
     def join(self, params: PyTree, saved: CenterState | None = None) -> PyTree:
         if self._rule is None:
@@ -179,25 +163,24 @@ class _MpiCenter:
             leaves = [np.asarray(x) for x in widened(xs)]
             state = None if saved is None else _to_lists(saved)
         request = (self._rule.name, outline(params), leaves, state)
-        center = frames.decode(self._transport.ask(frames.JOIN, request))
+        center = frames.decode(self._worker.ask(frames.JOIN, request))
         return where(
             [jax.device_put(c.astype(x.dtype), x.sharding) for x, c in zip(xs, center, strict=True)]
         )
 
     def read(self, params: PyTree) -> CenterState:
-        state = frames.decode_state(self._transport.ask(frames.READ, outline(params)))
-        _, where = split(params)
-        return map_state(where, state)
+        state = frames.decode(self._worker.ask(frames.READ, outline(params)))
+        return map_state(split(params)[1], frames.to_state(state))
 
     def write(self, state: CenterState) -> None:
-        self._transport.ask(frames.WRITE, _to_lists(state))
+        self._worker.ask(frames.WRITE, _to_lists(state))
 
     def wait(self) -> None:
         while self._hosted is not None and self._hosted.liveness.active() - {frames.SERVER}:
             time.sleep(_POLL_SECONDS)
 
     def report(self) -> dict[str, Any]:
-        own = self._transport.report()
+        own = self._worker.table.report()
         if self._hosted is None:
             return own
         server, liveness = self._hosted

@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -19,8 +19,7 @@ from jdaso.core.log import logger
 from jdaso.exchange.transport.progress import Operation, Progress, WaitState
 
 _LIVENESS_SECONDS = 0.2
-# The longest wait for the last replies.
-_LAST_REPLIES_SECONDS = 5.0
+_LAST_REPLIES_SECONDS = 5.0  # the longest wait for them
 
 
 class Liveness:
@@ -54,7 +53,8 @@ class Liveness:
     def set_ended(self, worker: int, failed: bool = False) -> None:
         """Records that a worker has ended by itself, normally or by an exception (``failed``)."""
         self.ended.add(worker)
-        self.failed |= {worker} if failed else set()
+        if failed:
+            self.failed.add(worker)
         self.gone.discard(worker)
 
     def set_died(self, worker: int) -> None:
@@ -102,14 +102,14 @@ def start_server(
             topology.abort(f"the center failed: {type(error).__name__}: {error}")
             raise
 
-    def at_exit(progress: Progress) -> None:
-        exit_without(topology, sorted(liveness.gone), 0)
-
-    Progress(topology, math.inf, at_exit, topology.abort).submit(operation(), "the center")
+    progress = Progress(
+        topology, math.inf, lambda _: exit_without(topology, liveness.gone, 0), topology.abort
+    )
+    progress.submit(operation(), "the center")
     return HostedServer(server, liveness)
 
 
-def exit_without(topology: Topology, gone: Sequence[int], status: int) -> None:
+def exit_without(topology: Topology, gone: Collection[int], status: int) -> None:
     """Exits without finalizing MPI if workers are gone, because MPI would wait for them."""
     if gone:
         if topology.heartbeat is not None:
@@ -177,15 +177,9 @@ class _Mailbox:
         while (message := self._comm.Improbe(self._mpi.ANY_SOURCE, SERVER_TAG, status)) is not None:
             buffer = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
             self._receiving.append((status.Get_source(), buffer, message.Irecv(buffer)))
-        complete, pending = [], []
-        for worker, buffer, request in self._receiving:
-            done = self._done(request)
-            if done:
-                complete.append((worker, buffer))
-            elif done is not None:
-                pending.append((worker, buffer, request))
-        self._receiving = pending
-        return complete
+        found = [(entry, self._done(entry[2])) for entry in self._receiving]
+        self._receiving = [entry for entry, done in found if done is False]
+        return [(worker, buffer) for (worker, buffer, _), done in found if done]
 
     def send(self, worker: int, frame: np.ndarray) -> None:
         """Sends a reply without waiting."""

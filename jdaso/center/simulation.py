@@ -51,12 +51,17 @@ def simulated_center(num_workers: int) -> Center:
     4
     """
     check_whole("num_workers", num_workers, 1)
+    return _SimulatedCenter(num_workers)
 
-    def make_exchange(rule: ServerRule) -> Exchange:
+
+class _SimulatedCenter(Center):
+    in_turns = True
+
+    def make_exchange(self, rule: ServerRule) -> Exchange:
         def init(params: PyTree, sharded: bool = True) -> SimulatedState:
             first = rule.init(split(widened(params))[0])
             reply = [jnp.zeros_like(x) for x in first.center]
-            return SimulatedState(first, reply, jnp.zeros((num_workers, 0)))
+            return SimulatedState(first, reply, jnp.zeros((self.num_workers, 0)))
 
         def start(state, number, step, leaves: Leaves, header, wire):
             old = state.center
@@ -72,13 +77,23 @@ def simulated_center(num_workers: int) -> Center:
 
         bound = changed(BoundExchange(), start=start, finish=finish)
         return changed(
-            Exchange(num_workers),
+            Exchange(self.num_workers),
             init=init,
             bind=lambda names, leaves: bound,
             broadcast=no_broadcast,
         )
 
-    return Center(num_workers, in_turns=True, make_exchange=make_exchange)
+    def join(self, params: PyTree, saved: CenterState | None = None) -> PyTree:
+        return params if saved is None else self.read(params)  # all start from the same
+
+    def read(self, params: PyTree) -> CenterState:
+        raise ValueError(
+            "the state of a simulated center is part of the cluster: read cluster.center, replace "
+            "it with cluster._replace(center=...)."
+        )
+
+    def write(self, state: CenterState) -> None:
+        self.read(state)
 
 
 class SimulatedCluster(NamedTuple):

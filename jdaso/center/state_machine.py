@@ -4,7 +4,6 @@ It does not use the network. An invalid frame is refused and does not affect oth
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -49,7 +48,8 @@ class CenterServer:
                 return self._join(worker, frame)
             return [(worker, _reply(frame, self._execute(worker, frame)))]
         except Exception as error:
-            return [(worker, self._refusal(worker, frame, error))]
+            text = f"the center refuses a message of {self._describe(worker)}: {error}"
+            return [(worker, frames.pack(frames.REFUSAL, frame.request, frames.encode(text)))]
 
     def _execute(self, worker: int, frame: Frame) -> list[np.ndarray]:
         """Executes any other request than to join, and returns the content of the reply."""
@@ -61,7 +61,7 @@ class CenterServer:
             self._check_outline(worker, frames.decode(frame.content))
             return frames.encode(self._state)
         if frame.kind == frames.WRITE:
-            self._state = _checked(frames.decode_state(frame.content), self._state)
+            self._state = _checked(frames.to_state(frames.decode(frame.content)), self._state)
             return []
         raise ValueError(f"the message is of the unknown kind {frame.kind}.")
 
@@ -138,10 +138,6 @@ class CenterServer:
     def _check_outline(self, worker: int, outline: list[str]) -> None:
         check_alike([self._outline, outline], lambda index: self._describe((0, worker)[index]))
 
-    def _refusal(self, worker: int, frame: Frame, error: Exception) -> np.ndarray:
-        text = f"the center refuses a message of {self._describe(worker)}: {error}"
-        return frames.pack(frames.REFUSAL, frame.request, frames.encode(text))
-
 
 def _reply(frame: Frame, parts: list[np.ndarray]) -> np.ndarray:
     return frames.pack(frames.REPLY, frame.request, parts)
@@ -150,19 +146,19 @@ def _reply(frame: Frame, parts: list[np.ndarray]) -> np.ndarray:
 def _checked(new: CenterState, old: CenterState) -> CenterState:
     """The new state; raises ValueError unless it is finite and has the old shapes and dtypes."""
 
-    def outline(state: Any) -> list[tuple[Any, ...]]:
-        return [
-            (jax.tree_util.keystr(path), np.shape(leaf), np.asarray(leaf).dtype.name)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-        ]
+    def named(state: CenterState) -> dict[str, np.ndarray]:
+        leaves = jax.tree_util.tree_leaves_with_path(state)
+        return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
 
-    if outline(new) != outline(old):
+    given, required = (
+        [(name, x.shape, x.dtype.name) for name, x in named(state).items()] for state in (new, old)
+    )
+    if given != required:
         raise ValueError(
-            f"the saved state must have the shapes and dtypes of the center, {outline(old)}, got "
-            f"{outline(new)}. Pass what center.read returned for the same model."
+            f"the saved state must have the shapes and dtypes of the center, {required}, got "
+            f"{given}. Pass what center.read returned for the same model."
         )
-    named = jax.tree_util.tree_leaves_with_path(new)
-    lost = [jax.tree_util.keystr(path) for path, leaf in named if not np.isfinite(leaf).all()]
+    lost = [name for name, x in named(new).items() if not np.isfinite(x).all()]
     if lost or new.clock < 0:
         raise ValueError(
             f"the saved state must be finite, and its clock at least 0, got clock {new.clock}"

@@ -63,46 +63,50 @@ class ServerRule(NamedTuple):
     update: Callable[[CenterState, list[Any]], tuple[CenterState, list[Any]]]
 
 
-def _join_with_equal_params(params: PyTree, saved: CenterState | None = None) -> PyTree:
-    if saved is not None:
-        _not_simulated()
-    return params  # all simulated workers start from the same
-
-
-def _not_simulated(*_: Any) -> Any:
-    raise ValueError(
-        "the state of a simulated center is part of the cluster: read cluster.center, replace it "
-        "with cluster._replace(center=...)."
-    )
-
-
-class Center(NamedTuple):
+class Center:
     """The connection of workers to the center, the asynchronous counterpart of an Exchange.
 
     Attributes:
         num_workers: p in the papers.
         in_turns: Whether no other worker intervenes between two exchanges of one step.
-        make_exchange: ``(rule) -> Exchange``, whose sum is the server's reply to this worker.
-        join: ``(params, saved=None) -> params``, the current center. Node 0 creates it from its
-            parameters or, to resume a training, from ``saved``, a result of ``read``. The other
-            nodes wait for node 0, and their values are ignored. A worker that joins again starts
-            anew, with ``tx.init``.
-        read: ``(params) -> CenterState``, trees of NumPy arrays like ``params``.
-        write: ``(CenterState)``, replaces the state while workers train.
-        wait: ``()``, on node 0, waits until every other worker has ended, failed or is gone.
-        report: ``() -> dict``, on node 0, with the exchanges of each of the ``workers``, and lists
-            of those that ``ended``, those that ``failed`` by an exception, and those that are
-            ``gone``, because they died or have been silent for too long.
     """
 
-    num_workers: int
-    in_turns: bool
-    make_exchange: Callable[[ServerRule], Exchange]
-    join: Callable[..., PyTree] = _join_with_equal_params
-    read: Callable[[PyTree], CenterState] = _not_simulated
-    write: Callable[[CenterState], None] = _not_simulated
-    wait: Callable[[], None] = lambda: None  # simulated workers cannot exit
-    report: Callable[[], dict[str, Any]] = lambda: dict(workers={}, ended=[], failed=[], gone=[])
+    in_turns = False
+
+    def __init__(self, num_workers: int):
+        self.num_workers = num_workers
+
+    def make_exchange(self, rule: ServerRule) -> Exchange:
+        """Makes an exchange whose sum is the server's reply to this worker."""
+        raise NotImplementedError
+
+    def join(self, params: PyTree, saved: CenterState | None = None) -> PyTree:
+        """Returns the current center.
+
+        Node 0 creates it from its parameters or, to resume a training, from ``saved``, a result of
+        :meth:`read`. The other nodes wait for node 0, and their values are ignored. A worker that
+        joins again starts anew, with ``tx.init``.
+        """
+        raise NotImplementedError
+
+    def read(self, params: PyTree) -> CenterState:
+        """Returns the state of the server as trees of NumPy arrays like ``params``."""
+        raise NotImplementedError
+
+    def write(self, state: CenterState) -> None:
+        """Replaces the state of the server while workers train."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Waits, on node 0, until every other worker has ended, failed or is gone."""
+
+    def report(self) -> dict[str, Any]:
+        """Returns, on node 0, how many exchanges each of the ``workers`` has made.
+
+        It also lists those that ``ended``, those that ``failed`` by an exception, and those that
+        are ``gone``, because they died or have been silent for too long.
+        """
+        return dict(workers={}, ended=[], failed=[], gone=[])
 
 
 def check_center(name: str, center: Center) -> None:

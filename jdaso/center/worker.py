@@ -1,8 +1,4 @@
-"""A worker's side of a center over MPI: its messages, its heartbeats, and its exit.
-
-Programs fill and read slots, as those of an exchange. Each slot is a message to the server, and its
-reply are the sums.
-"""
+"""A worker's side of a center over MPI: its messages, its heartbeats, and its exit."""
 
 from __future__ import annotations
 
@@ -11,14 +7,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
 from jdaso.center import frames
-from jdaso.center.frames import SERVER_TAG, reply_tag
+from jdaso.center.frames import SERVER, SERVER_TAG, reply_tag
 from jdaso.center.server import exit_without
 from jdaso.center.types import reply_header
 from jdaso.cluster.ending import on_exception
@@ -43,106 +39,72 @@ _NOT_IN_FLIGHT = (
 )
 
 
-def worker_table(topology: Topology) -> Table:
-    """The slots of a worker's exchanges with the center, with the errors that they report."""
-    name = topology.describe(topology.rank)
-    return Table(_POSTED_TWICE % name, _NOT_IN_FLIGHT % name)
+class Worker:
+    """The connection of a worker to the server.
 
-
-class WorkerExit:
-    """How a worker leaves the training: node 0 with all others, every other worker alone."""
-
-    def __init__(self, topology: Topology, hosts_server: bool):
-        self._topology, self._hosts_server, self.failed = topology, hosts_server, False
-        if not hosts_server:
-            on_exception(self._on_exception)
-        _ignore_death_signal()
-
-    def abort(self, reason: str) -> None:
-        """Ends this worker because it has failed; that of node 0 ends the job."""
-        if self._hosts_server:
-            return self._topology.abort(reason)
-        sys.stdout.flush()
-        logger.error("%s The others continue.", reason)
-        os._exit(1)
-
-    def finish(self, gone: Sequence[int]) -> None:
-        """Called with the workers that are gone, when all others have ended."""
-        if not self._hosts_server:  # the server exits last
-            exit_without(self._topology, gone, int(self.failed))
-
-    def _on_exception(self, error: BaseException) -> None:
-        self.failed = True
-        sys.stdout.flush()
-        own = self._topology.describe(self._topology.rank)
-        logger.error("%s failed; the others continue.", own)
-
-
-def _ignore_death_signal() -> None:
-    """Ignores SIGUSR1, with which MPICH's launcher reports a death, unless it has a handler."""
-    in_main = threading.current_thread() is threading.main_thread()
-    if in_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-
-
-class Connection:
-    """Sends requests to the server. At exit, it waits until all workers have ended.
-
-    Only servers and connections use ``comm``.
+    Programs fill and read the slots of ``table``, as those of an exchange. Each slot is a message
+    to the server, and its reply are the sums. Only servers and workers use ``comm``.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        comm: Comm,
-        timeout: float,
-        heartbeat_seconds: float,
-        end: WorkerExit,
-        table: Table,
-    ):
-        self._comm = comm
-        self._timeout = timeout
-        self._end = end
-        self._server = topology.describe(frames.SERVER)
+    def __init__(self, topology: Topology, comm: Comm, timeout: float, heartbeat_seconds: float):
+        self._topology, self._comm, self._timeout = topology, comm, timeout
+        self._name = topology.describe(topology.rank)
+        self.rule_name = ""  # of the rule that the server must apply
+        self.table = Table(_POSTED_TWICE % self._name, _NOT_IN_FLIGHT % self._name)
         self._requests = 0
+        self._failed = False  # by an exception
+        if topology.rank != SERVER:
+            on_exception(self._on_exception)
+        _ignore_death_signal()
         self._ended = threading.Event()
-        self.progress = Progress(topology, timeout, self._announce_exit, end.abort, table)
+        self._progress = Progress(topology, timeout, self._announce_exit, self._abort, self.table)
+        self._progress.exchanges = self
         self._heartbeats = threading.Thread(
             target=self._send_heartbeats, args=(heartbeat_seconds,), name="jdaso-alive", daemon=True
         )
         self._heartbeats.start()
 
-    def _announce_exit(self, progress: Progress) -> None:
-        """Tells the server that this worker exits, and waits until all have ended."""
-        while (gone := self._request_end()) is None:
-            time.sleep(_RETRY_SECONDS)
-        self._ended.set()
-        self._heartbeats.join()
-        self._end.finish(gone)
+    def ask(self, kind: int, content: Any) -> np.ndarray:
+        """Sends a request other than an exchange, and waits for the content of its reply."""
+        operation = self._request(kind, frames.encode(content))
+        description = f"a request to the center, sent by {self._name},"
+        return self._progress.wait(self._progress.submit(operation, description))
 
-    def _request_end(self) -> list[int] | None:
-        """Tells the server that this worker exits.
-
-        Returns:
-            None while other workers are active, else the workers that did not end by themselves.
-        """
-        operation = self.request(frames.END, (), not self._end.failed, 0)
-        deadline = time.monotonic() + self._timeout
-        while time.monotonic() < deadline:
-            try:
-                next(operation)
-            except StopIteration as end:
-                return frames.decode(end.value)
-            time.sleep(1e-3)
-        self._end.abort(
-            f"exit without the center: {self._server} has not replied for {self._timeout:g} s."
+    def take(self, slot: Any) -> None:
+        """Starts to send a message that a program has posted; called by the progress thread."""
+        number, step, memory = slot.number, slot.step, self.table.memory(slot)
+        size = sum(vector.nbytes for vector, _ in memory.pairs)
+        text = "%s posted exchange %d with the center after step %d, %d bytes"
+        logger.debug(text, self._name, number, step, size)
+        description = (
+            f"exchange {number} with the center, posted by {self._name} after step {step},"
         )
-        return []
+        operation = self._exchange(memory, slot.header[0] > 0, size)
+        self._progress.start(slot, operation, description, measured=True, call=None)
 
-    def request(
+    def log_completed(self) -> None:
+        """Nothing is logged of exchanges that programs have collected."""
+
+    def report_error(self, problem: str) -> None:
+        """Reports an error of compiled code."""
+        report_error(self._topology, self._abort, problem)
+
+    def abort_on_error(self) -> AbstractContextManager[None]:
+        """Reports the errors of a block, in a host callback."""
+        return abort_on_error(self._topology, self._abort)
+
+    def _exchange(self, memory: Memory, contributes: bool, size: int) -> Operation:
+        """Returns the header of the sums, and the bytes sent."""
+        fingerprint = frames.fingerprint(self.rule_name, memory.specs)
+        sent = [vector for vector, _ in memory.pairs]
+        content = yield from self._request(frames.EXCHANGE, sent, contributes, fingerprint)
+        frames.copy_content(content, [sums for _, sums in memory.pairs])
+        return np.array(reply_header(memory.finite()), np.float32), size
+
+    def _request(
         self,
         kind: int,
-        parts: Sequence[np.ndarray],
+        parts: Sequence[np.ndarray] = (),
         contributes: bool = True,
         fingerprint: int = 0,
     ) -> Operation:
@@ -155,14 +117,14 @@ class Connection:
         self._requests += 1
         tag, status = reply_tag(self._requests), MPI.Status()
         frame = frames.pack(kind, self._requests, parts, contributes, fingerprint)
-        sent = self._comm.Isend(frame, dest=frames.SERVER, tag=SERVER_TAG)
-        while (message := self._comm.Improbe(frames.SERVER, tag, status)) is None:
+        sent = self._comm.Isend(frame, dest=SERVER, tag=SERVER_TAG)
+        while (message := self._comm.Improbe(SERVER, tag, status)) is None:
             sent.Test()
-            yield WaitState(frozenset({frames.SERVER}))
+            yield WaitState(frozenset({SERVER}))
         reply = np.empty(status.Get_count(MPI.BYTE), np.uint8)
         received = message.Irecv(reply)
         while not (received.Test() and sent.Test()):
-            yield WaitState(frozenset({frames.SERVER}), progressed=True)
+            yield WaitState(frozenset({SERVER}), progressed=True)
         if (parsed := frames.unpack(reply)).kind == frames.REFUSAL:
             raise JdasoError(frames.decode(parsed.content))
         return parsed.content
@@ -171,63 +133,51 @@ class Connection:
         """Sends heartbeats, also while the program computes."""
         frame = frames.pack(frames.ALIVE, 0)
         while not self._ended.wait(seconds):
-            sent = self._comm.Isend(frame, dest=frames.SERVER, tag=SERVER_TAG)
+            sent = self._comm.Isend(frame, dest=SERVER, tag=SERVER_TAG)
             while not (sent.Test() or self._ended.wait(seconds)):
                 pass
 
+    def _abort(self, reason: str) -> None:
+        """Ends this worker because it has failed; that of node 0 ends the job."""
+        if self._topology.rank == SERVER:
+            return self._topology.abort(reason)
+        sys.stdout.flush()
+        logger.error("%s The others continue.", reason)
+        os._exit(1)
 
-class WorkerTransport:
-    """Serves the slots of a worker: each is a message to the server, and its reply are the sums.
+    def _on_exception(self, error: BaseException) -> None:
+        self._failed = True
+        sys.stdout.flush()
+        logger.error("%s failed; the others continue.", self._name)
 
-    ``abort(reason)`` ends this worker.
-    """
+    def _announce_exit(self, progress: Progress) -> None:
+        """Tells the server that this worker exits, and waits until all others have ended."""
+        while (gone := self._request_end()) is None:
+            time.sleep(_RETRY_SECONDS)
+        self._ended.set()
+        self._heartbeats.join()
+        if self._topology.rank != SERVER:  # the server exits last
+            exit_without(self._topology, gone, int(self._failed))
 
-    def __init__(self, topology: Topology, connection: Connection, abort: Callable[[str], None]):
-        self._topology = topology
-        self._connection = connection
-        self._abort = abort
-        self._name = topology.describe(topology.rank)
-        self.rule_name = ""  # of the rule that the server must apply
-        self._table = connection.progress.table
-        self.restart_numbers, self.report = self._table.restart, self._table.report
-        connection.progress.exchanges = self
-
-    def ask(self, kind: int, content: Any) -> np.ndarray:
-        """Sends a request other than an exchange, and waits for the content of its reply."""
-        description = f"a request to the center, sent by {self._name},"
-        operation = self._connection.request(kind, frames.encode(content))
-        progress = self._connection.progress
-        return progress.wait(progress.submit(operation, description))
-
-    def take(self, slot: Any) -> None:
-        """Starts to send a message that a program has posted; called by the progress thread."""
-        number, step = slot.number, slot.step
-        description = (
-            f"exchange {number} with the center, posted by {self._name} after step {step},"
+    def _request_end(self) -> list[int] | None:
+        """The workers that did not end by themselves; None while other workers are active."""
+        operation = self._request(frames.END, contributes=not self._failed)
+        deadline = time.monotonic() + self._timeout
+        while time.monotonic() < deadline:
+            try:
+                next(operation)
+            except StopIteration as end:
+                return frames.decode(end.value)
+            time.sleep(1e-3)
+        self._abort(
+            f"exit without the center: {self._topology.describe(SERVER)} has not replied for "
+            f"{self._timeout:g} s."
         )
-        operation = self._exchange(slot, self._table.memory(slot))
-        self._connection.progress.start(slot, operation, description, measured=True, call=None)
+        return []
 
-    def _exchange(self, slot: Any, memory: Memory) -> Operation:
-        """Sends a message; its reply are the sums. Returns the header and the bytes sent."""
-        size = sum(vector.nbytes for vector, _ in memory.pairs)
-        text = "%s posted exchange %d with the center after step %d, %d bytes"
-        logger.debug(text, self._name, slot.number, slot.step, size)
-        content = yield from self._connection.request(
-            frames.EXCHANGE,
-            [vector for vector, _ in memory.pairs],
-            contributes=slot.header[0] > 0,
-            fingerprint=frames.fingerprint(self.rule_name, memory.specs),
-        )
-        frames.copy_content(content, [sums for _, sums in memory.pairs])
-        return np.array(reply_header(memory.finite()), np.float32), size
 
-    def log_completed(self) -> None:
-        """Nothing is logged of exchanges that programs have collected."""
-
-    def report_error(self, problem: str) -> None:
-        """Reports an error of compiled code."""
-        report_error(self._topology, self._abort, problem)
-
-    def abort_on_error(self) -> AbstractContextManager[None]:
-        return abort_on_error(self._topology, self._abort)
+def _ignore_death_signal() -> None:
+    """Ignores SIGUSR1, with which MPICH's launcher reports a death, unless it has a handler."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -67,7 +67,7 @@ def server_of(rule, **options):
 def state(server):
     kind, content = ask(server, 1, pack(READ, 4, encode(outline(PARAMS))))
     assert kind == REPLY
-    return frames.decode_state(content)
+    return frames.to_state(frames.decode(content))
 
 
 def test_an_exchange_is_the_rule():

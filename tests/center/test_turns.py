@@ -312,7 +312,7 @@ def turns(center, order, batches=None):
         (lambda c: jdaso.center.mdownpour(c, 0.1, 0.0), "momentum must be positive"),
         (lambda c: jdaso.center.mdownpour(c, -0.1, 0.5), "learning_rate must be positive"),
         (
-            lambda c: jdaso.center.admm(c._replace(in_turns=False), 0.1, 1.0),
+            lambda c: jdaso.center.admm(jdaso.center.Center(c.num_workers), 0.1, 1.0),
             "needs a simulated_center",
         ),
         (lambda c: jdaso.center.admm(c, 0.1, 0), "rho must be positive"),

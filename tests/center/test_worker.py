@@ -11,36 +11,37 @@ from jax.sharding import Mesh
 
 import jdaso
 from jdaso.center.async_easgd import elastic_rule
+from jdaso.center.frames import END, REPLY, encode, pack, unpack
 from jdaso.center.mpi_center import _MpiCenter
-from jdaso.center.worker import WorkerTransport, worker_table
+from jdaso.center.worker import Worker
 from jdaso.core.exchange import HEADER_SIZE, UNCOUNTED
 from jdaso.exchange.host.layout import LeafSpec, Shardings, unsharded
 from jdaso.exchange.host.program import Program
-from jdaso.exchange.transport.progress import Progress
+from jdaso.exchange.host.slots import Table
 
 LAYOUT = unsharded([LeafSpec((3,), np.dtype("float32"))])
 TOPOLOGY = jdaso.discover_topology()
 
 
-class Connection:
-    """A server that replies with what it gets."""
+class EchoWorker(Worker):
+    """A worker whose server replies with what it gets."""
 
     def __init__(self):
-        table = worker_table(TOPOLOGY)
-        self.progress = Progress(TOPOLOGY, 60.0, lambda progress: None, str, table)
+        super().__init__(TOPOLOGY, comm=None, timeout=60.0, heartbeat_seconds=1e6)
 
-    def request(self, kind, parts, contributes, fingerprint):
+    def _request(self, kind, parts=(), contributes=True, fingerprint=0):
         yield from ()
+        if kind == END:  # no other worker is active
+            return unpack(pack(REPLY, 0, encode([]))).content
         assert contributes
         return np.concatenate([part.view(np.uint8) for part in parts])
 
 
 @pytest.fixture
 def table():
-    connection = Connection()
-    WorkerTransport(TOPOLOGY, connection, abort=str)
-    yield connection.progress.table
-    connection.progress.close()
+    worker = EchoWorker()
+    yield worker.table
+    worker._progress.close()
 
 
 def post(table, number, values):
@@ -71,7 +72,7 @@ def test_a_reply_is_collected_once(table):
 
 def test_a_consensus_is_an_error():
     mesh = Mesh(np.array(jax.local_devices()[:1]), ("local",))
-    program = Program(worker_table(TOPOLOGY), True, Shardings(None, mesh), contextlib.nullcontext)
+    program = Program(Table(), True, Shardings(None, mesh), contextlib.nullcontext)
     center = _MpiCenter(1, SimpleNamespace(), program, None)
     exchange = center.make_exchange(elastic_rule(0.5))
     leaves = [jnp.ones(3)]

@@ -172,13 +172,9 @@ def replay():
 def replay_with(name, delay):
     make, log = METHODS[name], []
     center = jdaso.center.mpi_center(topology, record=lambda w, message: log.append((w, message)))
-    rules = []
-    tx = make(
-        center._replace(
-            make_exchange=lambda rule: (rules.append(rule), center.make_exchange(rule))[1]
-        ),
-        delay,
-    )
+    rules, make_exchange = [], center.make_exchange
+    center.make_exchange = lambda rule: (rules.append(rule), make_exchange(rule))[1]
+    tx = make(center, delay)
     params = center.join(first_params())
     train(tx, params, STEPS)
     if rank != 0:
