@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdaso.center import frames
-from jdaso.center.server import HostedServer, start_server
-from jdaso.center.state_machine import Record
+from jdaso.center.server import HostedServer, Record, start_server
 from jdaso.center.types import (
     ONLY_WITH_THE_SERVER,
     Center,
@@ -163,14 +162,14 @@ class _MpiCenter(Center):
             leaves = [np.asarray(x) for x in widened(xs)]
             state = None if saved is None else _to_lists(saved)
         request = (self._rule.name, outline(params), leaves, state)
-        center = frames.decode(self._worker.ask(frames.JOIN, request))
+        center = self._worker.ask(frames.JOIN, request)
         return where(
             [jax.device_put(c.astype(x.dtype), x.sharding) for x, c in zip(xs, center, strict=True)]
         )
 
     def read(self, params: PyTree) -> CenterState:
-        state = frames.decode(self._worker.ask(frames.READ, outline(params)))
-        return map_state(split(params)[1], frames.to_state(state))
+        state = frames.to_state(self._worker.ask(frames.READ, outline(params)))
+        return map_state(split(params)[1], state)
 
     def write(self, state: CenterState) -> None:
         self._worker.ask(frames.WRITE, _to_lists(state))

@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -64,9 +63,9 @@ class Worker:
         )
         self._heartbeats.start()
 
-    def ask(self, kind: int, content: Any) -> np.ndarray:
+    def ask(self, kind: int, content: Any) -> Any:
         """Sends a request other than an exchange, and waits for the content of its reply."""
-        operation = self._request(kind, frames.encode(content))
+        operation = self._request(kind, content)
         description = f"a request to the center, sent by {self._name},"
         return self._progress.wait(self._progress.submit(operation, description))
 
@@ -95,19 +94,13 @@ class Worker:
 
     def _exchange(self, memory: Memory, contributes: bool, size: int) -> Operation:
         """Returns the header of the sums, and the bytes sent."""
-        fingerprint = frames.fingerprint(self.rule_name, memory.specs)
-        sent = [vector for vector, _ in memory.pairs]
-        content = yield from self._request(frames.EXCHANGE, sent, contributes, fingerprint)
-        frames.copy_content(content, [sums for _, sums in memory.pairs])
+        message = (self.rule_name, contributes, memory.leaves)
+        reply = yield from self._request(frames.EXCHANGE, message)
+        for total, leaf in zip(memory.sums, reply, strict=True):
+            total[...] = leaf
         return np.array(reply_header(memory.finite()), np.float32), size
 
-    def _request(
-        self,
-        kind: int,
-        parts: Sequence[np.ndarray] = (),
-        contributes: bool = True,
-        fingerprint: int = 0,
-    ) -> Operation:
+    def _request(self, kind: int, content: Any) -> Operation:
         """Sends a frame, waits for the reply, and returns the content of the reply.
 
         JdasoError if the server refuses. Only one thread at a time advances requests.
@@ -116,7 +109,7 @@ class Worker:
 
         self._requests += 1
         tag, status = reply_tag(self._requests), MPI.Status()
-        frame = frames.pack(kind, self._requests, parts, contributes, fingerprint)
+        frame = frames.pack(kind, self._requests, content)
         sent = self._comm.Isend(frame, dest=SERVER, tag=SERVER_TAG)
         while (message := self._comm.Improbe(SERVER, tag, status)) is None:
             sent.Test()
@@ -125,9 +118,10 @@ class Worker:
         received = message.Irecv(reply)
         while not (received.Test() and sent.Test()):
             yield WaitState(frozenset({SERVER}), progressed=True)
-        if (parsed := frames.unpack(reply)).kind == frames.REFUSAL:
-            raise JdasoError(frames.decode(parsed.content))
-        return parsed.content
+        parsed = frames.unpack(reply)
+        if parsed.kind == frames.REFUSAL:
+            raise JdasoError(parsed.content())
+        return parsed.content()
 
     def _send_heartbeats(self, seconds: float) -> None:
         """Sends heartbeats, also while the program computes."""
@@ -161,13 +155,13 @@ class Worker:
 
     def _request_end(self) -> list[int] | None:
         """The workers that did not end by themselves; None while other workers are active."""
-        operation = self._request(frames.END, contributes=not self._failed)
+        operation = self._request(frames.END, self._failed)
         deadline = time.monotonic() + self._timeout
         while time.monotonic() < deadline:
             try:
                 next(operation)
             except StopIteration as end:
-                return frames.decode(end.value)
+                return end.value
             time.sleep(1e-3)
         self._abort(
             f"exit without the center: {self._topology.describe(SERVER)} has not replied for "

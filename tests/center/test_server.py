@@ -5,7 +5,6 @@ import types
 import numpy as np
 import pytest
 
-from jdaso.center import frames
 from jdaso.center import server as module
 from jdaso.center.frames import (
     ALIVE,
@@ -18,8 +17,7 @@ from jdaso.center.frames import (
     reply_tag,
     unpack,
 )
-from jdaso.center.server import Liveness, serve
-from jdaso.center.state_machine import CenterServer
+from jdaso.center.server import CenterServer, Liveness, serve
 
 MPI = pytest.importorskip("mpi4py.MPI")
 
@@ -75,13 +73,13 @@ class SimulatedServer:
         self.loop = serve(self.comm, CenterServer(3, "rank {}".format), self.liveness)
         self.requests = 0
 
-    def sends(self, worker, kind, content=()):
+    def sends(self, worker, kind, content=False):
         """Handles a frame; returns receiver, kind and content of each reply."""
         self.requests += 1
         self.comm.to_receive.append((worker, pack(kind, self.requests, content)))
         next(self.loop)
         replies, self.comm.sent = self.comm.sent, []
-        return [(to, reply.kind, frames.decode(reply.content)) for to, reply in replies]
+        return [(to, reply.kind, reply.content()) for to, reply in replies]
 
     def finished(self):
         return next(self.loop, None) is None
@@ -135,7 +133,7 @@ def test_a_silent_worker_may_come_back(server, caplog):
     server.now = 31.0
     server.sends(0, ALIVE)
     assert server.liveness.gone == {1, 2}
-    assert server.sends(2, READ, frames.encode([]))[0][:2] == (2, REFUSAL)
+    assert server.sends(2, READ, [])[0][:2] == (2, REFUSAL)
     server.now = 32.0
     server.finished()
     assert server.liveness.gone == {1}
@@ -152,11 +150,22 @@ def test_a_worker_that_dies_before_it_may_exit_is_not_waited_for_long(server):
     assert server.finished()
 
 
-@pytest.mark.parametrize("frame", [np.zeros(0, np.uint8), np.full(100, 7, np.uint8)])
-def test_a_malformed_message_is_logged_and_ignored(server, caplog, frame):
+NO_JSON = pack(END, 1, "text")
+NO_JSON[-8] = 0
+
+
+@pytest.mark.parametrize(
+    ("frame", "problem"),
+    [
+        (np.zeros(0, np.uint8), "a message of 0 bytes"),
+        (np.full(100, 7, np.uint8), "a message of 100 bytes"),
+        (NO_JSON, "the content of a message cannot be decoded"),
+    ],
+)
+def test_a_malformed_message_is_logged_and_ignored(server, caplog, frame, problem):
     server.comm.to_receive.append((1, frame))
     assert not server.finished()
-    assert f"center: what rank 1 sent is ignored: a message of {len(frame)} bytes" in caplog.text
+    assert f"center: what rank 1 sent is ignored: {problem}" in caplog.text
     assert server.sends(1, END) == [(1, REPLY, None)]
 
 

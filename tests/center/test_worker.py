@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 import jdaso
 from jdaso.center.async_easgd import elastic_rule
-from jdaso.center.frames import END, REPLY, encode, pack, unpack
+from jdaso.center.frames import END
 from jdaso.center.mpi_center import _MpiCenter
 from jdaso.center.worker import Worker
 from jdaso.core.exchange import HEADER_SIZE, UNCOUNTED
@@ -29,12 +29,13 @@ class EchoWorker(Worker):
     def __init__(self):
         super().__init__(TOPOLOGY, comm=None, timeout=60.0, heartbeat_seconds=1e6)
 
-    def _request(self, kind, parts=(), contributes=True, fingerprint=0):
+    def _request(self, kind, content):
         yield from ()
-        if kind == END:  # no other worker is active
-            return unpack(pack(REPLY, 0, encode([]))).content
+        if kind == END:
+            return []  # no other worker is active
+        _, contributes, leaves = content
         assert contributes
-        return np.concatenate([part.view(np.uint8) for part in parts])
+        return leaves
 
 
 @pytest.fixture
