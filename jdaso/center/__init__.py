@@ -1,8 +1,8 @@
 """Asynchronous methods: workers exchange messages with a server that keeps the center.
 
 The algorithms are in ``async_easgd``, ``downpour`` and ``admm``, and ``simulation`` has a center
-for one process. Over MPI, ``mpi_center`` starts the ``server``, a loop around a ``state_machine``
-that replies to ``frames``, and the ``worker`` in each process.
+for one process. Over MPI, ``mpi_center`` has the worker of each process, and the ``server`` replies
+to its ``frames``.
 """
 
 from jdaso.center.admm import admm

@@ -12,8 +12,7 @@ from jax.sharding import Mesh
 import jdaso
 from jdaso.center.async_easgd import elastic_rule
 from jdaso.center.frames import END
-from jdaso.center.mpi_center import _MpiCenter
-from jdaso.center.worker import Worker
+from jdaso.center.mpi_center import Worker, _MpiCenter
 from jdaso.core.exchange import HEADER_SIZE, UNCOUNTED
 from jdaso.exchange.host.layout import LeafSpec, Shardings, unsharded
 from jdaso.exchange.host.program import Program
