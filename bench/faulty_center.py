@@ -31,10 +31,9 @@ def main() -> int:
     topology = jdaso.discover_topology()
     rank = topology.rank
     center = jdaso.center.mpi_center(topology, timeout=TIMEOUT, gone_after=SILENT_SECONDS)
-    faulty_center = center._replace(
-        make_exchange=lambda rule: faulty(center.make_exchange(rule), faults, rank)
-    )
-    averaging = jdaso.center.async_easgd(faulty_center, PERIOD)
+    make_exchange = center.make_exchange
+    center.make_exchange = lambda rule: faulty(make_exchange(rule), faults, rank)
+    averaging = jdaso.center.async_easgd(center, PERIOD)
     gradients = faulty_gradients(faults, rank)
     tx = jdaso.chain(optax.sgd(0.1), averaging)
     images, labels = digits()
