@@ -116,38 +116,6 @@ class _PendingFaults:
         return due
 
 
-class _ExchangeCallbacks:
-    """Host callbacks that apply the faults of this process around its exchanges."""
-
-    def __init__(self, pending: _PendingFaults, link: Callable[[Fault], None] | None):
-        self._pending, self._link = pending, link
-        self._fatal_numbers: set[int] = set()  # of exchanges whose collection kills this process
-
-    def before_post(self, step: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        due = self._pending.take(_BEFORE_POST, int(step))
-        for fault in due:
-            if fault.kind in _SIGNALS:
-                os.kill(os.getpid(), _SIGNALS[fault.kind])
-            elif fault.kind is Kind.SLOW_POST:
-                time.sleep(fault.seconds)
-            elif fault.kind in _LINK and self._link is not None:
-                self._link(fault)
-        if self._pending.take({Kind.FAIL_IN_FINISH}, int(step)):
-            self._fatal_numbers.add(int(number))
-        wrong_shape = any(fault.kind is Kind.WRONG_SHAPE for fault in due)
-        return np.asarray(step), np.array(wrong_shape, np.int32)
-
-    def after_post(self, step: np.ndarray, following: np.ndarray) -> np.ndarray:
-        if self._pending.take({Kind.FAIL_IN_FLIGHT}, int(step)):
-            _die()
-        return np.asarray(following)
-
-    def before_finish(self, number: np.ndarray) -> np.ndarray:
-        if int(number) in self._fatal_numbers:
-            _die()
-        return np.asarray(number)
-
-
 def faulty(
     exchange: Exchange,
     faults: Iterable[Fault],
@@ -175,56 +143,67 @@ def faulty(
     True
     """
     pending = _PendingFaults(faults, rank)
-    if not pending.kinds() & _OF_EXCHANGES:
+    kinds, scalar = pending.kinds(), jax.ShapeDtypeStruct((), jnp.int32)
+    if not kinds & _OF_EXCHANGES:
         return exchange
-    if link is None and pending.kinds() & _LINK:
+    if link is None and kinds & _LINK:
         raise ValueError("SLOW_LINK and LINK_DOWN require link=, a function that cuts the link.")
-    return _with_faults(exchange, pending, _ExchangeCallbacks(pending, link))
-
-
-def _with_faults(
-    exchange: Exchange, pending: _PendingFaults, callbacks: _ExchangeCallbacks
-) -> Exchange:
-    """Puts host callbacks around the start and finish of an exchange."""
-
-    def bind(names: Sequence[str], leaves: Leaves) -> BoundExchange:
-        return _with_callbacks(exchange.bind(names, leaves), pending, callbacks)
-
-    return changed(exchange, bind=bind)
-
-
-def _with_callbacks(
-    exchange: BoundExchange, pending: _PendingFaults, callbacks: _ExchangeCallbacks
-) -> BoundExchange:
-    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    fatal: set[int] = set()  # numbers of exchanges whose collection kills this process
 
     # The results of the callbacks are used, because that orders them and the exchange.
-    def start(state, number, step, leaves: Leaves, header, wire, **options):
-        if isinstance(number, int):  # a consensus, which belongs to no step
-            return exchange.start(state, number, step, leaves, header, wire, **options)
-        posted_step, wrong_shape = io_callback(
-            callbacks.before_post, (scalar, scalar), step, number
-        )
+    def before_post(step: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        due = pending.take(_BEFORE_POST, int(step))
+        for fault in due:
+            if fault.kind in _SIGNALS:
+                os.kill(os.getpid(), _SIGNALS[fault.kind])
+            elif fault.kind is Kind.SLOW_POST:
+                time.sleep(fault.seconds)
+            elif fault.kind in _LINK and link is not None:
+                link(fault)
+        if pending.take({Kind.FAIL_IN_FINISH}, int(step)):
+            fatal.add(int(number))
+        wrong_shape = any(fault.kind is Kind.WRONG_SHAPE for fault in due)
+        return np.asarray(step), np.array(wrong_shape, np.int32)
 
-        def send(leaves: Leaves):
-            return exchange.start(state, number, posted_step, leaves, header, wire, **options)
+    def after_post(step: np.ndarray, following: np.ndarray) -> np.ndarray:
+        if pending.take({Kind.FAIL_IN_FLIGHT}, int(step)):
+            _die()
+        return np.asarray(following)
 
-        def send_longer(leaves: Leaves):
-            first = leaves[0].reshape(-1)
-            return send([jnp.concatenate([first, first[:1]]), *leaves[1:]])
+    def before_finish(number: np.ndarray) -> np.ndarray:
+        if int(number) in fatal:
+            _die()
+        return np.asarray(number)
 
-        if Kind.WRONG_SHAPE in pending.kinds():
-            sent = lax.cond(wrong_shape > 0, send_longer, send, leaves)
-        else:
-            sent = send(leaves)
-        return sent[0], io_callback(callbacks.after_post, scalar, step, sent[1])
+    def bind(names: Sequence[str], leaves: Leaves) -> BoundExchange:
+        bound = exchange.bind(names, leaves)
 
-    def finish(state, number, like: Leaves, part=None):
-        if not isinstance(number, int):
-            number = io_callback(callbacks.before_finish, scalar, number)
-        return exchange.finish(state, number, like)
+        def start(state, number, step, leaves: Leaves, header, wire, **options):
+            if isinstance(number, int):  # a consensus, which belongs to no step
+                return bound.start(state, number, step, leaves, header, wire, **options)
+            posted_step, wrong_shape = io_callback(before_post, (scalar, scalar), step, number)
 
-    return changed(exchange, start=start, finish=finish, in_parts=False)
+            def send(leaves: Leaves):
+                return bound.start(state, number, posted_step, leaves, header, wire, **options)
+
+            def send_longer(leaves: Leaves):
+                first = leaves[0].reshape(-1)
+                return send([jnp.concatenate([first, first[:1]]), *leaves[1:]])
+
+            if Kind.WRONG_SHAPE in kinds:
+                state, following = lax.cond(wrong_shape > 0, send_longer, send, leaves)
+            else:
+                state, following = send(leaves)
+            return state, io_callback(after_post, scalar, step, following)
+
+        def finish(state, number, like: Leaves, part=None):
+            if not isinstance(number, int):
+                number = io_callback(before_finish, scalar, number)
+            return bound.finish(state, number, like)
+
+        return changed(bound, start=start, finish=finish, in_parts=False)
+
+    return changed(exchange, bind=bind)
 
 
 class FaultyGradientsState(NamedTuple):
