@@ -143,13 +143,6 @@ class Holder(NamedTuple):
     restarts: int = 0  # how often Slurm has requeued the job
 
 
-class Seen(NamedTuple):
-    """A lock as it was found."""
-
-    holder: Holder
-    renewed: float  # by the clock of the file system
-
-
 def this_process(run: int) -> Holder:
     """Describes this process as the holder of a lock."""
     pid, environ, kernel = os.getpid(), os.environ, ""
@@ -174,12 +167,11 @@ class FolderLock:
         self._folder, self._path = folder, folder / _LOCK
         self._own = this_process(run)
         self._released = threading.Event()
-        self._cancel_exit: Callable[[], object] = lambda: None
-        self._renewing = False
+        self._cancel_exit: Callable[[], object] | None = None  # None until the first acquire
 
     def held(self) -> bool:
         """Returns whether this process holds the lock."""
-        return (seen := self._read()) is not None and seen.holder == self._own
+        return self._read()[0] == self._own
 
     def acquire(self) -> None:
         """Acquires the lock, unless this process holds it already; JdasoError if another job does.
@@ -195,18 +187,18 @@ class FolderLock:
             self._put_in_place(candidate)
         finally:
             candidate.unlink(missing_ok=True)
-        if not self._renewing:
-            self._renewing = True
+        if self._cancel_exit is None:
             self._cancel_exit = at_exit(self.release)
             threading.Thread(target=self._renew, name="jdaso-lock", daemon=True).start()
 
     def release(self) -> None:
         """Removes the lock, if this job holds it, and stops renewing it."""
         self._released.set()
-        self._cancel_exit()
+        if self._cancel_exit is not None:
+            self._cancel_exit()
         with contextlib.suppress(OSError):
             # It may be that of a process of this job that has died.
-            if (seen := self._read()) is not None and seen.holder.run == self.run:
+            if (holder := self._read()[0]) is not None and holder.run == self.run:
                 self._path.unlink()
 
     def _put_in_place(self, candidate: Path) -> None:
@@ -216,39 +208,36 @@ class FolderLock:
         first = None
         while True:
             seen, waited = self._read(), time.monotonic() - begin
-            if seen is not None and seen.holder.run == self.run:
+            holder, renewed = seen
+            age = max(written + waited - renewed, 0.0)
+            if holder is not None and holder.run == self.run:
                 os.replace(candidate, self._path)  # of a process of this job that has died
                 return
-            if seen is not None:
-                age = max(written + waited - seen.renewed, 0.0)
-                if max(age, waited) > DEAD_SECONDS or is_dead(seen.holder, self._own):
+            if holder is None or max(age, waited) > DEAD_SECONDS or is_dead(holder, self._own):
+                if holder is not None:
                     self._path.unlink(missing_ok=True)
-                elif first is None or seen == first:
-                    if first is None:
-                        logger.warning(
-                            "%s is locked by %s. This job waits until that one renews the lock, "
-                            "and then ends, or until it is clear that it is dead, which takes up "
-                            "to %g s.",
-                            *(self._folder, _name(seen.holder), DEAD_SECONDS),
-                        )
-                    first = seen
-                    time.sleep(_POLL_SECONDS)
-                    continue
-                else:
-                    raise JdasoError(
-                        f"another job writes to {self._folder}: {_name(seen.holder)}, which "
-                        f"renewed the lock {age:.0f} s ago. Checkpoints of two jobs would be mixed "
-                        "up. Give this job a folder of its own, or start it again when the other "
-                        "one has ended."
-                    )
-            try:
-                os.link(candidate, self._path)  # fails if there is a lock
-                return
-            except FileExistsError:
-                time.sleep(_POLL_SECONDS)
-            except OSError:  # this file system has no hard links
-                os.replace(candidate, self._path)
-                return
+                try:
+                    os.link(candidate, self._path)  # fails if there is a lock
+                    return
+                except FileExistsError:
+                    pass
+                except OSError:  # this file system has no hard links
+                    os.replace(candidate, self._path)
+                    return
+            elif first is None:
+                first = seen
+                logger.warning(
+                    "%s is locked by %s. This job waits until that one renews the lock, and then "
+                    "ends, or until it is clear that it is dead, which takes up to %g s.",
+                    *(self._folder, _name(holder), DEAD_SECONDS),
+                )
+            elif seen != first:
+                raise JdasoError(
+                    f"another job writes to {self._folder}: {_name(holder)}, which renewed the "
+                    f"lock {age:.0f} s ago. Checkpoints of two jobs would be mixed up. Give this "
+                    "job a folder of its own, or start it again when the other one has ended."
+                )
+            time.sleep(_POLL_SECONDS)
 
     def _renew(self) -> None:
         while not self._released.wait(RENEW_SECONDS):
@@ -256,21 +245,20 @@ class FolderLock:
                 if self.held():
                     os.utime(self._path)
 
-    def _read(self) -> Seen | None:
-        """Returns the lock, or None if there is none."""
+    def _read(self) -> tuple[Holder | None, float]:
+        """Returns who holds the lock, and when the file system says that it was renewed."""
         try:
             # Opening a file makes NFS ask its server, which its status alone does not.
             with open(self._path, "rb") as file:
                 renewed, text = os.fstat(file.fileno()).st_mtime, file.read(_MAX_BYTES)
         except FileNotFoundError:
-            return None
+            return None, 0.0
         try:
-            fields = json.loads(text)
-            holder = Holder(**fields)
+            holder = Holder(**json.loads(text))
         except (ValueError, TypeError, RecursionError):
-            return Seen(Holder(), renewed)
+            return Holder(), renewed
         known = all(type(x) is type(y) for x, y in zip(holder, Holder(), strict=True))
-        return Seen(holder if known else Holder(), renewed)
+        return holder if known else Holder(), renewed
 
 
 def is_dead(holder: Holder, own: Holder) -> bool:

@@ -69,9 +69,7 @@ def parents(memory_groups: np.ndarray) -> np.ndarray:
     first_ranks, hosts = np.unique(memory_groups, return_inverse=True)
     order = np.argsort(hosts, kind="stable")  # all ranks, host by host
     first_places = np.searchsorted(hosts[order], np.arange(len(first_ranks)))
-    places = np.empty_like(order)
-    places[order] = np.arange(len(order))
-    local = places - first_places[hosts]
+    local = np.argsort(order) - first_places[hosts]  # index within its host
     within = order[first_places[hosts] + np.maximum(local - 1, 0) // GROUP]
     between = first_ranks[np.maximum(hosts - 1, 0) // GROUP]
     return np.where(local > 0, within, between)
@@ -146,8 +144,7 @@ def addresses() -> list[str]:
 
 def listen(backlog: int) -> socket.socket | None:
     """Returns a socket that listens at all addresses of this host, or None without a network."""
-    for family in (socket.AF_INET6, socket.AF_INET):
-        both = family == socket.AF_INET6
+    for family, both in ((socket.AF_INET6, True), (socket.AF_INET, False)):
         with contextlib.suppress(OSError, ValueError):  # this host has no IPv6
             return socket.create_server(
                 ("", 0), family=family, backlog=backlog, dualstack_ipv6=both

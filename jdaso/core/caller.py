@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_caller: ContextVar[str | None] = ContextVar("_caller", default=None)
+_caller: ContextVar[str] = ContextVar("_caller", default="")
 
 
 def named(function: Callable[P, R]) -> Callable[P, R]:
@@ -26,6 +26,6 @@ def named(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def caller() -> str | None:
-    """The name of the outermost function that :func:`named` has wrapped; None outside of them."""
+def caller() -> str:
+    """The name of the outermost function that :func:`named` has wrapped; "" outside of them."""
     return _caller.get()

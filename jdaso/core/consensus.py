@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any, NoReturn
 
 import jax
@@ -80,14 +81,20 @@ def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyT
         return tree
     leaves = [jnp.asarray(x) for x in floats]
     if not exchange.may_shard:
-        leaves = [_on_one_device(x) for x in leaves]
+        leaves = [
+            jax.device_put(x, min(x.devices(), key=lambda d: d.id)) if _is_spread(x) else x
+            for x in leaves
+        ]
     names = [name for name, _ in named_floats(tree)]
     finite = _finite(leaves)
     if not isinstance(finite, jax.core.Tracer):
-        _warn_unless_finite(names, finite)
-    # The number of nodes on which each leaf is finite travels as one more leaf.
+        for name in itertools.compress(names, ~np.asarray(finite)):
+            _warn_not_finite(caller(), name or "the array")
     finite = exchange.all_devices(finite)
-    leaves = [*_finite_only(leaves, finite), finite.astype(jnp.float32)]
+    if isinstance(finite, jax.core.Tracer) or not finite.all():  # otherwise without a copy
+        leaves = _masked(leaves, finite)
+    # The number of nodes on which each leaf is finite travels as one more leaf.
+    leaves = [*leaves, finite.astype(jnp.float32)]
     bound = exchange.bind([*names, REPLICATED_NAME], leaves)
     header = jnp.zeros((HEADER_SIZE,), jnp.float32).at[0].set(1)
     step: jax.Array | int = UNCOUNTED
@@ -96,7 +103,7 @@ def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyT
         step, plan = states[0].step, states[0].plan
         schedules = [(s.step, s.exchanges, s.schedule) for s in states]
         header = header.at[-len(AGREEMENT_NAMES) :].set(agreement_numbers(plan, schedules, ()))
-    with helpful_errors(caller() or "jdaso.consensus"):
+    with helpful_errors(caller()):
         state = exchange.init(tree, sharded=False)
         state, _ = bound.start(state, UNCOUNTED, step, leaves, header, None)
         [*total, members], _, _ = bound.finish(state, UNCOUNTED, leaves)
@@ -136,7 +143,8 @@ def broadcast(exchange: Exchange, tree: PyTree, root: int = 0) -> PyTree:
         )
     given, treedef = jax.tree.flatten(tree)
     flat = [_as_plain(x) for x in given]
-    leaves = [_on_host(x) for x in flat]
+    # On the host, because arrays of several devices may not fit on one.
+    leaves: list[Any] = [np.asarray(x) if _is_spread(x) else x for x in flat]
     plain = jax.tree.unflatten(treedef, flat)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(plain)]
     exchange.init(plain, sharded=False)  # raises if trees differ
@@ -218,21 +226,9 @@ def _refuse_cut(path: Any, leaf: Any, advice: str) -> NoReturn:
     )
 
 
-def _on_one_device(x: jax.Array) -> jax.Array:
-    """Moves an array to one device. Arrays on devices of several processes stay where they are."""
-    if isinstance(x, jax.core.Tracer) or len(x.devices()) == 1 or not x.is_fully_addressable:
-        return x
-    return jax.device_put(x, min(x.devices(), key=lambda device: device.id))
-
-
-def _on_host(x: jax.Array) -> Any:
-    """Copies an array of several devices to the host, because it may not fit on one device.
-
-    Arrays on devices of several processes stay where they are.
-    """
-    if isinstance(x, jax.core.Tracer) or len(x.devices()) == 1 or not x.is_fully_addressable:
-        return x
-    return np.asarray(x)
+def _is_spread(x: jax.Array) -> bool:
+    """Whether an array is on several devices, all of this process."""
+    return not isinstance(x, jax.core.Tracer) and len(x.devices()) > 1 and x.is_fully_addressable
 
 
 # Outside jit, JAX would compile each operation for each shape: 9 s for a hundred shapes.
@@ -241,22 +237,9 @@ def _finite(leaves: Leaves) -> jax.Array:
     return jnp.stack([jnp.isfinite(x).all() for x in leaves])
 
 
-def _finite_only(leaves: Leaves, finite: jax.Array) -> Leaves:
-    """The leaves, with zeros in place of those that are not finite."""
-    if not isinstance(finite, jax.core.Tracer) and finite.all():
-        return leaves  # and not a copy of them
-    return _masked(leaves, finite)
-
-
 @jax.jit
 def _masked(leaves: Leaves, finite: jax.Array) -> Leaves:
     return [jnp.where(finite[i], x, jnp.zeros_like(x)) for i, x in enumerate(leaves)]
-
-
-def _warn_unless_finite(names: list[str], finite: jax.Array) -> None:
-    for name, of_leaf in zip(names, np.asarray(finite), strict=True):
-        if not of_leaf:
-            _warn_not_finite(caller() or "jdaso.consensus", name or "the array")
 
 
 @functools.cache  # once for each name
