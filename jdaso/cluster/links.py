@@ -17,7 +17,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -184,12 +184,16 @@ def new_secret() -> Secret:
     return Secret(secrets.token_bytes(_SECRET_BYTES), secrets.token_bytes(_SECRET_BYTES))
 
 
+# Gets ``allows`` of :meth:`Acceptor.accept` when a connection has sent something. Returns the rank
+# of a peer, or None for a stranger.
+_Greeting = Generator[None, Callable[[int], bool], int | None]
+
+
 class _Pending(NamedTuple):
-    """A connection that is not complete: what it has sent, and its rank after the reply."""
+    """A connection that is not complete."""
 
     since: float
-    request: bytes = b""
-    rank: int | None = None
+    greeting: _Greeting
 
 
 class Acceptor:
@@ -220,18 +224,22 @@ class Acceptor:
         """
         accepted = {}
         for key, _ in self._selector.select(seconds):
-            connection, pending = key.fileobj, key.data
-            assert isinstance(connection, socket.socket)
+            connection: Any = key.fileobj
             if connection is self._listener:
                 self._begin()
-            elif pending.rank is None:
-                self._answer(connection, pending, allows)
+                continue
+            try:
+                key.data.greeting.send(allows)
+                continue
+            except StopIteration as end:
+                rank = end.value
+            except OSError:  # the peer has disconnected
+                rank = None
+            self._selector.unregister(connection)
+            if rank is None:
+                connection.close()
             else:
-                self._selector.unregister(connection)
-                if _received(connection, len(_FIRST_BYTE)) == _FIRST_BYTE:
-                    accepted[pending.rank] = connection
-                else:
-                    connection.close()
+                accepted[rank] = connection
         self._close_old()
         return accepted
 
@@ -253,24 +261,25 @@ class Acceptor:
             time.sleep(_PAUSE_SECONDS)
             return
         connection.setblocking(False)
-        self._selector.register(connection, selectors.EVENT_READ, _Pending(time.monotonic()))
+        greeting = self._greet(connection)
+        next(greeting)
+        pending = _Pending(time.monotonic(), greeting)
+        self._selector.register(connection, selectors.EVENT_READ, pending)
 
-    def _answer(
-        self, connection: socket.socket, pending: _Pending, allows: Callable[[int], bool]
-    ) -> None:
-        """Reads a request, and replies if it is complete and allowed."""
-        request = pending.request + _received(connection, _REQUEST.size - len(pending.request))
-        rank, goes_on = None, len(request) > len(pending.request)
-        if len(request) == _REQUEST.size:
-            given, rank = _REQUEST.unpack(request)
-            known = secrets.compare_digest(given, self._secret.request) and allows(rank)
-            goes_on = known and _sent(connection, self._secret.reply)
-        if goes_on:
-            pending = pending._replace(request=request, rank=rank)
-            self._selector.modify(connection, selectors.EVENT_READ, pending)
-        else:
-            self._selector.unregister(connection)
-            connection.close()
+    def _greet(self, connection: socket.socket) -> _Greeting:
+        request = b""
+        while len(request) < _REQUEST.size:
+            allows = yield
+            received = connection.recv(_REQUEST.size - len(request))
+            if not received:
+                return None
+            request += received
+        given, rank = _REQUEST.unpack(request)
+        known = secrets.compare_digest(given, self._secret.request) and allows(rank)
+        if not known or connection.send(self._secret.reply) < len(self._secret.reply):
+            return None
+        yield
+        return rank if connection.recv(len(_FIRST_BYTE)) == _FIRST_BYTE else None
 
     def _close_old(self) -> None:
         """Closes connections that have not become complete in time, and the oldest of too many."""
@@ -303,18 +312,6 @@ def connect(
                     return connection
         time.sleep(_PAUSE_SECONDS)
     return None
-
-
-def _received(connection: socket.socket, size: int) -> bytes:
-    with contextlib.suppress(OSError):
-        return connection.recv(size)
-    return b""
-
-
-def _sent(connection: socket.socket, data: bytes) -> bool:
-    with contextlib.suppress(OSError):
-        return connection.send(data) == len(data)
-    return False
 
 
 class JsonSocket:
