@@ -28,9 +28,8 @@ def admm(center: Center, learning_rate: float, rho: float) -> optax.GradientTran
         x <- (x - eta g + eta rho (lambda + c)) / (1 + eta rho)
         c <- (1/p) sum_i (x_i - lambda_i)
 
-    All workers start from x = c and lambda = 0. It serves comparisons only, because in turns it
-    diverges for many eta and rho (Fig. 1), although each turn alone is stable: for example for
-    0.001 and 2.5 with 3 workers and ``F = x^2/2``.
+    All workers start from x = c and lambda = 0. It serves comparisons only: in turns it diverges
+    for many eta and rho (Fig. 1), such as 0.001 and 2.5 with 3 workers and ``F = x^2/2``.
 
     Args:
         center: A :func:`jdaso.center.simulated_center`, because a turn needs two exchanges.

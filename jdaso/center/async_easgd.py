@@ -40,10 +40,9 @@ def async_easgd(
         c <- c + alpha (x - c)                                      (easgd Algorithm 1, b)
 
     Both right sides use the old x and c. The exchange is atomic, whereas the paper's worker fetches
-    c and then sends the force; in turns it equals Eq. 12 and 13. A worker that starts from the
-    center would not move, so there is no exchange before its first step. With a ``delay``, the
-    worker applies the force ``delay`` steps after sending, computed from the x that it sent, so
-    worker and center always move by the same amount.
+    c and then sends the force; in turns it equals Eq. 12 and 13. There is no exchange before the
+    first step, at which worker and center are equal. With a ``delay``, the worker applies the force
+    of the x that it sent, so worker and center always move by the same amount.
 
     Args:
         center: From :func:`mpi_center` or :func:`simulated_center`.

@@ -34,10 +34,9 @@ def downpour(center: Center, period: int, *, delay: int = 0, nonfinite: str = "s
         c <- c + v;  x <- c;  v <- 0                                    (easgd Algorithm 3)
 
     The paper exchanges before the next gradient, which is equivalent. Its pull before a worker's
-    first step is ``center.join``. With a ``delay``, the worker adopts the reply ``delay`` steps
-    later, as ``x <- c + v`` with v the updates since sending, so no update is lost. At the end, the
-    center lacks what a worker did since its last exchange: nothing if ``period`` divides the number
-    of steps and ``delay=0``.
+    first step is ``center.join``. With a ``delay``, the worker adopts the reply as ``x <- c + v``
+    with v its updates since sending. At the end, the center lacks what a worker did since its last
+    exchange.
 
     Args:
         center: From :func:`mpi_center` or :func:`simulated_center`.
@@ -170,8 +169,7 @@ def mdownpour(
 
         v <- delta v - eta g;  c <- c + delta v;  x <- c              (easgd Algorithms 4, 5)
 
-    These are the equations as printed, so ``momentum=0`` would not move the center. There is no
-    period and no delay, because a worker cannot compute without the reply.
+    These are the equations as printed, so ``momentum=0`` would not move the center.
 
     Args:
         center: From :func:`mpi_center` or :func:`simulated_center`.
@@ -181,8 +179,7 @@ def mdownpour(
             ``raise``, it raises an error.
 
     Returns:
-        An optax transformation, a complete optimizer. ``update`` requires ``params``. Start from
-        ``center.join(params)``.
+        An optax transformation, a complete optimizer. Start from ``center.join(params)``.
 
     Raises:
         ValueError: for a learning rate or a momentum out of range.

@@ -68,22 +68,17 @@ def mpi_center(
 ) -> Center:
     """Workers are MPI processes, each with its own clock, and a thread of node 0 is the server.
 
-    The server handles messages one at a time, in the order of their arrival, and replies to each.
-    The program sends a message and, with a delay, continues training until the reply is due. Node 0
-    is a worker as well. If it ends its training first, its server continues until the others end.
+    The server handles messages one at a time, in the order of their arrival. Node 0 is a worker as
+    well. If it ends its training first, its server continues until the others end.
 
-    - A worker may end early, also by an exception, or fall behind. The others do not wait for it.
-      At exit, it waits until all workers have ended, because MPI requires that.
-    - If a worker is killed, node 0 logs it and the others continue, provided that the launcher
-      does not stop them: use ``srun`` without ``-K``, or MPICH's ``mpiexec
-      -disable-auto-cleanup`` with a shell in between, see the page of the center in the
-      documentation. MPI cannot be finalized after that. All others therefore exit abruptly at the
-      end, with status 0, or 1 after an exception, and an argument of ``sys.exit`` is ignored. Node
-      0 must survive.
-    - A worker that starts late calls ``join`` at that time, and starts from the current center.
+    A worker may start late, fall behind, or end early, also by an exception. The others do not wait
+    for it. At exit, it waits until all workers have ended, because MPI requires that. If a worker
+    other than node 0 is killed, the others continue, provided that the launcher lets them; the page
+    of the center in the documentation says how. They then exit without finalizing MPI, with status
+    0, or 1 after an exception, whatever they pass to ``sys.exit``.
 
     This function is collective over all processes; ``join`` and all later calls are not. A center
-    serves one optimizer. Make another center for another optimizer.
+    serves one optimizer.
 
     Args:
         topology: The result of :func:`jdaso.discover_topology`, with one process per node.
@@ -96,9 +91,8 @@ def mpi_center(
             message that it applies. These messages and the rule determine all centers, bit for bit.
 
     Returns:
-        A :class:`jdaso.center.Center`. ``report()`` contains this worker's exchanges, bytes sent
-        and seconds. On node 0 it also contains ``workers``, the exchanges of each, and ``ended``,
-        ``failed`` and ``gone``.
+        A :class:`jdaso.center.Center`. Its ``report()`` also contains this worker's exchanges,
+        bytes sent and seconds, on all nodes.
 
     Raises:
         ValueError: without MPI, for several processes per node, for numbers that are not positive,

@@ -20,9 +20,8 @@ of the parameters.
 - The first exchange has no mean to differ from. It is in float32, or in the leaves' dtype if that
   is narrower.
 - Gradients need no anchor: a = 0.
-- The residual is not kept in bfloat16, which would need half of the memory. It would stop growing
-  before it reaches half a step of the block. Numbers that are much smaller than the largest of
-  their block would then never be sent.
+- The residual is not kept in bfloat16: it would stop growing before it reaches half a step of the
+  block, and small numbers of the block would never be sent.
 - Merges with ``merge="delta"`` subtract what the other nodes have decoded of this node's leaves,
   a + q_i. The state keeps it until the sum arrives.
 - EASGD and DiLoCo move their anchor themselves. The mean is still a + C(s) / P, and the rounding

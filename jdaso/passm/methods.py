@@ -31,8 +31,8 @@ def assm(
         u <- m u + g,    x <- x - (1 - m) gamma u                  (passm Algorithm 1)
 
     The write holds a lock, for the leaves of one process at a time (Algorithm 1, line 8). The read
-    holds no lock and may mix versions (Sec. 2). The variant of Appendix C.4, whose reads are locked
-    too, is not offered. The paper's gamma is ``1 / (1 - m)`` times that of ``optax.sgd(gamma, m)``.
+    holds no lock and may mix versions (Sec. 2). The paper's gamma is ``1 / (1 - m)`` times that of
+    ``optax.sgd(gamma, m)``.
 
     Args:
         memory: From :func:`shared_memory` or :func:`simulated_memory`.
@@ -49,12 +49,11 @@ def assm(
               server uses the mean subgradient of all their samples (Sec. 4, Eq. 9). The members
               must take equally many steps.
             - ``batch_size``: Required with ``group``, and only then: the number of samples that
-              this process takes in a step, by which the mean is weighted. In Fig. 4 a server takes
-              32 and each of its slaves 128.
+              this process takes in a step, by which the mean is weighted.
             - ``accumulate``: Number n of minibatches whose mean subgradient makes one step, 1 by
-              default. All n are computed at the same parameters, one after the other in the memory
-              of one. Every array among the arguments of ``step`` has a first axis of length n. The
-              loss is the mean, and ``aux`` has an entry for each. In Fig. 3 n is 2.
+              default. They are computed one after the other at the same parameters. Every array
+              among the arguments of ``step`` has a first axis of length n. The loss is the mean,
+              and ``aux`` has an entry for each.
             - ``has_aux``: As in ``jax.value_and_grad``.
             - ``nonfinite``: ``"skip"`` (default) writes nothing in a step whose subgradient is not
               finite, and leaves the momentum unchanged. ``"raise"`` raises an error.
@@ -98,10 +97,9 @@ def passm(
     process writes the block, so no update is lost without locks (Sec. 1). Each number is written in
     one piece, so a reader finds old and new numbers, and never a mixture of their bits.
 
-    The experiments of the paper give one block to each process (Sec. 4). With several for each, as
-    of ``partition(params, 3 * memory.processes, order)``, a step draws one of its process's at
-    random (Algorithms 1 and 2). The draw depends on ``seed``, the process and its step only, so a
-    resumed training repeats it.
+    With several blocks for each process, as of ``partition(params, 3 * memory.processes, order)``,
+    a step draws one of its process's at random (Algorithms 1 and 2). The draw depends on ``seed``,
+    the process and its step only, so a resumed training repeats it.
 
     Arguments, result and errors are those of :func:`assm`; ``before`` sees the block only.
 
@@ -201,9 +199,8 @@ def switches_around(
     """The heuristic of PASSM+: ASSM first and around drops of the learning rate (passm Sec. 4).
 
     Sec. 4 uses ASSM for "roughly 25 %" of the steps at first and for "roughly 10 %" around the
-    drops, about half of all steps in total. That total implies a tenth around each drop. Table 1
-    deviates from this rule: for ResNet-20 the last window ends at the drop itself, and for its
-    three other trainings with PASSM+ the first phase is 15 %.
+    drops, about half of all steps in total, which implies a tenth around each drop. Table 1
+    deviates from this rule in two places.
 
     Args:
         drops: Steps at which the learning rate drops.
