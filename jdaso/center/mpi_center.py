@@ -16,7 +16,7 @@ import numpy as np
 
 from jdaso.center import frames
 from jdaso.center.frames import SERVER, SERVER_TAG, reply_tag
-from jdaso.center.server import HostedServer, Record, exit_without, start_server
+from jdaso.center.server import CenterServer, Record, exit_without, start_server
 from jdaso.center.types import (
     ONLY_WITH_THE_SERVER,
     Center,
@@ -122,16 +122,14 @@ def mpi_center(
     native = use_native(native, topology.devices)
     topology.group.barrier("the creation of a center", timeout)  # duplicate_comm has no deadline
     comm = topology.duplicate_comm()
-    hosted = None
-    if topology.rank == SERVER:
-        hosted = start_server(topology, comm, gone_after, record)
+    server = start_server(topology, comm, gone_after, record) if topology.rank == SERVER else None
     # Only the server handles deaths, but all processes tolerate them.
-    on_death = hosted.liveness.set_died if hosted else lambda rank: None
+    on_death = server.set_died if server else lambda rank: None
     topology.follow(DeathPolicy(frozenset({SERVER}), on_death))
     worker = Worker(topology, comm, timeout, gone_after / _HEARTBEATS)
     shardings = Shardings(None, topology.mesh)
     program = Program(worker.table, native, shardings, worker.abort_on_error)
-    return _MpiCenter(topology.num_nodes, worker, program, hosted)
+    return _MpiCenter(topology.num_nodes, worker, program, server)
 
 
 def _check_start(number: Number, *_: Any) -> None:
@@ -141,10 +139,10 @@ def _check_start(number: Number, *_: Any) -> None:
 
 class _MpiCenter(Center):
     def __init__(
-        self, num_workers: int, worker: Worker, program: Program, hosted: HostedServer | None
+        self, num_workers: int, worker: Worker, program: Program, server: CenterServer | None
     ):
         super().__init__(num_workers)
-        self._worker, self._program, self._hosted = worker, program, hosted
+        self._worker, self._program, self._server = worker, program, server
         self._rule: ServerRule | None = None
 
     def make_exchange(self, rule: ServerRule) -> Exchange:
@@ -154,8 +152,8 @@ class _MpiCenter(Center):
             )
         _check_keeps_dtypes(rule)
         self._rule, self._worker.rule_name = rule, rule.name
-        if self._hosted is not None:
-            self._hosted.server.rule = rule
+        if self._server is not None:
+            self._server.rule = rule
 
         def init(params: PyTree, sharded: bool = True) -> jax.Array:
             if not is_placeholder(params):
@@ -179,7 +177,7 @@ class _MpiCenter(Center):
         check_finite("center.join", "parameter", params, 1)
         xs, where = split(jax.tree.map(jnp.asarray, params))
         leaves = state = None
-        if self._hosted is not None:
+        if self._server is not None:
             leaves = [np.asarray(x) for x in widened(xs)]
             state = None if saved is None else _to_lists(saved)
         request = (self._rule.name, outline(params), leaves, state)
@@ -196,21 +194,12 @@ class _MpiCenter(Center):
         self._worker.ask(frames.WRITE, _to_lists(state))
 
     def wait(self) -> None:
-        while self._hosted is not None and self._hosted.liveness.active() - {SERVER}:
+        while self._server is not None and self._server.active() - {SERVER}:
             time.sleep(_POLL_SECONDS)
 
     def report(self) -> dict[str, Any]:
-        own = self._worker.table.report()
-        if self._hosted is None:
-            return own
-        server, liveness = self._hosted
-        return {
-            **own,
-            "workers": dict(server.exchanges),
-            "ended": sorted(liveness.ended - liveness.failed),
-            "failed": sorted(liveness.failed),
-            "gone": sorted(liveness.gone),
-        }
+        of_all = {} if self._server is None else self._server.report()
+        return {**self._worker.table.report(), **of_all}
 
 
 def _to_lists(state: CenterState) -> CenterState:

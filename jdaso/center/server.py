@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,23 +34,106 @@ Record = Callable[[int, list[np.ndarray]], None]
 
 
 class CenterServer:
-    """The state of the center, and the number of exchanges of each worker.
+    """The state machine: the state of the center, and that of each worker.
 
-    ``describe(worker)`` names a worker in errors. ``record(worker, message)`` is called in order
-    for each message that the rule has applied.
+    Times are those of any clock.
+
+    Args:
+        describe: Names a worker in messages.
+        record: ``(worker, message)``, called in order for each message that the rule has applied.
+        gone_after: Seconds of silence after which a worker counts as gone.
+        now: Time at which the workers start.
+
+    Attributes:
+        exchanges: The number of exchanges of each worker.
+        ended: Workers that have ended by themselves.
+        failed: Those of them that have ended by an exception.
+        gone: Workers that have died or are silent.
     """
 
     def __init__(
-        self, num_workers: int, describe: Callable[[int], str], record: Record | None = None
+        self,
+        num_workers: int,
+        describe: Callable[[int], str],
+        record: Record | None = None,
+        gone_after: float = math.inf,
+        now: float = 0.0,
     ):
         self.rule: ServerRule | None = None
         self.exchanges = dict.fromkeys(range(num_workers), 0)
-        self._describe = describe
-        self._record = record
+        self.ended: set[int] = set()
+        self.failed: set[int] = set()
+        self.gone: set[int] = set()
+        self._died: set[int] = set()
+        self._notified: set[int] = set()  # that have ended and know who is gone
+        self._last_message = dict.fromkeys(range(num_workers), now)
+        self._describe, self._record, self._gone_after = describe, record, gone_after
         self._state: CenterState | None = None
         self._outline: list[str] = []
         # Requests to join that arrived before that of node 0.
         self._early_joins: list[tuple[int, Frame]] = []
+
+    def receive(self, worker: int, message: np.ndarray, now: float) -> Replies:
+        """Handles a message, and returns the replies to send."""
+        self._last_message[worker] = now
+        try:
+            frame = frames.unpack(message)
+            if frame.kind == frames.END:
+                return self._end(worker, frame)
+        except ValueError as error:  # the request to refuse is unknown
+            logger.warning("center: what rank %d sent is ignored: %s", worker, error)
+            return []
+        return [] if frame.kind == frames.ALIVE else self.handle(worker, frame)
+
+    def set_died(self, worker: int) -> None:
+        """Records that a worker has died; called by any thread."""
+        self._died.add(worker)
+
+    def update(self, now: float) -> None:
+        """Updates which workers are gone."""
+        for worker in sorted(self._last_message.keys() - self.ended):
+            died, silent = worker in self._died, now - self._last_message[worker] > self._gone_after
+            if (died or silent) and worker not in self.gone:
+                self.gone.add(worker)
+                how = "died" if died else f"been silent for {self._gone_after:g} s"
+                logger.warning(
+                    "center: %s has %s; the others continue", self._describe(worker), how
+                )
+            elif not (died or silent) and worker in self.gone:
+                self.gone.remove(worker)
+                logger.warning("center: %s is back", self._describe(worker))
+
+    def active(self) -> set[int]:
+        """The workers that have neither ended nor gone."""
+        return self._last_message.keys() - self.ended - self.gone
+
+    def may_exit(self) -> bool:
+        """Whether no worker is active, and those that have ended know it."""
+        return not self.active() and self._notified >= self.ended
+
+    def report(self) -> dict[str, Any]:
+        """As ``report`` of :class:`jdaso.center.Center`."""
+        return {
+            "workers": dict(self.exchanges),
+            "ended": sorted(self.ended - self.failed),
+            "failed": sorted(self.failed),
+            "gone": sorted(self.gone),
+        }
+
+    def _end(self, worker: int, frame: Frame) -> Replies:
+        """Replies with the workers that are gone, or with None while others are active.
+
+        A worker that ends repeats its request until no worker is active. It must know who is gone,
+        because MPI cannot be finalized without them.
+        """
+        if frame.content():
+            self.failed.add(worker)
+        self.ended.add(worker)
+        self.gone.discard(worker)
+        if self.active():
+            return [(worker, _reply(frame, None))]
+        self._notified.add(worker)
+        return [(worker, _reply(frame, sorted(self.gone)))]
 
     def handle(self, worker: int, frame: Frame) -> Replies:
         """Executes or refuses a request, and returns the replies to send."""
@@ -170,91 +253,26 @@ def _checked(new: CenterState, old: CenterState) -> CenterState:
     return new
 
 
-class Liveness:
-    """The state of each worker, from its messages and its exit.
-
-    A worker counts as gone after ``gone_after`` seconds of silence. Times are those of any clock.
-
-    >>> liveness = Liveness(2, "rank {}".format, gone_after=5, now=0)
-    >>> liveness.message_from(0, now=4); liveness.update(now=6)
-    ['rank 1 has been silent for 5 s; the others continue']
-    >>> liveness.message_from(1, now=7); liveness.update(now=8)
-    ['rank 1 is back']
-    >>> liveness.set_ended(0); liveness.set_died(1); liveness.update(now=9)
-    ['rank 1 has died; the others continue']
-    >>> liveness.active()
-    frozenset()
-    """
-
-    def __init__(self, workers: int, describe: Callable[[int], str], gone_after: float, now: float):
-        self.ended: set[int] = set()
-        self.failed: set[int] = set()
-        self.gone: set[int] = set()
-        self._died: set[int] = set()
-        self._describe = describe
-        self._gone_after = gone_after
-        self._last_message = dict.fromkeys(range(workers), now)
-
-    def message_from(self, worker: int, now: float) -> None:
-        self._last_message[worker] = now
-
-    def set_ended(self, worker: int, failed: bool = False) -> None:
-        """Records that a worker has ended by itself, normally or by an exception (``failed``)."""
-        self.ended.add(worker)
-        if failed:
-            self.failed.add(worker)
-        self.gone.discard(worker)
-
-    def set_died(self, worker: int) -> None:
-        """Records that a worker has died; called by any thread."""
-        self._died.add(worker)
-
-    def update(self, now: float) -> list[str]:
-        """Updates which workers are gone, and returns descriptions of the changes."""
-        changes = []
-        for worker in sorted(self._last_message.keys() - self.ended):
-            died, silent = worker in self._died, now - self._last_message[worker] > self._gone_after
-            if (died or silent) and worker not in self.gone:
-                self.gone.add(worker)
-                how = "died" if died else f"been silent for {self._gone_after:g} s"
-                changes.append(f"{self._describe(worker)} has {how}; the others continue")
-            elif not (died or silent) and worker in self.gone:
-                self.gone.remove(worker)
-                changes.append(f"{self._describe(worker)} is back")
-        return changes
-
-    def active(self) -> frozenset[int]:
-        """The workers that have neither ended nor gone."""
-        return frozenset(self._last_message) - self.ended - self.gone
-
-
-class HostedServer(NamedTuple):
-    """The server in the process of node 0."""
-
-    server: CenterServer
-    liveness: Liveness
-
-
 def start_server(
     topology: Topology, comm: Comm, gone_after: float, record: Record | None
-) -> HostedServer:
+) -> CenterServer:
     """Starts the thread of the server, which ends after all workers."""
-    server = CenterServer(topology.num_nodes, topology.describe, record)
-    liveness = Liveness(topology.num_nodes, topology.describe, gone_after, time.monotonic())
+    workers, now = topology.num_nodes, time.monotonic()
+    server = CenterServer(workers, topology.describe, record, gone_after, now)
 
     def operation() -> Operation:
         try:
-            yield from serve(comm, server, liveness)
+            yield from serve(comm, server)
         except Exception as error:
             # Otherwise the workers would wait for the server.
             topology.abort(f"the center failed: {type(error).__name__}: {error}")
             raise
 
     progress = Progress(
-        topology, math.inf, lambda _: exit_without(topology, liveness.gone, 0), topology.abort
+        topology, math.inf, lambda _: exit_without(topology, server.gone, 0), topology.abort
     )
     progress.submit(operation(), "the center")
-    return HostedServer(server, liveness)
+    return server
 
 
 def exit_without(topology: Topology, gone: Collection[int], status: int) -> None:
@@ -267,46 +285,22 @@ def exit_without(topology: Topology, gone: Collection[int], status: int) -> None
         os._exit(status)
 
 
-def serve(comm: Comm, server: CenterServer, liveness: Liveness) -> Operation:
-    """Serves until all workers have ended or are gone.
-
-    A worker that ends repeats its request until no worker is active. The reply then names the
-    workers that are gone, because MPI cannot be finalized without them.
-    """
+def serve(comm: Comm, server: CenterServer) -> Operation:
+    """Serves until all workers have ended or are gone."""
     mailbox = _Mailbox(comm)
-    notified: set[int] = set()
     next_update, deadline = 0.0, math.inf
-    while not (
-        mailbox.all_sent(liveness.gone) and not liveness.active() and notified >= liveness.ended
-    ):
-        now, progressed = time.monotonic(), False
-        for worker, message in mailbox.receive():
-            progressed = True
-            liveness.message_from(worker, now)
-            try:
-                frame = frames.unpack(message)
-                failed = frame.kind == frames.END and frame.content()
-            except ValueError as error:  # the request to refuse is unknown
-                logger.warning("center: what rank %d sent is ignored: %s", worker, error)
-                continue
-            if frame.kind == frames.END:
-                liveness.set_ended(worker, failed)
-                gone = None
-                if not liveness.active():
-                    gone = sorted(liveness.gone)
-                    notified.add(worker)
-                mailbox.send(worker, _reply(frame, gone))
-            elif frame.kind != frames.ALIVE:
-                for receiver, reply in server.handle(worker, frame):
-                    mailbox.send(receiver, reply)
+    while not (mailbox.all_sent(server.gone) and server.may_exit()):
+        now, messages = time.monotonic(), mailbox.receive()
+        for worker, message in messages:
+            for receiver, reply in server.receive(worker, message, now):
+                mailbox.send(receiver, reply)
         if now > next_update:
             next_update = now + _LIVENESS_SECONDS
-            for change in liveness.update(now):
-                logger.warning("center: %s", change)
-            deadline = math.inf if liveness.active() else min(deadline, now + _LAST_REPLIES_SECONDS)
+            server.update(now)
+            deadline = math.inf if server.active() else min(deadline, now + _LAST_REPLIES_SECONDS)
         if now > deadline:  # a worker that had ended died before it was notified
             return
-        yield WaitState(progressed=progressed)
+        yield WaitState(progressed=bool(messages))
 
 
 class _Mailbox:

@@ -17,7 +17,7 @@ from jdaso.center.frames import (
     reply_tag,
     unpack,
 )
-from jdaso.center.server import CenterServer, Liveness, serve
+from jdaso.center.server import CenterServer, serve
 
 MPI = pytest.importorskip("mpi4py.MPI")
 
@@ -69,8 +69,8 @@ class SimulatedServer:
         clock = types.SimpleNamespace(monotonic=lambda: self.now)
         monkeypatch.setattr(module, "time", clock)
         self.comm = SimulatedComm()
-        self.liveness = Liveness(3, "rank {}".format, gone_after=30, now=0)
-        self.loop = serve(self.comm, CenterServer(3, "rank {}".format), self.liveness)
+        self.server = CenterServer(3, "rank {}".format, gone_after=30)
+        self.loop = serve(self.comm, self.server)
         self.requests = 0
 
     def sends(self, worker, kind, content=False):
@@ -107,7 +107,7 @@ def test_a_silent_worker_is_logged_and_not_waited_for(server, caplog):
     assert server.sends(1, ALIVE) == []
     server.now = 40.0
     assert server.sends(0, END) == [(0, REPLY, None)]
-    assert server.liveness.gone == {2}
+    assert server.server.gone == {2}
     assert "center: rank 2 has been silent for 30 s; the others continue" in caplog.text
     assert server.sends(1, END) == [(1, REPLY, [2])]
     assert server.sends(0, END) == [(0, REPLY, [2])]
@@ -115,14 +115,14 @@ def test_a_silent_worker_is_logged_and_not_waited_for(server, caplog):
 
 
 def test_a_dead_worker_is_logged_at_once_and_does_not_come_back(server, caplog):
-    server.liveness.set_died(2)
+    server.server.set_died(2)
     server.now = 1.0
     assert not server.finished()
-    assert server.liveness.gone == {2}
+    assert server.server.gone == {2}
     assert "center: rank 2 has died; the others continue" in caplog.text
     server.now = 2.0
     server.sends(2, ALIVE)  # sent before its death
-    assert server.liveness.gone == {2}
+    assert server.server.gone == {2}
     assert server.sends(0, END) == [(0, REPLY, None)]
     assert server.sends(1, END) == [(1, REPLY, [2])]
     assert server.sends(0, END) == [(0, REPLY, [2])]
@@ -132,11 +132,11 @@ def test_a_dead_worker_is_logged_at_once_and_does_not_come_back(server, caplog):
 def test_a_silent_worker_may_come_back(server, caplog):
     server.now = 31.0
     server.sends(0, ALIVE)
-    assert server.liveness.gone == {1, 2}
+    assert server.server.gone == {1, 2}
     assert server.sends(2, READ, [])[0][:2] == (2, REFUSAL)
     server.now = 32.0
     server.finished()
-    assert server.liveness.gone == {1}
+    assert server.server.gone == {1}
     assert "rank 2 is back" in caplog.text
 
 
@@ -169,12 +169,15 @@ def test_a_malformed_message_is_logged_and_ignored(server, caplog, frame, proble
     assert server.sends(1, END) == [(1, REPLY, None)]
 
 
-def test_a_silent_worker_that_ends_is_not_gone():
-    liveness = Liveness(2, "rank {}".format, gone_after=5, now=0)
-    liveness.message_from(0, now=6)
-    assert liveness.update(now=6) == ["rank 1 has been silent for 5 s; the others continue"]
-    assert liveness.gone == {1}
-    liveness.set_ended(1, failed=True)
-    assert liveness.update(now=6) == []
-    assert (liveness.gone, liveness.ended, liveness.failed) == (set(), {1}, {1})
-    assert liveness.active() == {0}
+def test_a_silent_worker_that_ends_is_not_gone(caplog):
+    server = CenterServer(2, "rank {}".format, gone_after=5)
+    server.receive(0, pack(ALIVE, 0), now=6)
+    server.update(now=6)
+    assert "rank 1 has been silent for 5 s; the others continue" in caplog.text
+    assert server.gone == {1}
+    server.receive(1, pack(END, 0, True), now=6)
+    caplog.clear()
+    server.update(now=6)
+    assert caplog.text == ""
+    assert server.report() == {"workers": {0: 0, 1: 0}, "ended": [], "failed": [1], "gone": []}
+    assert server.active() == {0}
