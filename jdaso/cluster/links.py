@@ -6,11 +6,11 @@ that send the secret of the job, and closes other connections. What travels are 
 """
 
 import contextlib
-import fcntl
 import ipaddress
 import json
 import math
 import queue
+import re
 import secrets
 import selectors
 import socket
@@ -43,10 +43,8 @@ _FIRST_BYTE = b"\n"  # of every message
 _MOST_PENDING = 256
 # A longer line is not a message of this protocol.
 MAX_MESSAGE_BYTES = 1 << 16
-# From <linux/sockios.h>. The address follows the interface name and the address family.
-_SIOCGIFADDR = 0x8915
-_REQUEST_BYTES, _ADDRESS = 256, slice(20, 24)
-_IPV6_TABLE = Path("/proc/net/if_inet6")
+# Linux lists the addresses of its interfaces here.
+_IPV4_TABLE, _IPV6_TABLE = Path("/proc/net/fib_trie"), Path("/proc/net/if_inet6")
 #: What a missing heartbeat means, and what to do.
 NO_HEARTBEAT_ADVICE = (
     "A death may then be noticed only when an exchange times out. Allow TCP connections between "
@@ -133,7 +131,7 @@ def addresses() -> list[str]:
     >>> "127.0.0.1" in addresses()
     True
     """
-    found = [*_ipv4_of_interfaces(), *_ipv6_of_interfaces()]
+    found = _of_interfaces()
     with contextlib.suppress(OSError):
         found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)]
     parsed = [ipaddress.ip_address(text.partition("%")[0]) for text in [*found, "127.0.0.1", "::1"]]
@@ -152,25 +150,14 @@ def listen(backlog: int) -> socket.socket | None:
     return None
 
 
-def _ipv4_of_interfaces() -> list[str]:
-    found = []
-    with (
-        contextlib.suppress(OSError),  # no IPv4, or no permission
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket,
-    ):
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an address
-                request = struct.pack(f"{_REQUEST_BYTES}s", name.encode())
-                reply = fcntl.ioctl(any_socket, _SIOCGIFADDR, request)
-                found.append(socket.inet_ntoa(reply[_ADDRESS]))
-    return found
-
-
-def _ipv6_of_interfaces() -> list[str]:
+def _of_interfaces() -> list[str]:
+    found: list[str] = []
+    with contextlib.suppress(OSError):  # no IPv4
+        found += re.findall(r"\|-- (\S+)\n +/32 host LOCAL", _IPV4_TABLE.read_text())
     with contextlib.suppress(OSError, ValueError):  # no IPv6
         lines = _IPV6_TABLE.read_text().splitlines()
-        return [str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))) for line in lines]
-    return []
+        found += [str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))) for line in lines]
+    return found
 
 
 class Secret(NamedTuple):

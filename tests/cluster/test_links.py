@@ -92,7 +92,7 @@ def test_connected_are_those_that_a_message_reaches(hosts, data):
 
 
 # As in /proc/net/if_inet6: a global, a loopback and a link-local address.
-TABLE = """\
+IPV6_TABLE = """\
 20010db8000000000000000000000002 04 40 00 82     eth0
 00000000000000000000000000000001 01 80 10 80       lo
 fe8000000000000000fc00fffe000001 04 40 20 80     eth0
@@ -103,18 +103,38 @@ def refuse(*_, **__):
     raise OSError("not here")
 
 
+# As in /proc/net/fib_trie: a loopback and another address of this host, and two of its network.
+IPV4_TABLE = """\
+Local:
+  +-- 0.0.0.0/0 3 0 5
+     +-- 127.0.0.0/31 1 0 0
+        |-- 127.0.0.1
+           /32 host LOCAL
+        |-- 192.0.2.0
+           /24 link UNICAST
+        |-- 192.0.2.1
+           /32 host LOCAL
+        |-- 192.0.2.255
+           /32 link BROADCAST
+"""
+
+
+def has_tables(monkeypatch, folder, ipv4="", ipv6=""):
+    """Lets the files of Linux have these texts; "" stands for no file."""
+    for name, text in {"_IPV4_TABLE": ipv4, "_IPV6_TABLE": ipv6}.items():
+        monkeypatch.setattr(module, name, folder / name)
+        if text:
+            (folder / name).write_text(text)
+
+
 def test_a_host_with_ipv6_alone_has_an_address(monkeypatch, tmp_path):
-    table = tmp_path / "if_inet6"
-    table.write_text(TABLE)
-    monkeypatch.setattr(module, "_IPV6_TABLE", table)
-    monkeypatch.setattr(module, "_ipv4_of_interfaces", list)
+    has_tables(monkeypatch, tmp_path, ipv6=IPV6_TABLE)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     assert addresses() == ["2001:db8::2", "127.0.0.1", "::1"]
 
 
 def test_a_host_with_ipv4_alone_has_an_address(monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "_IPV6_TABLE", tmp_path / "none")
-    monkeypatch.setattr(module, "_ipv4_of_interfaces", lambda: ["127.0.0.1", "192.0.2.1"])
+    has_tables(monkeypatch, tmp_path, ipv4=IPV4_TABLE)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     assert addresses() == ["192.0.2.1", "127.0.0.1", "::1"]
 
