@@ -7,7 +7,6 @@ Every process may be given the faults of all processes. It selects those of its 
 for MPI jobs with one device per process. bench/README.md lists how jdaso reacts to each fault.
 """
 
-import contextlib
 import enum
 import os
 import resource
@@ -85,35 +84,30 @@ class Fault(NamedTuple):
     seconds: float = 0.0
 
 
-class _PendingFaults:
-    """The faults of one process that have not happened yet; ValueError for an invalid fault.
+def _of_process(faults: Iterable[Fault], rank: int) -> list[Fault]:
+    """The faults of one process; ValueError if that of any process is invalid."""
+    faults = list(faults)
+    for fault in faults:
+        if not isinstance(fault.kind, Kind):
+            raise ValueError(f"kind must be one of jdaso.faults.Kind, got {fault.kind!r}.")
+        check_whole("rank", fault.rank, 0)
+        check_whole("step", fault.step, 0)
+        check_number("seconds", fault.seconds)
+    return [fault for fault in faults if fault.rank == rank]
 
-    >>> pending = _PendingFaults([Fault(Kind.STUCK, rank=1, step=12)], rank=1)
-    >>> [len(pending.take({Kind.STUCK}, step)) for step in (11, 13, 14)]
+
+def _take(pending: list[Fault], kinds: Collection[Kind], step: int) -> list[Fault]:
+    """Removes, logs and returns the faults of these kinds that are due at a step.
+
+    >>> pending = [Fault(Kind.STUCK, rank=1, step=12)]
+    >>> [len(_take(pending, {Kind.STUCK}, step)) for step in (11, 13, 14)]
     [0, 1, 0]
     """
-
-    def __init__(self, faults: Iterable[Fault], rank: int):
-        faults = list(faults)
-        for fault in faults:
-            if not isinstance(fault.kind, Kind):
-                raise ValueError(f"kind must be one of jdaso.faults.Kind, got {fault.kind!r}.")
-            check_whole("rank", fault.rank, 0)
-            check_whole("step", fault.step, 0)
-            check_number("seconds", fault.seconds)
-        self._rank = rank
-        self._pending = [fault for fault in faults if fault.rank == rank]
-
-    def kinds(self) -> set[Kind]:
-        return {fault.kind for fault in self._pending}
-
-    def take(self, kinds: Collection[Kind], step: int) -> list[Fault]:
-        """Removes, logs and returns the faults of these kinds that are due at a step."""
-        due = [fault for fault in self._pending if fault.kind in kinds and fault.step <= step]
-        self._pending = [fault for fault in self._pending if fault not in due]
-        for fault in due:
-            logger.warning("fault: rank %d, step %d: %s", self._rank, step, fault.kind.value)
-        return due
+    due = [fault for fault in pending if fault.kind in kinds and fault.step <= step]
+    for fault in due:
+        pending.remove(fault)
+        logger.warning("fault: rank %d, step %d: %s", fault.rank, step, fault.kind.value)
+    return due
 
 
 def faulty(
@@ -142,8 +136,8 @@ def faulty(
     >>> faulty(exchange, [Fault(Kind.STUCK, rank=1, step=12)], rank=0) is exchange
     True
     """
-    pending = _PendingFaults(faults, rank)
-    kinds, scalar = pending.kinds(), jax.ShapeDtypeStruct((), jnp.int32)
+    pending = _of_process(faults, rank)
+    kinds, scalar = {fault.kind for fault in pending}, jax.ShapeDtypeStruct((), jnp.int32)
     if not kinds & _OF_EXCHANGES:
         return exchange
     if link is None and kinds & _LINK:
@@ -152,7 +146,7 @@ def faulty(
 
     # The results of the callbacks are used, because that orders them and the exchange.
     def before_post(step: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        due = pending.take(_BEFORE_POST, int(step))
+        due = _take(pending, _BEFORE_POST, int(step))
         for fault in due:
             if fault.kind in _SIGNALS:
                 os.kill(os.getpid(), _SIGNALS[fault.kind])
@@ -160,13 +154,13 @@ def faulty(
                 time.sleep(fault.seconds)
             elif fault.kind in _LINK and link is not None:
                 link(fault)
-        if pending.take({Kind.FAIL_IN_FINISH}, int(step)):
+        if _take(pending, {Kind.FAIL_IN_FINISH}, int(step)):
             fatal.add(int(number))
         wrong_shape = any(fault.kind is Kind.WRONG_SHAPE for fault in due)
         return np.asarray(step), np.array(wrong_shape, np.int32)
 
     def after_post(step: np.ndarray, following: np.ndarray) -> np.ndarray:
-        if pending.take({Kind.FAIL_IN_FLIGHT}, int(step)):
+        if _take(pending, {Kind.FAIL_IN_FLIGHT}, int(step)):
             _die()
         return np.asarray(following)
 
@@ -207,9 +201,7 @@ def faulty(
 
 
 class FaultyGradientsState(NamedTuple):
-    """The next step, int32."""
-
-    next_step: jax.Array
+    next_step: jax.Array  # int32
 
 
 def faulty_gradients(faults: Iterable[Fault], rank: int) -> optax.GradientTransformation:
@@ -227,9 +219,8 @@ def faulty_gradients(faults: Iterable[Fault], rank: int) -> optax.GradientTransf
     [nan nan]
     [1. 1.]
     """
-    faults = list(faults)
-    _PendingFaults(faults, rank)  # checks them
-    steps = jnp.array([f.step for f in faults if f.kind is Kind.NAN and f.rank == rank], jnp.int32)
+    own = _of_process(faults, rank)
+    steps = jnp.array([fault.step for fault in own if fault.kind is Kind.NAN], jnp.int32)
 
     def update(updates: PyTree, state: FaultyGradientsState, params: PyTree = None):
         bad = jnp.any(steps == state.next_step)
@@ -252,15 +243,15 @@ class FaultyCheckpoints(Checkpoints):
 
     def __init__(self, checkpoints: Checkpoints, faults: Iterable[Fault], rank: int):
         self.__dict__.update(checkpoints.__dict__)
-        self._pending = _PendingFaults(faults, rank)
+        self._pending = _of_process(faults, rank)
 
     def save(self, step: int, state: PyTree) -> None:
         """Saves as :meth:`jdaso.checkpoint.Checkpoints.save`, unless a fault prevents it."""
-        if self._pending.take({Kind.DISK_FULL}, step):
+        if _take(self._pending, {Kind.DISK_FULL}, step):
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writing then raises OSError
             _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (_FULL_DISK_BYTES, hard_limit))
-        if self._pending.take({Kind.KILL_IN_CHECKPOINT}, step):
+        if _take(self._pending, {Kind.KILL_IN_CHECKPOINT}, step):
             self.wait()
             path = self._next_path(step)
             threading.Thread(target=_die_when_written, args=(path,), daemon=True).start()
@@ -269,12 +260,9 @@ class FaultyCheckpoints(Checkpoints):
 
 def _die_when_written(path: Path) -> None:
     """Kills this process as soon as it has begun to write the file or folder at ``path``."""
-    while True:
-        with contextlib.suppress(FileNotFoundError):
-            if any(other.name.startswith(path.name) for other in path.parent.iterdir()):
-                _die()
-                return
+    while not any(path.parent.glob(f"{path.name}*")):
         time.sleep(_POLL_SECONDS)
+    _die()
 
 
 def _die() -> None:
