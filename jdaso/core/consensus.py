@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any, NoReturn
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdaso.core.caller import caller, named
 from jdaso.core.exchange import (
     AGREEMENT_NAMES,
     HEADER_SIZE,
@@ -35,8 +36,30 @@ from jdaso.core.tree import (
 from jdaso.core.types import Leaves, PyTree
 from jdaso.core.wire import round_to
 
+_caller: ContextVar[str] = ContextVar("_caller", default="")
+_Function = TypeVar("_Function", bound=Callable)
 
-@named
+
+def _named(function: _Function) -> _Function:
+    """The function, whose name :func:`caller` returns while it runs."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        token = _caller.set(caller() or f"jdaso.{function.__name__}")
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _caller.reset(token)
+
+    return cast(_Function, call)
+
+
+def caller() -> str:
+    """The name of the outermost of the functions below that runs, for messages; otherwise ""."""
+    return _caller.get()
+
+
+@_named
 def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyTree:
     """Computes the mean of a tree over all nodes, with the same bits on every node.
 
@@ -111,7 +134,7 @@ def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyT
     return replace([place_like(mean, x) for mean, x in zip(means, floats, strict=True)])
 
 
-@named
+@_named
 def broadcast(exchange: Exchange, tree: PyTree, root: int = 0) -> PyTree:
     """Sends the tree of one node to all nodes, bit for bit.
 
@@ -153,7 +176,7 @@ def broadcast(exchange: Exchange, tree: PyTree, root: int = 0) -> PyTree:
     return jax.tree.unflatten(treedef, map(_like_given, paths, sent, given))
 
 
-@named
+@_named
 def drift(exchange: Exchange, params: PyTree) -> jax.Array:
     """Computes the distance of this node's parameters from the mean of all nodes.
 

@@ -22,7 +22,7 @@ from jdaso.cluster.local_devices import devices_are_busy
 from jdaso.cluster.mpi_types import Comm
 from jdaso.cluster.roll_call import Call
 from jdaso.cluster.topology import Topology
-from jdaso.core.caller import caller
+from jdaso.core.consensus import caller
 from jdaso.core.exchange import FINITE, HEADER_SIZE, OWN, UNCOUNTED, PostedExchange
 from jdaso.core.log import logger
 from jdaso.core.tree import KEEP_OUT, host_arrays, named_floats
