@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 import time
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -35,13 +34,7 @@ from jdaso.core.tree import check_finite, is_placeholder, outline, split, widene
 from jdaso.core.types import JdasoError, Number, PyTree
 from jdaso.core.validation import check_number
 from jdaso.exchange.host.layout import Memory, Shardings
-from jdaso.exchange.host.program import (
-    Program,
-    ProgramLeaves,
-    abort_on_error,
-    is_uncounted,
-    report_error,
-)
+from jdaso.exchange.host.program import Program, ProgramLeaves, is_uncounted
 from jdaso.exchange.host.slots import Table, use_native
 from jdaso.exchange.transport.progress import Operation, Progress, WaitState
 
@@ -128,7 +121,7 @@ def mpi_center(
     topology.follow(DeathPolicy(frozenset({SERVER}), on_death))
     worker = Worker(topology, comm, timeout, gone_after / _HEARTBEATS)
     shardings = Shardings(None, topology.mesh)
-    program = Program(worker.table, native, shardings, worker.abort_on_error)
+    program = Program(worker.table, native, shardings, worker.progress.abort_on_error)
     return _MpiCenter(topology.num_nodes, worker, program, server)
 
 
@@ -244,8 +237,8 @@ class Worker:
             on_exception(self._on_exception)
         _ignore_death_signal()
         self._ended = threading.Event()
-        self._progress = Progress(topology, timeout, self._announce_exit, self._abort, self.table)
-        self._progress.exchanges = self
+        self.progress = Progress(topology, timeout, self._announce_exit, self._abort, self.table)
+        self.progress.exchanges = self
         self._heartbeats = threading.Thread(
             target=self._send_heartbeats, args=(heartbeat_seconds,), name="jdaso-alive", daemon=True
         )
@@ -255,7 +248,7 @@ class Worker:
         """Sends a request other than an exchange, and waits for the content of its reply."""
         operation = self._request(kind, content)
         description = f"a request to the center, sent by {self._name},"
-        return self._progress.wait(self._progress.submit(operation, description))
+        return self.progress.wait(self.progress.submit(operation, description))
 
     def take(self, slot: Any) -> None:
         """Starts to send a message that a program has posted; called by the progress thread."""
@@ -267,18 +260,10 @@ class Worker:
             f"exchange {number} with the center, posted by {self._name} after step {step},"
         )
         operation = self._exchange(memory, slot.header[0] > 0, size)
-        self._progress.start(slot, operation, description, measured=True, call=None)
+        self.progress.start(slot, operation, description, measured=True, call=None)
 
     def log_completed(self) -> None:
         """Nothing is logged of exchanges that programs have collected."""
-
-    def report_error(self, problem: str) -> None:
-        """Reports an error of compiled code."""
-        report_error(self._topology, self._abort, problem)
-
-    def abort_on_error(self) -> AbstractContextManager[None]:
-        """Reports the errors of a block, in a host callback."""
-        return abort_on_error(self._topology, self._abort)
 
     def _exchange(self, memory: Memory, contributes: bool, size: int) -> Operation:
         """Returns the header of the sums, and the bytes sent."""

@@ -148,7 +148,7 @@ def mpi_exchange(
     table = mpi_table(topology, name)
     progress = Progress(topology, timeout, membership.announce_exit, topology.abort, table)
     transport = MpiTransport(membership, progress, name)
-    program = Program(table, native, sharded, transport.abort_on_error)
+    program = Program(table, native, sharded, progress.abort_on_error)
     collectives = HostCollectives(membership, progress)
     return _MpiExchange(settings, topology, program, transport, collectives, leave)
 
@@ -243,7 +243,7 @@ class _MpiExchange(Exchange):
 
     def broadcast(self, names: Sequence[str], leaves: Leaves, root: int) -> Leaves:
         def send(*leaves):
-            with self._transport.abort_on_error():
+            with self._program.guard():
                 return self._collectives.broadcast(leaves, root)
 
         mesh = self._program.mesh

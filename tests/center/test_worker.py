@@ -41,7 +41,7 @@ class EchoWorker(Worker):
 def table():
     worker = EchoWorker()
     yield worker.table
-    worker._progress.close()
+    worker.progress.close()
 
 
 def post(table, number, values):

@@ -8,10 +8,9 @@ and read the same slots.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,7 +23,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jdaso.cluster.ending import at_exit
 from jdaso.cluster.local_devices import await_programs
-from jdaso.cluster.topology import Topology
 from jdaso.core.exchange import (
     AGREEMENT_NAMES,
     HEADER_SIZE,
@@ -33,7 +31,6 @@ from jdaso.core.exchange import (
     PostedExchange,
     SentLeaf,
 )
-from jdaso.core.log import logger
 from jdaso.core.types import JdasoError, Leaves, Number, PyTree
 from jdaso.core.wire import (
     WIRE_OF_BITS,
@@ -513,31 +510,3 @@ def _is_bound(axis: str) -> bool:
     except NameError:
         return False
     return True
-
-
-@contextlib.contextmanager
-def abort_on_error(topology: Topology, abort: Callable[[str], object]) -> Iterator[None]:
-    """A context in which an error is passed to :func:`report_error`."""
-    try:
-        yield
-    except Exception as error:
-        report_error(topology, abort, f"{type(error).__name__}: {error}")
-        raise
-
-
-def report_error(topology: Topology, abort: Callable[[str], object], error: str) -> None:
-    """Prints an error of a post or collect at once, and calls ``abort`` if there are more devices.
-
-    The other devices wait in a collective for the one that called the host. The program would
-    therefore never raise the error. A program of one device raises it when it fetches a result,
-    perhaps many steps later, in the words of XLA.
-    """
-    reason = f"{topology.describe(topology.rank)} failed: {error}"
-    if topology.mesh.size > 1:
-        abort(reason)
-    _print_once(reason)
-
-
-@functools.cache
-def _print_once(reason: str) -> None:
-    logger.error("%s", reason)

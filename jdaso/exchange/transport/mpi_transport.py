@@ -12,7 +12,6 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +28,6 @@ from jdaso.core.tree import KEEP_OUT, host_arrays, named_floats
 from jdaso.core.types import JdasoError, PyTree
 from jdaso.core.wire import describe_narrow_wires
 from jdaso.exchange.host.layout import Layout, Memory, sender
-from jdaso.exchange.host.program import abort_on_error, report_error
 from jdaso.exchange.host.slots import Table, exchange_name
 from jdaso.exchange.transport import collectives
 from jdaso.exchange.transport.handshake import (
@@ -318,15 +316,6 @@ class MpiTransport:
             self._warn_of_lost()
         self._table.clear()
         self._last_of_queue.clear()
-
-    def abort_on_error(self) -> AbstractContextManager[None]:
-        topology = self._membership.topology
-        return abort_on_error(topology, topology.abort)
-
-    def report_error(self, problem: str) -> None:
-        """Reports an error of compiled code."""
-        topology = self._membership.topology
-        report_error(topology, topology.abort, problem)
 
     def begin_run(self, total: int | None = None, gradients: bool = False) -> None:
         """Allows the numbers of exchanges to start again, once, for a run of ``total`` steps.

@@ -448,6 +448,11 @@ _UNAWAITED_SECONDS = 60.0
 _kept: list[Request] = []
 
 
+@functools.cache
+def _print_once(reason: str) -> None:
+    logger.error("%s", reason)
+
+
 class Progress:
     """One thread that advances all operations of one exchange.
 
@@ -554,6 +559,27 @@ class Progress:
         self._thread.join()
         _kept.extend([*self._failed, *self._requests])  # the latter if the thread has failed
 
+    @contextlib.contextmanager
+    def abort_on_error(self) -> Iterator[None]:
+        """A context in which an error of a host callback is reported."""
+        try:
+            yield
+        except Exception as error:
+            self._report_error(f"{type(error).__name__}: {error}")
+            raise
+
+    def _report_error(self, error: str) -> None:
+        """Prints an error of a post or collect at once, and aborts if there are more devices.
+
+        The other devices wait in a collective for the one that called the host. The program would
+        therefore never raise the error. A program of one device raises it when it fetches a result,
+        perhaps many steps later, in the words of XLA.
+        """
+        reason = f"{self._peers.own_name} failed: {error}"
+        if self._peers.topology.mesh.size > 1:
+            self._abort(reason)
+        _print_once(reason)
+
     def has_failed(self) -> bool:
         """Whether an operation has failed, so that messages of it may still arrive."""
         with self._lock:
@@ -616,7 +642,7 @@ class Progress:
     def _serve(self) -> None:
         """Takes the slots that have been filled, and reports errors of compiled programs."""
         for problem in self.table.problems():
-            self.exchanges.report_error(problem)
+            self._report_error(problem)
         while slot := self.table.next():
             try:
                 self.exchanges.take(slot)
