@@ -19,10 +19,10 @@ from jdaso.center.server import CenterServer, Record, exit_without, start_server
 from jdaso.center.types import (
     ONLY_WITH_THE_SERVER,
     Center,
+    CenterExchange,
     CenterState,
     ServerRule,
     map_state,
-    no_broadcast,
     reply_header,
 )
 from jdaso.cluster.ending import DeathPolicy, on_exception
@@ -154,10 +154,9 @@ class _MpiCenter(Center):
             return jnp.zeros((), jnp.int32)
 
         return changed(
-            Exchange(self.num_workers),
+            CenterExchange(self.num_workers),
             init=init,
             bind=lambda names, leaves: ProgramLeaves(self._program, (), leaves, _check_start),
-            broadcast=no_broadcast,
             may_pickle=False,
         )
 

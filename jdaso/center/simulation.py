@@ -11,10 +11,10 @@ from jax import lax
 
 from jdaso.center.types import (
     Center,
+    CenterExchange,
     CenterState,
     ServerRule,
     map_state,
-    no_broadcast,
     reply_header,
 )
 from jdaso.core.exchange import BoundExchange, Exchange, changed
@@ -76,12 +76,8 @@ class _SimulatedCenter(Center):
             return state.reply, header, state
 
         bound = changed(BoundExchange(), start=start, finish=finish)
-        return changed(
-            Exchange(self.num_workers),
-            init=init,
-            bind=lambda names, leaves: bound,
-            broadcast=no_broadcast,
-        )
+        exchange = CenterExchange(self.num_workers)
+        return changed(exchange, init=init, bind=lambda names, leaves: bound)
 
     def join(self, params: PyTree, saved: CenterState | None = None) -> PyTree:
         return params if saved is None else self.read(params)  # all start from the same
@@ -130,7 +126,6 @@ def init_cluster(
     >>> jdaso.center.init_cluster(tx, jnp.ones(3), 4).params.shape
     (4, 3)
     """
-    check_whole("num_workers", num_workers, 1)
     opt_state = tx.init(params)
     simulated = find_state(SimulatedState, opt_state)
     if (made_for := simulated.of.shape[0]) != num_workers:

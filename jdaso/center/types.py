@@ -117,9 +117,11 @@ def check_center(name: str, center: Center) -> None:
         )
 
 
-def no_broadcast(names: Sequence[str], leaves: Leaves, root: int) -> Leaves:
-    """Raises ValueError, as workers exchange messages with the server only."""
-    raise ValueError(ONLY_WITH_THE_SERVER)
+class CenterExchange(Exchange):
+    """An exchange of messages with the server."""
+
+    def broadcast(self, names: Sequence[str], leaves: Leaves, root: int) -> Leaves:
+        raise ValueError(ONLY_WITH_THE_SERVER)
 
 
 def reply_header(finite: Any) -> list[Any]:
