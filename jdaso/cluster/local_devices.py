@@ -1,6 +1,7 @@
 """The mean of gradients over the devices of one node, and virtual CPU devices for tests."""
 
 import contextlib
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
@@ -136,10 +137,8 @@ def pmean(axis_name: str = LOCAL_AXIS, every: int = 1) -> optax.GradientTransfor
 
     def update(updates, state, params=None):
         step = state.step + 1
-        updates = lax.cond(
-            step % every == 0, lambda u: lax.pmean(u, axis_name), lambda u: u, updates
-        )
-        return updates, LocalMeanState(step)
+        mean = functools.partial(lax.pmean, axis_name=axis_name)
+        return lax.cond(step % every == 0, mean, lambda u: u, updates), LocalMeanState(step)
 
     return optax.GradientTransformation(lambda params: LocalMeanState(jnp.int32(0)), update)
 
@@ -207,19 +206,19 @@ def _raise_limits(names: Sequence[str]) -> None:
 
 def _over_devices(tree: PyTree) -> PyTree:
     """Returns the means of floating-point numbers, by one collective, and the sums of integers."""
-    leaves, treedef = jax.tree.flatten(tree)
-    inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
-    means = iter(
-        lax.pmean([x for x, mean in zip(leaves, inexact, strict=True) if mean], LOCAL_AXIS)
-    )
 
-    def reduced(x: jax.Array, mean: bool) -> jax.Array:
-        if mean:
+    def is_inexact(x: jax.Array) -> bool:
+        return jnp.issubdtype(x.dtype, jnp.inexact)
+
+    means = iter(lax.pmean([*filter(is_inexact, jax.tree.leaves(tree))], LOCAL_AXIS))
+
+    def reduced(x: jax.Array) -> jax.Array:
+        if is_inexact(x):
             return next(means)
         # Keys are no numbers.
         return lax.psum(x, LOCAL_AXIS) if jnp.issubdtype(x.dtype, jnp.integer) else x
 
-    return jax.tree.unflatten(treedef, map(reduced, leaves, inexact))
+    return jax.tree.map(reduced, tree)
 
 
 def _countable(leaf: jax.Array) -> jax.Array:
