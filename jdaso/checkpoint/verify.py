@@ -139,14 +139,13 @@ def _summary(node: int, part: NodePart) -> Summary:
     defects += differences([key for key, _ in awaited_names(arrays)], part.in_flight)
     defects += other_bits(arrays, part.in_flight)
 
-    step, exchanges, skipped, left_out = (
-        ",".join(str(arrays[root + field]) for root in roots if root + field in arrays)
-        for field in ("step", "exchanges", "skipped", "left_out")
-    )
+    def number(field: str) -> str:
+        return ",".join(str(arrays[root + field]) for root in roots if root + field in arrays)
+
     size = sum(x.nbytes for x in arrays.values()) / 1e6
     in_flight = ",".join(str(number) for _, number in part.in_flight)
-    counts = step, exchanges, in_flight, skipped, left_out
-    cells = (str(node), str(len(arrays)), f"{size:.1f}", *counts, finite)
+    before, after = (map(number, x) for x in (("step", "exchanges"), ("skipped", "left_out")))
+    cells = (str(node), str(len(arrays)), f"{size:.1f}", *before, in_flight, *after, finite)
     row = tuple(cell or "-" for cell in cells)
     shapes = {name: f"{x.dtype.name}{x.shape}" for name, x in arrays.items()}
     return Summary(row, shapes, shared, describe_posted(part.in_flight), part.run, defects)
