@@ -20,7 +20,6 @@ from steps import TrainState
 import jdaso
 from jdaso import perf
 from jdaso.core.command_line import local_path
-from jdaso.perf.model import too_old
 
 WIRE = "bfloat16"  # if the configuration has none
 STEPS, PERIOD, DELAY = 24, 8, 4  # of the measurement, which posts after the steps 7, 15 and 23
@@ -55,32 +54,21 @@ def choose(
         setup, state = set_up(dataclasses.replace(config, **trial))
         alone, costs = measure(setup, state)
         setup.world.close()
-        found = perf.recommend(alone, {wire: costs}, topology.num_nodes, config.sync)
-        found = [each for each in found if each.delay] or found  # the algorithms average late
+        rules = [(config.sync, "mean")]
+        found = perf.recommend(alone, {wire: costs}, topology.num_nodes, rules)
         # The period must fit between warm-up and cool-down.
         epochs = config.epochs - config.warmup_epochs - (config.cooldown_epochs or 0)
         period = min(found[0].period, max(2, epochs * setup.epoch_steps))
         best = {"period": period, "delay": min(found[0].delay, period - 1), "wire": wire}
         text = (
             f"a step takes {alone:.3g} s, and an exchange in {wire} {costs.exchange_time:.3g} s. "
-            f"Expected: {found[0].step_time:.3g} s. "
-            + taken_back(dataclasses.replace(config, **best), topology.num_nodes)
+            f"Expected: {found[0].step_time:.3g} s, worth {found[0].progress:.2f} steps of "
+            "synchronous training"
         )
-        if warning := too_old(found[0].staleness):
-            text += f". {warning}"
     if topology.rank == 0:
         options = " ".join(f"{configuration.option(name)} {best[name]}" for name in CHOSEN)
         print(f"--period auto chose {options}: {text}", flush=True)
     return dataclasses.replace(config, **best)
-
-
-def taken_back(config: Config, nodes: int) -> str:
-    """Says which share of the progress merges take back."""
-    share = perf.taken_back(config.sync, config.period, config.delay, nodes, config.own_weight)
-    return (
-        f"Merges take back {share:.0%} of the progress. A learning rate {1 / (1 - share):.3g} "
-        "times as high would make up for it; measurements confirm this only in part"
-    )
 
 
 def measure(setup: Setup, state: TrainState) -> tuple[float, perf.WireCosts]:

@@ -348,8 +348,6 @@ def _check_together(config: Config) -> None:
         raise SystemExit("--decay step needs --decay-epochs, such as 30 60 80.")
     if steps != sorted({epoch for epoch in steps if warmup <= epoch < epochs}):
         raise SystemExit(f"--decay-epochs must increase within [{warmup}, {epochs}), got {steps}.")
-    if config.sync == "delta_rule" and config.wire in ("int8", "float4"):
-        raise SystemExit(f"--sync delta_rule needs a wire of 16 or 32 bits, got {config.wire}.")
     if config.moments == "reset" and (config.fragments or 1) > 1:
         raise SystemExit(
             f"--moments reset needs --fragments 1, got {config.fragments}: each merge "

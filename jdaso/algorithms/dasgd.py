@@ -6,6 +6,7 @@ from jdaso.algorithms.defaults import (
     mixing_merge,
     resolve_schedule,
 )
+from jdaso.algorithms.progress import warn_if_slow
 from jdaso.core.exchange import Exchange
 from jdaso.core.transformation import Averaging
 from jdaso.core.tree import Fragments
@@ -76,4 +77,6 @@ def dasgd(
     schedule = resolve_schedule("dasgd", period, delay, schedule)
     rule = choose_merge(merge, mixing_merge(xi), lambda arrival: 1 - xi)
     options = {"nonfinite": nonfinite, "fragments": fragments}
-    return averaging_on_one_wire("dasgd", exchange, schedule, rule, wire, **options)
+    found = averaging_on_one_wire("dasgd", exchange, schedule, rule, wire, **options)
+    warn_if_slow("dasgd", exchange, period, delay, None if merge == "delta" else lambda _: 1 - xi)
+    return found

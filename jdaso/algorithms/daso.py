@@ -1,6 +1,7 @@
 """DASO: asynchronous averaging with a merge weighted by age. Its schedule is jdaso.cycling."""
 
 from jdaso.algorithms.defaults import choose_merge, resolve_schedule, resolve_wire
+from jdaso.algorithms.progress import warn_if_slow
 from jdaso.core.exchange import Exchange
 from jdaso.core.transformation import Averaging, averaging
 from jdaso.core.tree import Fragments, division_by
@@ -99,7 +100,7 @@ def daso(
         own_weight=lambda arrival: 2.0 * arrival.age / (2.0 * arrival.age + arrival.members),
         leafwise=True,
     )
-    return averaging(
+    found = averaging(
         "daso",
         exchange,
         schedule,
@@ -109,6 +110,9 @@ def daso(
         nonfinite=nonfinite,
         fragments=fragments,
     )
+    late = None if merge == "delta" else lambda nodes: nodes / (2 * (delay or 0) + nodes)
+    warn_if_slow("daso", exchange, period, delay, late)
+    return found
 
 
 def _merge(leaves: Leaves, arrival: Arrival, state: PyTree) -> tuple[Leaves, PyTree]:

@@ -6,6 +6,7 @@ from jdaso.algorithms.defaults import (
     mixing_merge,
     resolve_schedule,
 )
+from jdaso.algorithms.progress import warn_if_slow
 from jdaso.core.exchange import Exchange
 from jdaso.core.transformation import Averaging
 from jdaso.core.tree import Fragments
@@ -69,4 +70,6 @@ def local_sgd(
     schedule = resolve_schedule("local_sgd", period, delay, schedule)
     rule = choose_merge(merge, mixing_merge(0.0), lambda arrival: 1.0)
     options = {"nonfinite": nonfinite, "fragments": fragments}
-    return averaging_on_one_wire("local_sgd", exchange, schedule, rule, wire, **options)
+    found = averaging_on_one_wire("local_sgd", exchange, schedule, rule, wire, **options)
+    warn_if_slow("local_sgd", exchange, period, delay, None if merge == "delta" else lambda _: 1.0)
+    return found

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jdaso.algorithms.progress import progress as measured_progress
 from jdaso.core.block_format import BLOCK_SIZE, FORMATS
 from jdaso.core.chain import MOMENTS_WIRES
 from jdaso.core.validation import (
@@ -38,13 +39,15 @@ _BYTES_PER_NUMBER: dict[str, float] = {
 }
 # Time of jdaso's own code in an exchange, measured by bench/scale.py --stand-in 1024 8192.
 _SECONDS_PER_NODE = 3e-7
-#: Additional steps to the same loss for each step of mean staleness, as a share.
-STEPS_PER_STALENESS = 0.05
+#: The algorithms whose progress was measured.
+LATE_ALGORITHMS = ("local_sgd", "daso", "dasgd")
+#: The algorithms and merges that ``tune`` and ``predict`` compare.
+RULES = (("local_sgd", "mean"), ("daso", "delta"), ("daso", "mean"), ("dasgd", "mean"))
+LONGEST_PERIOD = 64
+#: The largest period and number of nodes whose progress was measured, and the standard deviation of
+#: the progress of a task and rate from their mean.
+MEASURED_PERIOD, MEASURED_NODES, SPREAD = 8, 8, 0.15
 _CHOICES = 3
-# Their results do not depend on the delay, so an exchange may take the whole period.
-_DELAY_CHANGES_NOTHING = ("easgd", "eamsgd")
-# The largest mean age in steps for which the rule of the choice was measured.
-_OLDEST = 6
 
 
 class Network(NamedTuple):
@@ -497,29 +500,36 @@ class Recommendation(NamedTuple):
     """A setting, and what to expect of it.
 
     Attributes:
+        algorithm: ``local_sgd``, ``daso`` or ``dasgd``.
+        merge: ``mean`` or ``delta``, the argument of the algorithm.
         wire: Dtype on the network.
         period: Optimizer steps between two exchanges.
         delay: Optimizer steps between posting and merging an exchange.
         step_time: Mean seconds of a step.
-        staleness: Mean age in steps of what a node knows of the others, ``delay + (period - 1)/2``.
-            The delay does not count for EASGD and EAMSGD, because it changes no result of theirs.
-        taken_back: Share of a node's progress that merges take back, see :func:`taken_back`.
-        rate_factor: Factor for the learning rate that would make up for it,
-            ``1 / (1 - taken_back)``. Measurements confirm this only in part.
+        progress: Steps of synchronous training that a step is worth, see :func:`progress`.
     """
 
+    algorithm: str
+    merge: str
     wire: str
     period: int
     delay: int
     step_time: float
-    staleness: float
-    taken_back: float
-    rate_factor: float
+    progress: float
 
     @property
     def cost(self) -> float:
-        """Expected time to a loss, in units of the steps that it takes without staleness."""
-        return self.step_time * (1 + STEPS_PER_STALENESS * self.staleness)
+        """Expected seconds for the progress of a step of synchronous training."""
+        return self.step_time / self.progress
+
+    @property
+    def code(self) -> str:
+        """The call that makes this averaging."""
+        merge = f', merge="{self.merge}"' if self.merge == "delta" else ""
+        return (
+            f"jdaso.{self.algorithm}(exchange, period={self.period}, delay={self.delay}{merge}, "
+            f'wire="{self.wire}")'
+        )
 
 
 def taken_back(
@@ -563,91 +573,95 @@ def taken_back(
     return (1 - own_weight) * delay / period
 
 
+def progress(algorithm: str, period: int, delay: int, nodes: int, merge: str = "mean") -> float:
+    """Returns the steps of synchronous training that a step is worth, as measured on average.
+
+    The measurements are those of ``bench/progress.py``: six small trainings on 2 and 8 nodes, at
+    the best learning rate of synchronous training, at half of it and at a quarter of it. Periods
+    were at most 8. A formula of three coefficients interpolates them, see
+    ``jdaso/algorithms/progress.py``. A training of your own may differ by more than the settings.
+
+    Args:
+        algorithm: ``local_sgd``, ``daso`` or ``dasgd``.
+        period: Optimizer steps between two exchanges.
+        delay: Optimizer steps between posting and merging an exchange.
+        nodes: Number of nodes.
+        merge: ``mean`` or ``delta``.
+
+    Returns:
+        A number in (0, 1].
+
+    Raises:
+        ValueError: for numbers out of range, or an algorithm or merge that was not measured.
+
+    >>> progress("daso", 4, 3, nodes=2) > progress("dasgd", 4, 3, nodes=2)
+    True
+    """
+    check_choice("algorithm", algorithm, LATE_ALGORITHMS)
+    check_choice("merge", merge, ("mean", "delta"))
+    check_period_and_delay(period, delay)
+    check_whole("nodes", nodes, 1)
+    weight = ALGORITHMS[algorithm].mean_weight(nodes, delay) if merge == "mean" else 0.0
+    return measured_progress(period, delay, nodes, weight)
+
+
 def recommend(
-    step_time: float, wires: Mapping[str, WireCosts], nodes: int, algorithm: str = "daso"
+    step_time: float,
+    wires: Mapping[str, WireCosts],
+    nodes: int,
+    rules: Iterable[tuple[str, str]] = RULES,
 ) -> list[Recommendation]:
-    """Chooses wire, period and delay for the shortest time to a loss.
+    """Chooses algorithm, merge, wire, period and delay for the shortest time to a loss.
 
-    The mean step time t is that of :func:`mean_step_time`, with the overhead and the slowdown of an
-    exchange in every period. The mean age of what a node knows of the others is ``a = d + (k-1)/2``
-    steps: they are d steps old when they arrive, and k - 1 steps older before the next arrive. The
-    setting with the smallest
-
-        t (1 + 0.05 a)
-
-    of all with d < k is the first. A merge at every step that posts, d = k, takes back the most. It
-    is considered only for EASGD and EAMSGD, which take nothing back. 5 % is what a step of age
-    costs a small convolutional network with SGD, measured for ages up to 6.
-
-    The share that merges take back is reported, and not in the cost. At equal ages, a larger share
-    raised the loss on text and lowered it on images, so no factor for it fits both.
+    The mean step time is that of :func:`mean_step_time`, with the overhead and the slowdown of an
+    exchange in every period. It is divided by the measured :func:`progress` of a step. The setting
+    with the smallest quotient is the first, of all periods up to 64 and all delays up to them that
+    a longer one would not hide better. ``local_sgd`` blocks. The rounding of the wire costs nothing
+    but its time.
 
     Args:
         step_time: Seconds of a step without exchanges.
         wires: Costs of an exchange on each wire that may be used.
         nodes: Number of nodes.
-        algorithm: One of ``ALGORITHMS`` except ``allreduce_gradients``, which has neither period
-            nor delay.
+        rules: The algorithms and merges to compare.
 
     Returns:
-        The best setting and the next two, at most one for each wire and delay.
+        The best setting and the next two, at most one for each wire, algorithm and merge.
 
     Raises:
-        ValueError: for numbers out of range, no wire, an unknown wire or algorithm, costs that are
-            no :class:`WireCosts`, or ``allreduce_gradients``.
+        ValueError: for numbers out of range, no wire, an unknown wire or algorithm, or costs that
+            are no :class:`WireCosts`.
 
     >>> wires = {"bfloat16": WireCosts(0.32, slowdown=0.03), "int8": WireCosts(0.17, overhead=0.15)}
     >>> best, *others = recommend(step_time=0.17, wires=wires, nodes=2)
-    >>> best.wire, best.period, best.delay, round(best.step_time, 3), round(best.rate_factor, 2)
-    ('bfloat16', 3, 2, 0.18, 1.29)
-    >>> [(other.wire, other.period, other.delay) for other in others]
-    [('int8', 6, 1), ('bfloat16', 6, 1)]
+    >>> best.wire, best.merge, best.delay
+    ('bfloat16', 'delta', 2)
     """
     check_number("step_time", step_time, above=True)
     if not wires:
         raise ValueError("wires must have the costs of at least one wire, got none.")
-    if algorithm == "allreduce_gradients":
-        raise ValueError(
-            "allreduce_gradients exchanges at every step and blocks, so there is nothing to "
-            "recommend. Choose another algorithm, such as daso."
-        )
-    free = algorithm in _DELAY_CHANGES_NOTHING
-    best: dict[tuple[str, int], Recommendation] = {}
+    best = []
     for wire, costs in wires.items():
         check_wire("each key of wires", wire)
         if not isinstance(costs, WireCosts):
             raise ValueError(f"wires[{wire!r}] must be a WireCosts, got {costs!r}.")
         for name, seconds in costs._asdict().items():
             check_number(f"wires[{wire!r}].{name}", seconds)
-        for period, delay in _candidates(step_time, costs, free):
-            step = step_time + _added_seconds(step_time, costs, delay) / period
-            share = taken_back(algorithm, period, delay, nodes)
-            age = (0 if free else delay) + (period - 1) / 2
-            found = Recommendation(wire, period, delay, step, age, share, 1 / (1 - share))
-            before = best.get((wire, delay), found)
-            best[wire, delay] = min(before, found, key=lambda setting: setting.cost)
-    return sorted(best.values(), key=lambda setting: setting.cost)[:_CHOICES]
-
-
-def _candidates(step_time: float, costs: WireCosts, free: bool) -> set[tuple[int, int]]:
-    """Returns periods and delays, the best one among them.
-
-    For each period the cost is concave in the delay until the exchange is hidden, and grows from
-    there on. For each delay it is convex in the period. So three delays suffice, each with the
-    whole numbers around its best period. Where the delay is ``free``, an exchange takes the whole
-    period, which can be too long a choice if an exchange takes more than 39 steps and slows them.
-    """
-    hidden = hiding_schedule(step_time, costs.exchange_time).delay
-    found = set()
-    for delay in {0, hidden - 1, hidden}:
-        seconds = _added_seconds(step_time, costs, delay)
-        late = 0 if free else delay
-        # Here the derivative of (t_p + seconds / k) (1 + 0.05 (late + (k - 1) / 2)) by k is 0.
-        best = math.sqrt(2 * seconds / step_time * (1 / STEPS_PER_STALENESS + late - 1 / 2))
-        for rounded in (math.floor(best), math.ceil(best)):
-            period = max(1, rounded, delay if free else delay + 1)
-            found.add((period, period if free else delay))
-    return found
+        hidden = hiding_schedule(step_time, costs.exchange_time).delay
+        for algorithm, merge in rules:
+            found = [
+                Recommendation(
+                    *(algorithm, merge, wire, period, delay),
+                    step_time + _added_seconds(step_time, costs, delay) / period,
+                    progress(algorithm, period, delay, nodes, merge),
+                )
+                for period in range(1, LONGEST_PERIOD + 1)
+                for delay in (
+                    [0] if algorithm == "local_sgd" else range(1, min(period, hidden) + 1)
+                )
+            ]
+            best.append(min(found, key=lambda setting: setting.cost))
+    return sorted(best, key=lambda setting: setting.cost)[:_CHOICES]
 
 
 def _added_seconds(step_time: float, costs: WireCosts, delay: int) -> float:
@@ -655,13 +669,3 @@ def _added_seconds(step_time: float, costs: WireCosts, delay: int) -> float:
     exchange_time, overhead, slowdown = costs
     hidden = min(1.0, delay * step_time / exchange_time) if exchange_time else 0.0
     return max(0.0, exchange_time - delay * step_time) + overhead + hidden * slowdown
-
-
-def too_old(staleness: float) -> str:
-    """Returns what to do if what a node knows is older than 6 steps; empty if it is not."""
-    if staleness <= _OLDEST:
-        return ""
-    return (
-        f"The rule was measured up to an age of {_OLDEST} steps only. Choose a larger batch per "
-        "node, or diloco, which is made for long periods."
-    )

@@ -85,12 +85,6 @@ def test_period_auto_measures_the_first_steps(tmp_path):
     assert auto_period.before(first, jdaso.discover_topology()) == first
 
 
-def test_the_share_that_merges_take_back_is_that_of_the_given_weight():
-    config = Config(sync="dasgd", period=2, delay=1, own_weight=0.5)
-    text = auto_period.taken_back(config, nodes=2)
-    assert text.startswith("Merges take back 25% of the progress. A learning rate 1.33 times")
-
-
 def test_the_script_starts_processes_that_share_one_model(tmp_path):
     """Two processes take two epochs of 44 steps. The second epoch begins with PASSM."""
     options = ("--sync", "passm_plus", "--processes", "2", "--switches", "1", *SHORT)
