@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import re
+import threading
 import warnings
 import zlib
 from collections import Counter
@@ -571,19 +572,27 @@ class _FinishingLoop(asyncio.SelectorEventLoop):
         super().close()
 
 
+_reading = threading.Lock()
+
+
 @contextlib.contextmanager
 def _reads_finish() -> Iterator[None]:
     """Keeps orbax from printing errors of its own when an array cannot be read.
 
     orbax reads all arrays as tasks of one event loop, and closes the loop when one of them fails.
     The other reads then report to a closed loop, which prints "Event loop is closed". Coroutines
-    that orbax did not start print a warning when they are freed.
+    that orbax did not start print a warning when they are freed. Other threads are left alone.
     """
-    original = asyncio.new_event_loop
-    asyncio.new_event_loop = _FinishingLoop
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    own = threading.get_ident()
+
+    def new_event_loop() -> asyncio.AbstractEventLoop:
+        return _FinishingLoop() if threading.get_ident() == own else original()
+
+    with _reading, warnings.catch_warnings():
+        original = asyncio.new_event_loop
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+        asyncio.new_event_loop = new_event_loop
+        try:
             yield
-    finally:
-        asyncio.new_event_loop = original
+        finally:
+            asyncio.new_event_loop = original

@@ -190,16 +190,35 @@ def _plain(error: BaseException) -> str:
     return said[0] if said and ": INTERNAL: " in text else text
 
 
+_at_exit: list[Callable[[], None]] = []
+
+
 def at_exit(function: Callable[[], object]) -> Callable[[], None]:
-    """Runs ``function`` when this process exits, but no forked child. The result cancels this."""
+    """Runs ``function`` when this process exits, but no forked child. The result cancels this.
+
+    If the program itself finalizes MPI, :func:`run_exit_functions` does it before.
+    """
     own = os.getpid()
 
     def run() -> None:
+        cancel()
         if os.getpid() == own:
             function()
 
+    def cancel() -> None:
+        atexit.unregister(run)
+        with contextlib.suppress(ValueError):  # another thread was faster
+            _at_exit.remove(run)
+
     atexit.register(run)
-    return functools.partial(atexit.unregister, run)
+    _at_exit.append(run)
+    return cancel
+
+
+def run_exit_functions() -> None:
+    """Runs what :func:`at_exit` was given, in the order in which it would run at exit."""
+    while _at_exit:
+        _at_exit[-1]()
 
 
 # The handlers of signals that have one of a Preemption now, or are ignored after its block.

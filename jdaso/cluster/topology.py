@@ -21,7 +21,14 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jdaso.cluster import launchers
-from jdaso.cluster.ending import DeathPolicy, abort, abort_alone, abort_on_exception, at_exit
+from jdaso.cluster.ending import (
+    DeathPolicy,
+    abort,
+    abort_alone,
+    abort_on_exception,
+    at_exit,
+    run_exit_functions,
+)
 from jdaso.cluster.heartbeat import EXIT_NODE_LOST, LOST_SECONDS, Heartbeat, start_heartbeat
 from jdaso.cluster.local_devices import LOCAL_AXIS, prepare_devices
 from jdaso.cluster.mpi_types import Comm
@@ -376,6 +383,9 @@ def _start_mpi() -> Comm | None:
             "but exchanges in the background require MPI_THREAD_MULTIPLE. Leave "
             "mpi4py.rc.thread_level at 'multiple', and let only mpi4py initialize MPI."
         )
+    # MPI_Finalize deletes the attributes of this communicator first.
+    close = MPI.Comm.Create_keyval(delete_fn=lambda *_: run_exit_functions())
+    MPI.COMM_SELF.Set_attr(close, None)
     return MPI.COMM_WORLD.Dup()
 
 

@@ -1,9 +1,12 @@
 """Damaged checkpoints and foreign files raise an error, or restore exactly what was saved."""
 
+import asyncio
 import gc
 import os
 import shutil
+import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -71,6 +74,24 @@ def test_unreadable_arrays_print_nothing_but_the_error(tmp_path):
             read_part(reader, tmp_path / PART)
         gc.collect()
     reader.close()
+
+
+def test_other_threads_have_their_own_event_loops_during_a_read():
+    made = []
+
+    class Reader:
+        def restore(self, path):
+            make = threading.Thread(target=lambda: made.append(asyncio.new_event_loop()))
+            make.start()
+            make.join()
+            return part_tree({"w": np.ones(1)}, {})
+
+    before = asyncio.new_event_loop
+    read_part(Reader(), Path("nowhere"))
+    (loop,) = made
+    loop.close()
+    assert type(loop) is asyncio.SelectorEventLoop
+    assert asyncio.new_event_loop is before
 
 
 def assert_saved_or_refused(folder):

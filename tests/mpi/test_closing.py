@@ -39,6 +39,13 @@ def test_steps_that_nobody_awaits_are_executed_before_the_end(devices):
     assert "failed" not in ended.output
 
 
+def test_a_program_may_finalize_mpi_with_exchanges_open():
+    ended = mpiexec(2, "closing.py", "finalized")
+    passes(ended)
+    assert ended.output.count("came to its end") == 2
+    assert "failed" not in ended.output
+
+
 @pytest.mark.parametrize(("nodes", "devices"), [(2, 1), (3, 1), (2, 2)])
 def test_nodes_leave_a_training_at_different_steps_and_train_again(nodes, devices):
     passes(mpiexec(nodes, "abandon.py", "sweep", devices))

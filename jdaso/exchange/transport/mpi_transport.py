@@ -203,7 +203,9 @@ class Membership:
 
         After a failure messages may still arrive. Then the communicators stay until the end.
         """
-        if self._failed:
+        from mpi4py import MPI
+
+        if self._failed or MPI.Is_finalized():
             return
         for comm in [*self.exchanges.all(), self.comparisons, self.broadcasts, self.flags]:
             comm.Free()

@@ -1,6 +1,6 @@
 """Exchanges that are closed give everything back; one too many that are not is an error.
 
-closing.py closed|open|"other order"|"at exit"|"one alone"|"steps not awaited"
+closing.py closed|open|"other order"|"at exit"|"one alone"|"steps not awaited"|finalized
 [DEVICES|"an exchange"|"a center"]
 """
 
@@ -50,6 +50,20 @@ if sys.argv[1] == "steps not awaited":
     if topology.rank == 0:
         assert np.isfinite(last).all()
     del last
+    sys.exit()
+if sys.argv[1] == "finalized":
+    from mpi4py import MPI
+
+    with jdaso.mpi_exchange(topology) as exchange:
+        params = take_steps(exchange)
+        beside = jdaso.mpi_exchange(topology)
+        if topology.rank == 0:
+            time.sleep(0.2)  # the others wait for it
+        MPI.Finalize()
+    assert np.isfinite(params).all()
+    exchange.close()
+    beside.close()
+    print("came to its end")
     sys.exit()
 if sys.argv[1] == "open":
     kept = [jdaso.mpi_exchange(topology) for _ in range(MANY)]  # raises
