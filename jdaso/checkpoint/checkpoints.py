@@ -209,8 +209,11 @@ class Checkpoints:
         if self._lock is not None and self._topology.rank == 0:
             self._lock.release()
 
-    def restore(self, like: PyTree) -> Restored | None:
+    def restore(self, like: PyTree, resume: bool = True) -> Restored | None:
         """Restores the newest complete checkpoint and posts its exchanges in flight again.
+
+        What is in flight now is forgotten, so the training must go on from the result. A running
+        training passes ``resume=False`` to look at a checkpoint, and goes on with its own state.
 
         If another number of nodes saved the checkpoint, floating-point arrays are averaged over
         these nodes and other arrays are those of node 0. Nodes whose averaged parameters are not
@@ -224,7 +227,10 @@ class Checkpoints:
 
         Args:
             like: A state of the same structure, shapes, dtypes and placement as the result. The
-                optimizer's state in it must be new, from ``init``.
+                optimizer's state in it must be new, from ``init``. With ``resume=False`` it may be
+                that of the running training.
+            resume: Whether training continues from the result. If not, nothing is posted, and the
+                state has nothing in flight.
 
         Returns:
             The restored checkpoint, or None if none is complete.
@@ -237,24 +243,27 @@ class Checkpoints:
         self.wait()
         for _ in range(_MAX_READS):
             with contextlib.suppress(_DeletedError):
-                return self._restore_newest(like)
+                return self._restore_newest(like, resume)
         raise JdasoError(
             f"the training that writes to {self._path} deletes its checkpoints while this "
             "program reads them. Let it keep more, or save less often."
         )
 
-    def _restore_newest(self, like: PyTree) -> Restored | None:
+    def _restore_newest(self, like: PyTree, resume: bool) -> Restored | None:
         here = self._topology
         checkpoints = here.group.broadcast(
             self._on_all(lambda: folder.list_checkpoints(self._path) if here.rank == 0 else [])
         )
         # New numbers follow the incomplete ones: a new part must not complete an old checkpoint.
-        self._last_number = max((checkpoint.number for checkpoint in checkpoints), default=0)
+        if resume:
+            self._last_number = max((checkpoint.number for checkpoint in checkpoints), default=0)
         problems = []
         for saved in reversed([checkpoint for checkpoint in checkpoints if checkpoint.parts]):
             same = len(saved.parts) == here.num_nodes
             try:
-                state = self._own_state(saved, like) if same else self._mean_state(saved, like)
+                state = (
+                    self._own_state(saved, like, resume) if same else self._mean_state(saved, like)
+                )
                 return Restored(state, saved.step, len(saved.parts))
             except JdasoError as error:  # on all nodes
                 if here.group.broadcast(not saved.path.is_dir()):
@@ -265,7 +274,8 @@ class Checkpoints:
                     logger.warning("%s is skipped: %s", saved.path.name, error)
         if problems:
             raise JdasoError("; ".join(problems))
-        self._protected_up_to = self._last_number
+        if resume:
+            self._protected_up_to = self._last_number or 0
         if checkpoints and here.rank == 0:
             names = ", ".join(folder.describe_incomplete(c.path) for c in checkpoints)
             logger.warning(
@@ -275,8 +285,11 @@ class Checkpoints:
             )
         return None
 
-    def _own_state(self, saved: folder.SavedCheckpoint, like: PyTree) -> PyTree:
-        """Returns this node's state of a checkpoint of as many nodes; posts its exchanges again."""
+    def _own_state(self, saved: folder.SavedCheckpoint, like: PyTree, resume: bool) -> PyTree:
+        """Returns this node's state of a checkpoint of as many nodes.
+
+        To resume, it posts its exchanges again. Otherwise the state has nothing in flight.
+        """
         here, source, exchanges = self._topology, str(saved.path), self._exchanges
         part = self._on_all(lambda: read_part(self._orbax, saved.parts[here.node]))
         _check_same_run(source, here.group.gather(part.run))
@@ -298,6 +311,8 @@ class Checkpoints:
 
         self._on_all(check_posted)
         node_part.check_leaves(sent, part.in_flight, source)
+        if not resume:
+            return node_part.reset_exchanges(state, like)
         for position, exchange in enumerate(exchanges):
             own = {n: posted for (at, n), posted in part.in_flight.items() if at == position}
             exchange.post_again(own, {n: leaves for (at, n), leaves in sent if at == position})

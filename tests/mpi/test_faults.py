@@ -52,7 +52,7 @@ ERRORS = {
     "fewer steps, caught": ["exchange 2", "rank 1", "or exited, without taking part"],
     "exception": ["ZeroDivisionError", "rank 1", "ending all processes"],
     "exit in flight alone": ["exit with an exchange in flight", "rank 1", "without taking part"],
-    "restored in flight": ["exchange 0 is not in flight", "drain"],
+    "restored in flight": ["exchange 0 is not in flight", "drain", "resume=False"],
     "not finite, raise": ["parameters are not finite at step 0, namely ['bias'], ['kernel'], or"],
     "thread level": ["thread level SINGLE", "MPI_THREAD_MULTIPLE"],
     "no thread": ["rank 1", "its heartbeat cannot start: RuntimeError: can't start new thread"],

@@ -261,8 +261,10 @@ _POSTED_TWICE = (
     "tx.init first."
 )
 _NOT_IN_FLIGHT = (
-    "{} is not in flight in %s: the optimizer state is from before a restart, or was stepped "
-    "twice. Save and restore with jdaso.checkpoint, or call jdaso.drain before saving."
+    "{} is not in flight in %s: the optimizer state was stepped twice, or is from before a restart "
+    "or a restore, which forgets what was in flight. Save and restore with jdaso.checkpoint, or "
+    "call jdaso.drain before saving. A running training looks at a checkpoint with "
+    "checkpoints.restore(like, resume=False)."
 )
 
 

@@ -54,7 +54,17 @@ checkpoints = Checkpoints(folder, topology, exchanges)
 if case == "earlier state":
     train(txs, half, range(SAVED_AT, SAVED_AT + 3))
 checkpoints.save(SAVED_AT, half)
-expected = train(txs, half, range(SAVED_AT, STEPS))
+now = train(txs, half, range(SAVED_AT, SAVED_AT + 2))
+if case == "two":
+    flights = in_flight(exchanges)
+    seen = checkpoints.restore(now, resume=False)  # which leaves the running training alone
+    assert (seen.step, in_flight(exchanges)) == (SAVED_AT, flights)
+    for saved, found in zip(*map(jax.tree.leaves, (half[0], seen.state[0])), strict=True):
+        np.testing.assert_array_equal(saved, found)
+    for tx, state, p in zip(txs, seen.state[1], seen.state[0], strict=True):
+        assert not jdaso.core.averaging_state(state).fragments[0].posted
+        jdaso.drain(tx, state, p)
+expected = train(txs, now, range(SAVED_AT + 2, STEPS))
 checkpoints.close()
 
 options = {"other moments": {"moments": "average"}, "other fragments": {"fragments": 2}}
