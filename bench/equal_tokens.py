@@ -186,7 +186,7 @@ class Problem:
                 params, opt_state = jdaso.drain(tx, opt_state, params)
             anchor = params
             if "DiLoCo" in method.name:
-                anchor = jdaso.diloco_anchor(params, opt_state)
+                anchor = jdaso.diloco_anchor(opt_state, params)
             return params, anchor
 
         model = transformer.Transformer(self.shape, nnx.Rngs(seed))

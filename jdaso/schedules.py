@@ -39,8 +39,6 @@ def constant(period: int, delay: int = 0) -> Schedule:
     [0, 0, 0, 1, 0, 0, 0, 1]
     """
     check_period_and_delay(period, delay)
-    if period >= 2**31:
-        raise ValueError(f"period must be below 2**31, got {period}: steps are counted in int32.")
 
     def plan(state, step):
         return _cycling_plan(period, delay, step + 1), state
@@ -79,7 +77,10 @@ def by_step(function: Callable[[jax.Array], tuple[Number, Number]]) -> Schedule:
     # optax.inject_hyperparams makes the schedule inside jit.
     with jax.ensure_compile_time_eval():
         checked = jnp.array([*range(4096), *(2**k for k in range(12, 31))], jnp.int32)
-        results = jax.vmap(function)(checked)
+        try:
+            results = jax.vmap(function)(checked)
+        except OverflowError as error:
+            raise ValueError("by_step: function must return numbers below 2**31.") from error
         if not isinstance(results, tuple) or len(results) != 2:
             kind = type(results).__name__
             raise ValueError(f"by_step: function must return (period, delay), got a {kind}.")
@@ -112,7 +113,8 @@ def linear(start: tuple[int, int], end: tuple[int, int], steps: int) -> Schedule
         A :class:`jdaso.Schedule` made by :func:`by_step`.
 
     Raises:
-        ValueError: for a period below 1, a delay outside ``[0, period]``, or no steps.
+        ValueError: for a period below 1, a delay outside ``[0, period]``, no steps, or a number
+            from 2**31 on.
 
     >>> schedule = linear(start=(1, 0), end=(4, 2), steps=6)
     >>> state, posts = schedule.init(), []

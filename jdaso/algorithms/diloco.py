@@ -129,14 +129,14 @@ def diloco(
     return averaging_on_one_wire("diloco", exchange, schedule, merge, wire, **options)
 
 
-def diloco_anchor(params: PyTree, opt_state: PyTree) -> PyTree:
+def diloco_anchor(opt_state: PyTree, params: PyTree) -> PyTree:
     """Returns the anchor of :func:`jdaso.diloco`, equal on all nodes, to evaluate and to save.
 
     It does not contain exchanges in flight. Call :func:`jdaso.drain` first after training.
 
     Args:
-        params: The parameters of this node.
         opt_state: The state of the whole optimizer.
+        params: The parameters of this node.
 
     Returns:
         A tree like the parameters, with their dtypes. Integers and booleans are those of
@@ -147,11 +147,11 @@ def diloco_anchor(params: PyTree, opt_state: PyTree) -> PyTree:
 
     >>> import jax.numpy as jnp, jdaso
     >>> params, tx = {"w": jnp.ones(2)}, jdaso.diloco(jdaso.single_exchange(), period=4)
-    >>> jdaso.diloco_anchor(params, tx.init(params))["w"].tolist()
+    >>> jdaso.diloco_anchor(tx.init(params), params)["w"].tolist()
     [1.0, 1.0]
     """
     anchor = params
-    for fragment in averaging_state(opt_state).fragments:
+    for fragment in averaging_state(opt_state, params).fragments:
         if not isinstance(fragment.merge, DilocoState):
             raise ValueError("opt_state has no anchor: pass the state of jdaso.diloco.")
         anchor = jax.tree.map(

@@ -156,7 +156,7 @@ def eamsgd_eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
     # Inside a wrapper, the state has a placeholder for a leaf that another optimizer has.
     return jax.tree.map(
         lambda lead, y: y - lead if not is_masked(lead) and is_float(y) else y,
-        *(_lead(find_state(EamsgdState, opt_state)), params),
+        *(_lead(find_state(EamsgdState, opt_state, params)), params),
         is_leaf=is_masked,
     )
 

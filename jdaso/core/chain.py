@@ -79,7 +79,7 @@ def chain(
     >>> averaging = jdaso.local_sgd(jdaso.single_exchange(), period=8)
     >>> tx = jdaso.chain(optax.sgd(0.1, momentum=0.9), averaging, moments="average")
     """
-    engine = _check_arguments(averaging, moments, moments_wire)
+    engine = _check_arguments(optimizer, averaging, moments, moments_wire)
     optimizer = optax.with_extra_args_support(optimizer)
     averages = moments == "average"
 
@@ -138,12 +138,24 @@ def chain(
     return Averaging(init, update, finish, ChainState, averaging.exchange, apply)
 
 
-def _check_arguments(averaging: Averaging, moments: str, moments_wire: str | None) -> Engine:
+def _check_arguments(
+    optimizer: optax.GradientTransformation,
+    averaging: Averaging,
+    moments: str,
+    moments_wire: str | None,
+) -> Engine:
     """Raises ValueError for what :func:`chain` does not take. Returns the engine to chain with."""
     if isinstance(moments, optax.GradientTransformation):
         raise ValueError(
             "jdaso.chain takes one optimizer and one averaging, got three transformations: put the "
             "first two into optax.chain, as in jdaso.chain(optax.chain(clip, sgd), averaging)."
+        )
+    swapped = isinstance(optimizer, Averaging) and not isinstance(averaging, Averaging)
+    if swapped or not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise ValueError(
+            "jdaso.chain takes the optimizer first and the averaging second, as in jdaso.chain("
+            f"optax.sgd(0.1), jdaso.daso(exchange, ...)), got a first argument of type "
+            f"{type(optimizer).__name__}."
         )
     engine = averaging.engine if isinstance(averaging, Averaging) else None
     if engine is None:
@@ -216,6 +228,12 @@ def apply_gradients(
             f"{type(tx).__name__}: pass jdaso.chain(optimizer, averaging), or call tx.update and "
             "optax.apply_updates."
         )
+    if not isinstance(opt_state, tx.state_type):
+        raise ValueError(
+            "opt_state must be the state that tx.init or apply_gradients returned, got an object "
+            f"of type {type(opt_state).__name__}: call apply_gradients(tx, grads, opt_state, "
+            "params), with the state of this tx."
+        )
     return tx.apply(grads, opt_state, params, **extra_args)
 
 
@@ -259,7 +277,7 @@ def drain(transformation: Averaging, opt_state: PyTree, params: PyTree) -> tuple
             "opt_state must belong to the transformation, got the state of a jdaso.chain that "
             "contains it: with tx = jdaso.chain(...), call jdaso.drain(tx, opt_state, params)."
         )
-    state = find_state(transformation.state_type, opt_state)
+    state = find_state(transformation.state_type, opt_state, params)
     own = _exchanged(transformation.exchange, averaging_state(state), params)
     moved, state = transformation.finish(own, state)
     params = jax.tree.map(

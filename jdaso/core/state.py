@@ -57,8 +57,10 @@ class AveragingState(NamedTuple):
     fragments: tuple[FragmentState, ...]
 
 
-def averaging_state(opt_state: PyTree) -> AveragingState:
+def averaging_state(opt_state: PyTree, params: PyTree = None) -> AveragingState:
     """Finds the state of the averaging in an optimizer's state, with any nesting.
+
+    The error says if ``params`` and ``opt_state`` have been swapped.
 
     Raises:
         ValueError: if there is none, or more than one.
@@ -69,12 +71,14 @@ def averaging_state(opt_state: PyTree) -> AveragingState:
     >>> int(jdaso.core.averaging_state(state).plan.period)
     4
     """
-    return find_state(AveragingState, opt_state)
+    return find_state(AveragingState, opt_state, params)
 
 
-def find_state(kind: type, opt_state: PyTree) -> Any:
+def find_state(kind: type, opt_state: PyTree, params: PyTree = None) -> Any:
     """The only state of a type in an optimizer's state. Raises ValueError for none or several."""
     found = find_states(kind, opt_state)
+    if not found and find_states(kind, params):
+        raise ValueError("params and opt_state have been swapped: pass opt_state, params.")
     if len(found) != 1:
         raise ValueError(
             f"opt_state holds {len(found)} states of the type {kind.__name__}, exactly one is "

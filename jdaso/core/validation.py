@@ -42,10 +42,12 @@ def check_phases(period: int, warmup: int, cooldown: int, total: int, epoch: int
         )
 
 
-def check_whole(name: str, value: int, least: int) -> None:
+def check_whole(name: str, value: int, least: int, fits_int32: bool = True) -> None:
     """Raises ValueError unless a value is a whole number of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+    if fits_int32 and value >= 2**31:
+        raise ValueError(f"{name} must be below 2**31, got {value}: such numbers are int32.")
 
 
 def check_choice(name: str, value: str, choices: Iterable[str]) -> None:

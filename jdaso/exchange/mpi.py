@@ -104,7 +104,8 @@ def mpi_exchange(
             all parameters, or a function of path and leaf that returns one. None if they are
             replicated. A ``PartitionSpec`` refers to ``topology.mesh`` with the axis ``"local"``.
             A ``NamedSharding`` has its own mesh, of all devices of the node and with any axes.
-        name: What messages call it, such as ``"exchange 3 of 'outer'"``, if there are several.
+        name: What messages call it, such as ``"exchange 3 of 'outer'"``, if there are several. The
+            message about nodes that create or use several in different orders then says which.
 
     Returns:
         A :class:`jdaso.Exchange`, whose state is a :class:`jdaso.core.exchange.HostState`. The host
@@ -128,6 +129,11 @@ def mpi_exchange(
     >>> exchange.num_nodes
     1
     """
+    if not isinstance(topology, Topology):
+        raise ValueError(
+            "topology must be what jdaso.discover_topology() returned, got an object of type "
+            f"{type(topology).__name__}: call mpi_exchange(topology, ...)."
+        )
     wire = check_wire("wire", wire)
     settings = _Settings(wire, chunk_bytes, same_bits, name)
     check_number("timeout", timeout, above=True)
@@ -144,10 +150,10 @@ def mpi_exchange(
         alone = _single_node(topology, wire, sharded if shardings is not None else None)
         return changed(alone, name=name)
     _check_same_settings(topology, settings)
-    membership = Membership(topology, chunk_bytes)
+    membership = Membership(topology, chunk_bytes, name)
     table = mpi_table(topology, name)
     progress = Progress(topology, timeout, membership.announce_exit, topology.abort, table)
-    transport = MpiTransport(membership, progress, name)
+    transport = MpiTransport(membership, progress)
     program = Program(table, native, sharded, progress.abort_on_error)
     collectives = HostCollectives(membership, progress)
     return _MpiExchange(settings, topology, program, transport, collectives, leave)
@@ -169,8 +175,6 @@ def _check_settings(settings: _Settings) -> None:
     ):
         raise ValueError(f"name must be a line of text without {{}} and %, got {settings.name!r}.")
     check_whole("chunk_bytes", settings.chunk_bytes, 16)
-    if settings.chunk_bytes >= 2**31:
-        raise ValueError(f"chunk_bytes must be below 2**31, got {settings.chunk_bytes}.")
     if settings.wire in FORMATS:
         _check_feedback(settings.wire, settings.same_bits)
 

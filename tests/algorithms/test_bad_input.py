@@ -161,6 +161,55 @@ def test_a_state_without_a_center_is_refused():
         jdaso.eamsgd_eval_params(easgd().init(jnp.ones(2)), jnp.ones(2))
 
 
+PARAMS = {"w": jnp.ones(2)}
+CHAIN = jdaso.chain(optax.sgd(0.1), dasgd())
+SWAPPED = "params and opt_state have been swapped: pass opt_state, params"
+FIRST = "jdaso.chain takes the optimizer first and the averaging second"
+STATE = "opt_state must be the state that tx.init or apply_gradients returned, got"
+CALLS = [
+    (lambda: jdaso.drain(CHAIN, PARAMS, CHAIN.init(PARAMS)), SWAPPED),
+    (lambda: jdaso.diloco_anchor(PARAMS, diloco().init(PARAMS)), SWAPPED),
+    (lambda: jdaso.eamsgd_eval_params(PARAMS, eamsgd().init(PARAMS)), SWAPPED),
+    (lambda: jdaso.diloco_anchor(PARAMS, PARAMS), "opt_state holds 0 states of the type"),
+    (lambda: jdaso.apply_gradients(CHAIN, PARAMS, PARAMS, CHAIN.init(PARAMS)), f"{STATE} an ob"),
+    (lambda: jdaso.apply_gradients(CHAIN, PARAMS, dasgd().init(PARAMS), PARAMS), f"{STATE} an obj"),
+    (lambda: jdaso.apply_gradients(PARAMS, CHAIN, CHAIN.init(PARAMS), PARAMS), "tx must be what"),
+    (lambda: jdaso.chain(dasgd(), optax.sgd(0.1)), f"{FIRST}, as in"),
+    (lambda: jdaso.chain(0.1, dasgd()), f"{FIRST}, as in"),
+    (lambda: jdaso.chain(optax.sgd, dasgd()), f"{FIRST}, as in"),
+    (lambda: jdaso.mpi_exchange("float32"), "topology must be what jdaso.discover_topology()"),
+    (lambda: jdaso.mpi_exchange(ALONE), "got an object of type"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), CALLS)
+def test_arguments_in_the_wrong_order_or_of_another_type_are_named(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+BIG = 2**31
+SIZES = {"period": 4, "warmup": 1, "cooldown": 1, "total": 100, "epoch": 10, "delay": 1}
+TOO_BIG = [
+    *(
+        (name, lambda name=name: jdaso.cycling(**SIZES | {"patience": 2} | {name: BIG}))
+        for name in [*SIZES, "patience"]
+    ),
+    ("period", lambda: jdaso.schedules.linear((1, 0), (BIG, 0), 10)),
+    ("delay", lambda: jdaso.schedules.linear((1, BIG), (1, 0), 10)),
+    ("steps", lambda: jdaso.schedules.linear((1, 0), (2, 0), BIG)),
+    ("numbers", lambda: jdaso.schedules.by_step(lambda step: (BIG, 0))),
+    ("numbers", lambda: jdaso.schedules.by_step(lambda step: (4, BIG))),
+    ("warmup", lambda: diloco(warmup=BIG)),
+]
+
+
+@pytest.mark.parametrize(("name", "schedule"), TOO_BIG)
+def test_a_number_that_does_not_fit_int32_is_named(name, schedule):
+    with pytest.raises(ValueError, match=rf"{name} (must be )?below 2\*\*31"):
+        schedule()
+
+
 @pytest.mark.parametrize(
     ("unstable", "advice"),
     [

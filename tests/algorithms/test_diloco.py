@@ -23,7 +23,7 @@ STRAYS = 1e-5
 
 def anchors(state, params):
     """The anchor of all fragments."""
-    return jnp.concatenate(jax.tree.leaves(jdaso.diloco_anchor(params, state)))
+    return jnp.concatenate(jax.tree.leaves(jdaso.diloco_anchor(state, params)))
 
 
 def assert_follows(result, expected):
@@ -129,7 +129,7 @@ def test_a_function_chooses_the_fragments():
 def test_a_state_without_an_anchor_is_refused():
     params, tx = {"w": jnp.ones(2)}, jdaso.dasgd(jdaso.single_exchange(), 4, 2)
     with pytest.raises(ValueError, match="no anchor"):
-        jdaso.diloco_anchor(params, tx.init(params))
+        jdaso.diloco_anchor(tx.init(params), params)
 
 
 def test_a_node_that_is_not_finite_follows_the_anchor_of_the_others():

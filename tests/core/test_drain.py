@@ -65,7 +65,7 @@ def test_functions_that_read_a_state_inside_of_partition_take_all_parameters():
         return optax.partition({"shared": inner, "own": optax.sgd(0.1)}, groups).init(params)
 
     diloco = state_of(jdaso.diloco(exchange, 4))
-    jax.tree.map(np.testing.assert_array_equal, jdaso.diloco_anchor(params, diloco), params)
+    jax.tree.map(np.testing.assert_array_equal, jdaso.diloco_anchor(diloco, params), params)
     eamsgd = state_of(jdaso.eamsgd(exchange, 4, 0.1, 0.9))
     jax.tree.map(np.testing.assert_array_equal, jdaso.eamsgd_eval_params(eamsgd, params), params)
     assert float(jdaso.drift(exchange, params)) == 0

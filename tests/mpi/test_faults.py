@@ -48,6 +48,11 @@ ERRORS = {
         "All nodes must make the same calls",
     ],
     "consensus beside a broadcast": ["as jdaso.consensus or jdaso.drift,", "jdaso.broadcast"],
+    "exchanges in other orders": [
+        *("jdaso.broadcast of 'inner', called by", "waits for", "jdaso.broadcast of 'outer'"),
+        "All nodes must make the same calls in the same order",
+    ],
+    "exchanges in other orders, unnamed": ["are of different exchanges: give each a name="],
     "fewer steps": ["exchange 2", "rank 1", "or exited, without taking part"],
     "fewer steps, caught": ["exchange 2", "rank 1", "or exited, without taking part"],
     "exception": ["ZeroDivisionError", "rank 1", "ending all processes"],

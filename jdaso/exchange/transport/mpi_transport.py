@@ -182,8 +182,8 @@ SERIES = ("exchanges", "consensus", "comparisons", "broadcasts", "flags", "exits
 class Membership:
     """The communicators of one exchange, and the counts of the operations that they carry."""
 
-    def __init__(self, topology: Topology, chunk_bytes: int):
-        self.topology = topology
+    def __init__(self, topology: Topology, chunk_bytes: int, name: str = ""):
+        self.topology, self.of_name = topology, of_name(name)
         self._roll_call = topology.heartbeat and topology.heartbeat.roll_call
         ranks = [process.rank for process in topology.processes]
         self._series = (
@@ -228,7 +228,8 @@ class Membership:
         abandons = progress.abandons
         barrier = exit_barrier(self.exchanges.handshakes, abandons, progress.has_failed())
         own = self.topology.describe(self.topology.rank)
-        name = f"the {'abandoning' if abandons else 'closing'} of an exchange, by {own},"
+        what = "abandoning" if abandons else "closing"
+        name = f"the {what} of an exchange{self.of_name}, by {own},"
         request = progress.submit(barrier, name, call=call, last=True)
         self._failed = True  # unless the barrier says otherwise
         self._failed = request.wait(_in_other_thread)
@@ -286,8 +287,9 @@ class MpiTransport:
     Programs fill and read the slots without it. :meth:`take` runs on the progress thread.
     """
 
-    def __init__(self, membership: Membership, progress: Progress, name: str = ""):
-        self._membership, self._progress, self._of_name = membership, progress, of_name(name)
+    def __init__(self, membership: Membership, progress: Progress):
+        self._membership, self._progress = membership, progress
+        self._of_name = membership.of_name
         self._table = progress.table
         self._name = membership.topology.describe(membership.topology.rank)
         self._last_of_queue: dict[int, Request] = {}
@@ -489,7 +491,7 @@ class HostCollectives:
         """Whether any process passed True in the fourth call before this one, if there is one."""
         asked = collectives.any_true(self._membership.flags, flag)
         call = self._membership.call("flags")
-        description = f"a flag, sent by {self._name},"
+        description = f"a flag{self._membership.of_name}, sent by {self._name},"
         self._flags.append(self._progress.submit(asked, description, call=call))
         if len(self._flags) <= _ANSWER_AFTER:
             return False
@@ -546,7 +548,7 @@ class HostCollectives:
         what: str,
         busy: Callable[[], bool] | None = None,
     ) -> Any:
-        description = f"{what}, called by {self._name},"
+        description = f"{what}{self._membership.of_name}, called by {self._name},"
         call = self._membership.call(series)
         request = self._progress.submit(operation, description, call=call)
         return self._progress.wait(request, busy)

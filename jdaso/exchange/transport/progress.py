@@ -398,11 +398,13 @@ class Peers:
                 request.deadlocked_since = request.deadlocked_since or now
                 if now - request.deadlocked_since < _DEADLOCK_SECONDS:
                     return None
+                advice = "Do not put such a call inside an `if` that only one node enters."
+                if process.name == request.name:
+                    advice = "The two are of different exchanges: give each a name=."
                 return (
                     f"{self._describe(process.rank)} has not posted it and waits for "
                     f"{process.name}, which {self.own_name} has not posted. All nodes must make "
-                    "the same calls in the same order. Do not put such a call inside an `if` that "
-                    "only one node enters."
+                    f"the same calls in the same order. {advice}"
                 )
         request.deadlocked_since = None
         return None

@@ -164,6 +164,12 @@ elif case == "devices behind their program":
         assert not params.is_ready()
     jdaso.broadcast(exchange, ready)
     jax.block_until_ready(params)
+elif case.startswith("exchanges in other orders"):
+    progress._DEADLOCK_SECONDS = 1.0
+    names = ["", ""] if case.endswith("unnamed") else ["inner", "outer"]
+    both = [jdaso.mpi_exchange(topology, name=name) for name in names]
+    for each in reversed(both) if rank else both:
+        jdaso.broadcast(each, jnp.ones(3))
 elif case == "fewer steps":
     train(8 - 4 * rank, jdaso.constant(2))
 elif case == "fewer steps, caught":
