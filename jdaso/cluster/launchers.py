@@ -17,10 +17,11 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,6 +91,9 @@ LAUNCHERS = (
 #: The plugin of srun that each MPI library requires, by the names that users give the library.
 PLUGINS = {"mpich": "pmi2", "openmpi": "pmix", "ompi": "pmix"}
 
+# The variables that hold the rank of a process.
+_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+_LATE_SECONDS = 5
 _COUNT = re.compile(r"[0-9]{1,9}")
 # The time that a launcher has to end by itself, which takes seconds on a busy machine, and the time
 # in which killed processes disappear.
@@ -144,12 +148,26 @@ def missing_variables(environ: Mapping[str, str], mpich: str | None) -> dict[str
     return {name: value for name, value in required.items() if name not in environ}
 
 
+def cannot_start(launch: Launch, library: str, mpich: str | None) -> bool:
+    """Whether MPI_Init would end the process, because the library cannot talk to the launcher.
+
+    Both of Open MPI's mpiexec and ``srun --mpi=pmix`` speak PMIx, which pip's MPICH does not.
+
+    >>> launch = Launch(4, Launcher("srun", "pmix"))
+    >>> cannot_start(launch, "MPICH Version: 5.0.2", "5.0.2"), cannot_start(launch, "Open MPI", "5")
+    (True, False)
+    """
+    manager = launch.launcher.manager
+    speaks_pmix = manager == "Open MPI" or (manager.startswith("pmix") and mpich is not None)
+    return speaks_pmix and "Open MPI" not in library
+
+
 def explain_single_process(launch: Launch, library: str, host: str) -> str:
-    """Returns the error for several launched processes of which MPI sees only that on ``host``."""
+    """Returns the error for several launched processes that MPI on ``host`` cannot connect."""
     name, manager, *_ = launch.launcher
     problem = (
-        f"{name} started {launch.processes} processes, but MPI sees only this one, on "
-        f"{host}. Each would train alone. "
+        f"{name} started {launch.processes} processes, but the MPI on {host} cannot connect this "
+        "one with the others. "
     )
     matching = f"the mpiexec of this MPI ({library})"
     if name != "srun":
@@ -167,6 +185,30 @@ def explain_single_process(launch: Launch, library: str, host: str) -> str:
         f"use srun --mpi={plugin}, or {matching}. (srun --mpi=list prints the plugins of this "
         "Slurm. MPICH and its derivatives require pmi2, Open MPI requires pmix.)"
     )
+
+
+@contextlib.contextmanager
+def said_if_alone(environ: Mapping[str, str]) -> Iterator[None]:
+    """Says so if the block takes more than a few seconds, in which this process waits for others.
+
+    MPI_Init waits for all processes and holds the interpreter's lock, so another process says it.
+    """
+    if (processes := detect_launch(environ).processes) == 1:
+        yield
+        return
+    rank = next((environ[x] for x in _RANKS if x in environ), "?")
+    text = (
+        f"jdaso: rank {rank} ({socket.gethostname()}) has been waiting in discover_topology for "
+        f"{_LATE_SECONDS} s. Those of the {processes} processes that do not say this have not "
+        "called it yet, or have not started. All processes must call it."
+    )
+    program = f"import sys, time; time.sleep({_LATE_SECONDS}); sys.exit(sys.argv[1])"
+    waiting = subprocess.Popen([sys.executable, "-I", "-S", "-c", program, text])
+    try:
+        yield
+    finally:
+        waiting.kill()
+        waiting.wait()
 
 
 def missing_srun(environ: Mapping[str, str]) -> str | None:

@@ -4,6 +4,7 @@
 assigns them to nodes, and returns the :class:`Topology`.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import functools
@@ -332,7 +333,8 @@ def discover_topology(
     if processes_per_node is not None:
         check_whole("processes_per_node", processes_per_node, 1)
     prepare_devices()
-    comm = _start_mpi()
+    with launchers.said_if_alone(os.environ):
+        comm = _start_mpi()
     rank = comm.Get_rank() if comm is not None else 0
     own_host = socket.gethostname(), _memory_group(comm)
     hosts, groups = zip(*([own_host] if comm is None else comm.allgather(own_host)), strict=True)
@@ -361,9 +363,11 @@ def _start_mpi() -> Comm | None:
     launch, mpich = launchers.detect_launch(os.environ), None
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         mpich = importlib.metadata.version("mpich")
-    # The import starts MPI.
     os.environ.update(launchers.missing_variables(os.environ, mpich))
     try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False  # some libraries die in MPI_Init under another's launcher
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         if launch.processes > 1:
@@ -373,6 +377,13 @@ def _start_mpi() -> Comm | None:
                 "mpi4py"
             ) from error
         return None
+    if not MPI.Is_initialized():
+        if launchers.cannot_start(launch, library(MPI), mpich):
+            host = socket.gethostname()
+            raise JdasoError(launchers.explain_single_process(launch, library(MPI), host))
+        level = mpi4py.rc.thread_level if mpi4py.rc.threads else "single"
+        MPI.Init_thread(getattr(MPI, f"THREAD_{level.upper()}"))
+        atexit.register(_finalize, os.getpid())
     size = MPI.COMM_WORLD.Get_size()
     if size == 1 and launch.processes > 1:
         host = socket.gethostname()
@@ -387,6 +398,14 @@ def _start_mpi() -> Comm | None:
     close = MPI.Comm.Create_keyval(delete_fn=lambda *_: run_exit_functions())
     MPI.COMM_SELF.Set_attr(close, None)
     return MPI.COMM_WORLD.Dup()
+
+
+def _finalize(process: int) -> None:
+    """Finalizes MPI at the exit of the process that has initialized it, as mpi4py would do."""
+    from mpi4py import MPI
+
+    if os.getpid() == process and not MPI.Is_finalized():
+        MPI.Finalize()
 
 
 def library(mpi: Any) -> str:

@@ -341,8 +341,8 @@ def _single_node(topology: Topology, wire: str | None, shardings: Shardings | No
             return plain.init(params)
 
         exchange = changed(plain, init=init, may_shard=True)
+    _say_alone(len(topology.processes))
     if len(topology.processes) == 1:
-        _say_alone()
         return exchange
     comm = topology.duplicate_comm()
     return changed(
@@ -354,11 +354,14 @@ def _single_node(topology: Topology, wire: str | None, shardings: Shardings | No
 
 
 @functools.cache  # once per process
-def _say_alone() -> None:
-    logger.warning(
-        "1 node: nothing to exchange with. For several, start several processes with mpiexec or "
-        "srun."
-    )
+def _say_alone(processes: int) -> None:
+    advice = "For several, start several processes with mpiexec or srun."
+    if processes > 1:
+        advice = (
+            f"Its {processes} processes are one JAX program. For several nodes, start processes on "
+            "several hosts, or leave out join_processes and jax.distributed.initialize."
+        )
+    logger.warning("1 node: nothing to exchange with. %s", advice)
 
 
 # Unique in this process. A checkpoint stores the position of the exchange instead.

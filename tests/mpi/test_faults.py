@@ -122,6 +122,39 @@ def test_uneven_nodes_are_named():
     )
 
 
+PMIX = {
+    "PMIX_RANK": "0",
+    "PMIX_NAMESPACE": "job-1@1",
+    "PMIX_SERVER_URI41": "job-1@0.0;tcp4://127.0.0.1:9",
+}
+OF_SLURM = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "advice"),
+    [({"OMPI_COMM_WORLD_SIZE": "2"}, "use the mpiexec of this MPI"), (OF_SLURM, "--mpi=pmi2")],
+)
+def test_a_launcher_that_mpich_cannot_talk_to_is_named_before_mpi_starts(variables, advice):
+    environment = {"PATH": BESIDE_PYTHON, "JAX_PLATFORMS": "cpu", **PMIX, **variables}
+    ended = run([f"{BESIDE_PYTHON}/python", "-m", "jdaso", "topology"], environment, 60)
+    assert ended.returncode == 1, ended.output
+    assert "cannot connect this one with the others" in ended.output
+    assert advice in ended.output
+
+
+@pytest.mark.parametrize("imported", ["", "imported"])
+def test_mpi_that_mpi4py_has_not_initialized_is_initialized_and_finalized(imported):
+    passes(mpiexec(2, "fault.py", f"not initialized {imported}", forked=False))
+
+
+def test_a_process_that_is_late_to_discover_topology_is_told_from_those_that_wait():
+    ended = mpiexec(2, "fault.py", "late to discover_topology")
+    passes(ended)
+    (said,) = [line for line in ended.output.splitlines() if "waiting in discover_topology" in line]
+    assert said.startswith("jdaso: rank 0 (")
+    assert "Those of the 2 processes that do not say this have not called it yet" in said
+
+
 def test_launcher_without_its_mpi_plugin_is_detected():
     """Under srun without a matching --mpi every process is alone, and would train alone."""
     environment = {

@@ -1,6 +1,7 @@
 """One thing goes wrong between nodes; how the job ends is for the test to judge."""
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -19,6 +20,12 @@ from jdaso.core.error_feedback import Feedback
 from jdaso.exchange.transport import progress
 
 case = sys.argv[1]
+if case.startswith("not initialized"):
+    mpi4py.rc.initialize = False
+if case == "not initialized imported":
+    from mpi4py import MPI
+if case == "late to discover_topology" and os.environ.get("PMI_RANK") == "1":
+    time.sleep(8)
 if case == "thread level":
     mpi4py.rc.thread_level = "single"
 if case in ("unequal devices", "no thread"):
@@ -38,6 +45,7 @@ if case == "no thread":
 if case.endswith("two devices"):
     jdaso.cluster.use_virtual_devices(2)
 topology = jdaso.discover_topology(2 if case == "uneven nodes" else None)
+STARTS = ("not initialized", "late to discover_topology")
 rank = topology.rank
 timeout, same_bits = 3 if case.startswith("stuck") else 60, "other hardware" not in case
 exchange = jdaso.mpi_exchange(topology, timeout=timeout, same_bits=same_bits)
@@ -291,6 +299,6 @@ elif case == "useless averages":
         )
 elif case == "not finite, raise":
     train(2, jdaso.constant(2), bad_step=rank - 1, nonfinite="raise")
-elif case not in ("thread level", "unequal devices", "uneven nodes"):
+elif not case.startswith(("thread level", "unequal devices", "uneven nodes", *STARTS)):
     raise SystemExit(f"no such case: {case}")
 print("came to its end", flush=True)
