@@ -79,8 +79,8 @@ def by_step(function: Callable[[jax.Array], tuple[Number, Number]]) -> Schedule:
         checked = jnp.array([*range(4096), *(2**k for k in range(12, 31))], jnp.int32)
         try:
             results = jax.vmap(function)(checked)
-        except OverflowError as error:
-            raise ValueError("by_step: function must return numbers below 2**31.") from error
+        except OverflowError:
+            raise ValueError("by_step: function must return numbers below 2**31.") from None
         if not isinstance(results, tuple) or len(results) != 2:
             kind = type(results).__name__
             raise ValueError(f"by_step: function must return (period, delay), got a {kind}.")
@@ -89,7 +89,7 @@ def by_step(function: Callable[[jax.Array], tuple[Number, Number]]) -> Schedule:
         try:
             check_period_and_delay(period.item(), delay.item())
         except ValueError as error:
-            raise ValueError(f"by_step: function({step}): {error}") from error
+            raise ValueError(f"by_step: function({step}): {error}") from None
 
     def plan(last, step):
         # The period stays until the next exchange, so that every fragment is exchanged once.

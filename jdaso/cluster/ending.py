@@ -70,6 +70,8 @@ def abort(reason: str, status: int, all_abort: bool = True) -> None:
     exits = status == 1 and all_abort and detect_launch(os.environ).launcher.exits
     if exits:
         _ignore_sigterm()
+    if _shown and reason.endswith(_shown):
+        reason = reason.removesuffix(_shown) + "see the error above"
     _print_last(f"ending all processes: {reason}")
     time.sleep(_GRACE_SECONDS)
     if exits:
@@ -166,6 +168,9 @@ def on_exception(function: Callable[[BaseException], object]) -> None:
     sys.excepthook = _ExceptionHook(function)
 
 
+_shown = ""  # the error that Python has printed
+
+
 class _ExceptionHook:
     def __init__(self, function: Callable[[BaseException], object]):
         present = sys.excepthook
@@ -180,6 +185,8 @@ class _ExceptionHook:
         except BaseException:  # the job must end nevertheless
             traceback.print_exc()  # has the error as its context
         if os.getpid() == self._process:
+            global _shown
+            _shown = _plain(error) if self._programs is sys.__excepthook__ else ""
             self._function(error)
 
 

@@ -284,7 +284,7 @@ def _created(create: Callable[[], Comm]) -> Comm:
             f"MPI cannot create another communicator: {error}. Every exchange and mpi_center needs "
             "several: create them once and use them again, or call exchange.close() on all "
             "processes. An mpi_center keeps its own until the end."
-        ) from error
+        ) from None
 
 
 def discover_topology(

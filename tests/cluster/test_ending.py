@@ -252,6 +252,38 @@ def test_forked_children_have_the_handlers_from_before(where):
     assert (program.returncode, output) == (0, "end\n")
 
 
+RAISES = """
+import os, sys
+from jdaso.cluster import ending
+
+ending._GRACE_SECONDS = 0.0
+ending._abort_mpi = os._exit
+{hook}
+ending.abort_on_exception("rank 1", lambda reason: ending.abort(reason, 7))
+raise ValueError("too large")
+"""
+
+
+@pytest.mark.parametrize(
+    ("hook", "last"),
+    [
+        ("", "jdaso: ending all processes: rank 1 failed: see the error above"),
+        (
+            "sys.excepthook = lambda *error: None",  # which may send the error anywhere
+            "jdaso: ending all processes: rank 1 failed: ValueError: too large",
+        ),
+    ],
+)
+def test_an_error_is_printed_once(hook, last):
+    program = RAISES.format(hook=hook)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 7
+    assert done.stderr.count("ValueError: too large") == 1
+    assert done.stderr.splitlines()[-1] == last
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_the_programs_excepthook_is_called_once_before_the_abort(monkeypatch, times):
     calls = []

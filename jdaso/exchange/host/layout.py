@@ -92,7 +92,7 @@ class Shardings:
                         f"the sharding {spec} of {name or 'params'} does not fit its shape "
                         f"{shape} on a mesh of shape {dict(self.mesh.shape)}: {error} Each axis "
                         "that is sharded must be a multiple of its number of shards."
-                    ) from error
+                    ) from None
                 # Some optimizers keep moments of another shape than the parameter.
                 spec = PartitionSpec()
             self._known[prefix + name, shape] = spec

@@ -11,6 +11,7 @@ that are late, and :class:`Progress` is the thread.
 
 import contextlib
 import functools
+import logging
 import math
 import statistics
 import threading
@@ -200,9 +201,7 @@ class Request:
         except JdasoError as error:
             self.fail(error)
         except BaseException as error:  # an error of MPI, which does not name the operation
-            failure = JdasoError(f"{self.description} failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self.fail(failure)
+            self.fail(JdasoError(f"{self.description} failed: {type(error).__name__}: {error}"))
 
     def postpone(self, seconds: float) -> None:
         self.started_at += seconds
@@ -448,6 +447,12 @@ _UNAWAITED_SECONDS = 60.0
 # Failed requests of closed exchanges. They are kept until the process ends, because MPI may still
 # write to their buffers.
 _kept: list[Request] = []
+
+
+# JAX would log the error of a callback before it raises it.
+logging.getLogger("jax._src.callback").addFilter(
+    lambda record: not (record.exc_info and isinstance(record.exc_info[1], JdasoError))
+)
 
 
 @functools.cache
