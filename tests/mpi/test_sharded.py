@@ -16,6 +16,10 @@ def test_layouts():
     passes(mpiexec(1, "layouts.py"))
 
 
+def test_a_program_whose_mesh_has_other_axes_is_refused_by_name():
+    passes(mpiexec(2, "other_mesh.py"))
+
+
 @pytest.fixture(scope="module")
 def every_algorithm(tmp_path_factory):
     """How a run on two devices per process has ended, and the folder of its bits."""

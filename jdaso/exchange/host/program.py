@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import io_callback
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jdaso.cluster.ending import at_exit
 from jdaso.cluster.local_devices import await_programs
@@ -456,12 +456,26 @@ class NodeMesh:
         """
         if self.device_index() is not None:
             return function(*args)
+        self._check_axes(args)
         if key not in self._compiled:
             self._compiled[key] = jax.jit(self._mapped(function, in_specs, out_specs))
         if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
             mesh = self._shardings.mesh
             args = jax.device_put(args, jax.tree.map(lambda s: NamedSharding(mesh, s), in_specs))
         return self._compiled[key](*args)
+
+    def _check_axes(self, args: PyTree) -> None:
+        """Raises ValueError in a program, or for explicit arrays, of a mesh with other axes."""
+        meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(args)]
+        meshes = [mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types]
+        for mesh in (jax.sharding.get_abstract_mesh(), *meshes):
+            if mesh.axis_names and mesh.axis_names != self.axes:
+                raise ValueError(
+                    f"the program has a mesh with the axes {mesh.axis_names}, and the exchange one "
+                    f"with {self.axes}: tell the exchange how the parameters lie on your mesh, as "
+                    "in mpi_exchange(topology, shardings=NamedSharding(mesh, PartitionSpec())) if "
+                    "they are replicated. For jax.pmap, pass axis_name='local'."
+                )
 
     def call_host(self, key: Any, call: Callable, leaves: Leaves, specs: Specs) -> Leaves:
         """Calls a function of the host with the shards of each device, and returns its results."""
