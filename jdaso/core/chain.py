@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jdaso.core.block_format import FORMATS
@@ -278,7 +279,13 @@ def drain(transformation: Averaging, opt_state: PyTree, params: PyTree) -> tuple
             "contains it: with tx = jdaso.chain(...), call jdaso.drain(tx, opt_state, params)."
         )
     state = find_state(transformation.state_type, opt_state, params)
-    own = _exchanged(transformation.exchange, averaging_state(state), params)
+    inner = averaging_state(state)
+    if not isinstance(inner.step, jax.Array | np.ndarray | np.generic):
+        raise ValueError(
+            f"opt_state must have arrays, got {type(inner.step).__name__} in place of one: with "
+            "flax.nnx, call jdaso.drain(tx, nnx.as_pure(optimizer.opt_state), nnx.as_pure(params))."
+        )
+    own = _exchanged(transformation.exchange, inner, params)
     moved, state = transformation.finish(own, state)
     params = jax.tree.map(
         lambda new, old: old if is_masked(new) else new, *(moved, params), is_leaf=is_masked

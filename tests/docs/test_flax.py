@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import linen, nnx
 from flax.training import train_state
 
@@ -23,6 +24,13 @@ def class_of_guide(name: str) -> type:
     scope = {"jdaso": jdaso}
     exec(block, scope)
     return scope[name]
+
+
+def test_drain_of_a_state_of_nnx_says_how_to_make_it_pure():
+    tx = optimizer()
+    of_flax = nnx.Optimizer(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
+    with pytest.raises(ValueError, match=r"with flax\.nnx, call jdaso\.drain\(tx, nnx\.as_pure\("):
+        jdaso.drain(tx, of_flax.opt_state, {"w": jnp.ones(1)})
 
 
 STEPS, IMAGES = 11, jnp.linspace(-1, 1, 24).reshape(8, 3)
