@@ -221,7 +221,8 @@ def cycling(
     cooldown_start = total - cooldown
 
     def init() -> CyclingState:
-        return CyclingState(jnp.int32(period), jnp.int32(delay), jnp.float32(jnp.inf), jnp.int32(0))
+        worst = jnp.float32(np.finfo(np.float32).max)  # not inf, which jax_debug_infs refuses
+        return CyclingState(jnp.int32(period), jnp.int32(delay), worst, jnp.int32(0))
 
     def plan(state: CyclingState, step: jax.Array) -> tuple[Plan, CyclingState]:
         step = jnp.asarray(step, jnp.int32)

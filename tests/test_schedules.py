@@ -401,3 +401,12 @@ def test_linear_is_exact_for_long_periods_and_many_steps():
 def test_linear_names_the_argument_that_does_not_fit(start, end, steps, message):
     with pytest.raises(ValueError, match=message):
         jdaso.schedules.linear(start, end, steps)
+
+
+def test_cycling_has_no_number_that_jax_debug_infs_refuses():
+    tx = jdaso.local_sgd(jdaso.single_exchange(), schedule=jdaso.cycling(4, 1, 1, 40, epoch=5))
+    with jax.debug_infs(True):
+        state, params = tx.init(jnp.ones(2)), jnp.ones(2)
+        for _ in range(12):
+            _, state = tx.update(params, state, params, value=jnp.float32(1.0))
+    assert int(jdaso.metrics(state).step) == 12

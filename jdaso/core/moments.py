@@ -123,11 +123,26 @@ def check_moments(optimizer: optax.GradientTransformation, state: PyTree, params
     if params is not None:
         try:
             read_moments(optimizer, state, params)
-        except ValueError as error:
+        except ValueError:
+            tuples = {type(x).__name__ for x in _tuples(state)}
             raise ValueError(
                 "moments must not be 'average' with this optimizer, whose moments are no trees "
-                f"like the parameters ({error})."
-            ) from error
+                f"like the parameters (its state has {', '.join(sorted(tuples))}). Use "
+                "moments='local', or another optimizer."
+            ) from None
+
+
+def _tuples(state: PyTree) -> list[Any]:
+    """The NamedTuples in an optimizer's state that have moments as fields."""
+    found: list[Any] = []
+
+    def look(node: Any) -> bool:
+        if hasattr(node, "_fields") and not all(hasattr(x, "_fields") for x in node):
+            found.append(node)
+        return False
+
+    jax.tree.leaves(state, is_leaf=look)
+    return found
 
 
 def check_reset(state: PyTree) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import reprlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -42,12 +43,12 @@ def check_phases(period: int, warmup: int, cooldown: int, total: int, epoch: int
         )
 
 
-def check_whole(name: str, value: int, least: int, fits_int32: bool = True) -> None:
-    """Raises ValueError unless a value is a whole number of at least ``least``."""
+def check_whole(name: str, value: int, least: int, bits: int = 31) -> None:
+    """Raises ValueError unless a value is a whole number in ``[least, 2**bits)``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")
-    if fits_int32 and value >= 2**31:
-        raise ValueError(f"{name} must be below 2**31, got {value}: such numbers are int32.")
+    if value >= 2**bits:
+        raise ValueError(f"{name} must be below 2**{bits}, got {reprlib.repr(value)}.")
 
 
 def check_choice(name: str, value: str, choices: Iterable[str]) -> None:

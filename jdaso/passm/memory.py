@@ -108,7 +108,7 @@ def simulated_memory(
     """
     check_whole("processes", processes, 1)
     check_whole("max_delay", max_delay, 0)
-    check_whole("seed", seed, 0, fits_int32=False)
+    check_whole("seed", seed, 0, bits=63)
     structure, rng = jax.tree.structure(params), np.random.default_rng(seed)
     first = [np.array(leaf, jnp.result_type(leaf)) for leaf in jax.tree.leaves(params)]
     versions = collections.deque([first], max_delay + 1)  # the newest first; arrays never change

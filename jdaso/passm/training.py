@@ -106,7 +106,7 @@ def make_training(
         check_positive("learning_rate", learning_rate)
     check_whole("accumulate", accumulate, 1)
     check_choice("nonfinite", nonfinite, ("skip", "raise"))
-    check_whole("seed", seed, 0, fits_int32=False)
+    check_whole("seed", seed, 0, bits=63)
     check_blocks(blocks, memory.params, memory.processes)
     if jax.tree.leaves(jax.eval_shape(before.init, memory.params)):
         raise ValueError(

@@ -92,7 +92,7 @@ def wire_bytes(
     >>> wire_bytes(1024, "int8", moments=2)
     9232.0
     """
-    check_whole("num_parameters", num_parameters, 1, fits_int32=False)
+    check_whole("num_parameters", num_parameters, 1, bits=63)
     check_choice("wire", wire, _BYTES_PER_NUMBER)
     check_whole("moments", moments, 0)
     check_choice("moments_wire", moments_wire, MOMENTS_WIRES)

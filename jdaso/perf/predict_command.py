@@ -98,6 +98,11 @@ def nodes(text: str) -> int:
 def run(args: argparse.Namespace) -> None:
     """Prints the table and draws the picture."""
     counts = node_counts(args.max_nodes)
+    if args.out and not args.out.parent.is_dir():
+        raise SystemExit(
+            f"jdaso predict: --out must name a file in a folder that exists, got {args.out}: make "
+            f"{args.out.parent} first, or choose another one."
+        )
     try:
         predictions = predict_all(args)
     except ValueError as error:
@@ -308,5 +313,4 @@ def draw(predictions: dict[str, list[Prediction]], counts: list[int], out: Path)
     speedup.set_yscale("log", base=2)
     efficiency.set_xscale("log", base=2)
     speedup.legend(fontsize="small")
-    out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=150, format=out.suffix[1:] or "png")

@@ -364,6 +364,12 @@ def test_moments_that_are_not_like_the_parameters_are_not_averaged():
         tx.init(params)
 
 
+def test_the_optimizer_whose_moments_cannot_be_averaged_is_named():
+    tx = jdaso.chain(optax.sm3(0.1), jdaso.local_sgd(EXCHANGE, 4), "average")
+    with pytest.raises(ValueError, match=r"its state has ScaleBySM3State\)\. Use moments='local'"):
+        tx.init({"a": jnp.ones((2, 3))})
+
+
 @pytest.mark.parametrize("moments", ["average", "reset"])
 @pytest.mark.parametrize("name", OPAQUE)
 def test_moments_that_cannot_be_found_are_refused(name, moments):

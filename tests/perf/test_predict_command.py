@@ -16,7 +16,7 @@ MODEL = ("--parameters", "25.5e6", "--step-time", "0.5", "--bandwidth", "20")
 def command(monkeypatch, capsys, tmp_path):
     """Runs ``python -m jdaso predict`` and returns what it printed, and the picture's path."""
 
-    def run(*arguments, out=tmp_path / "folder" / "scaling.png"):
+    def run(*arguments, out=tmp_path / "scaling.png"):
         line = ["jdaso", "predict", *arguments, *(["--out", str(out)] if out else [])]
         monkeypatch.setattr("sys.argv", [*map(str, line)])
         __main__.main()
@@ -87,6 +87,7 @@ def test_megabytes_are_those_of_float32_parameters():
         ((*MODEL, "--gpus-per-node", 4), "--local-bandwidth require each other"),
         ((*MODEL, "--local-bandwidth", 4), "--local-bandwidth require each other"),
         ((*MODEL, "--period", 2, "--delay", 3), "delay must not exceed period"),
+        (("--parameters", "1e308", *MODEL[2:]), r"num_parameters must be below 2\*\*63, got 10000"),
     ],
 )
 def test_errors_are_one_line(command, arguments, message):
@@ -106,6 +107,12 @@ def test_numbers_are_checked_by_option(command, capsys, arguments, message):
     with pytest.raises(SystemExit):
         command(*arguments)
     assert f"argument {message}" in capsys.readouterr().err
+
+
+def test_a_picture_in_a_folder_that_does_not_exist_is_refused_and_makes_none(command, tmp_path):
+    with pytest.raises(SystemExit, match=r"jdaso predict: --out must name a file in a folder that"):
+        command(*MODEL, "--max-nodes", 2, out=tmp_path / "missing" / "scaling.png")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_picture_of_no_known_kind_is_an_error(command):
