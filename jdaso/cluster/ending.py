@@ -66,13 +66,16 @@ def abort(reason: str, status: int, all_abort: bool = True) -> None:
     """
     if not _aborting.acquire(blocking=False):
         threading.Event().wait()  # until the other thread has ended the process
+    # First, because a launcher that has noticed a death may kill this process at any moment.
+    if _shown and reason.endswith(_shown):
+        reason = reason.removesuffix(_shown) + "see the error above"
+    _write(f"ending all processes: {reason}")
     _exit_later(status, _GRACE_SECONDS + _ABORT_SECONDS)  # if the code below hangs
     exits = status == 1 and all_abort and detect_launch(os.environ).launcher.exits
     if exits:
         _ignore_sigterm()
-    if _shown and reason.endswith(_shown):
-        reason = reason.removesuffix(_shown) + "see the error above"
-    _print_last(f"ending all processes: {reason}")
+    with contextlib.suppress(Exception):  # the terminal is gone, or the stream is closed
+        sys.stdout.flush()
     time.sleep(_GRACE_SECONDS)
     if exits:
         os._exit(status)
@@ -92,14 +95,14 @@ def abort_alone(reason: str) -> None:
     if threading.current_thread() is threading.main_thread():
         raise SystemExit(reason)
     # SystemExit ends the main thread only. A program of several devices would wait for this one.
-    _print_last(f"ending this process: {reason}")
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    _write(f"ending this process: {reason}")
     os._exit(1)
 
 
-def _print_last(text: str) -> None:
-    """Prints a line to stderr, after what the program has printed to stdout."""
-    with contextlib.suppress(Exception):  # the terminal is gone, or the stream is closed
-        sys.stdout.flush()
+def _write(text: str) -> None:
+    """Writes a line to stderr."""
     with contextlib.suppress(OSError):
         # One system call, because the lines of several processes must not mix.
         os.write(_STDERR, f"jdaso: {text}\n".encode(errors="backslashreplace"))

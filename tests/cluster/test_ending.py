@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import types
 
 import pytest
 
 import jdaso
-from jdaso.cluster import Preemption
+from jdaso.cluster import Preemption, ending
 from jdaso.cluster.ending import abort_on_exception, at_exit
 
 TWO_THREADS = """
@@ -58,6 +60,21 @@ def test_process_whose_abort_hangs_ends_with_the_status():
     done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60)
     assert done.returncode == 69
     assert done.stderr == "jdaso: ending all processes: a node is lost\n"
+
+
+def test_the_reason_is_written_before_anything_that_may_take_time(monkeypatch, capfd):
+    """A launcher that has noticed a death may kill this process at any moment."""
+
+    def killed(*_):
+        raise SystemExit
+
+    monkeypatch.setattr(ending, "_aborting", threading.Lock())
+    for name in ("_exit_later", "detect_launch", "_ignore_sigterm"):
+        monkeypatch.setattr(ending, name, killed)
+    monkeypatch.setattr(sys, "stdout", types.SimpleNamespace(flush=killed))
+    with pytest.raises(SystemExit):
+        ending.abort("the reason", 1)
+    assert capfd.readouterr().err == "jdaso: ending all processes: the reason\n"
 
 
 # MPI_Abort ends with 70 here. srun -K sends SIGTERM when the first process has exited.
@@ -193,7 +210,7 @@ def test_a_handler_of_the_program_returns_for_sigusr1_as_well():
 
 FORKS = """
 import multiprocessing, os, signal, sys, time
-from jdaso.cluster import Preemption
+from jdaso.cluster import Preemption, ending
 import jdaso
 
 def handlers(_=None):
