@@ -57,7 +57,7 @@ class Frame(NamedTuple):
         try:
             value = json.loads(self.text, object_hook=next_array)
         except Exception as error:  # any kind, because the bytes are arbitrary
-            raise ValueError(f"the content of a message cannot be decoded: {error}") from error
+            raise ValueError(f"the content of a message cannot be decoded: {error}") from None
         if len(rest):
             raise ValueError(f"the content of a message is {len(rest)} bytes too long")
         return value

@@ -1,11 +1,12 @@
 """The TCP connections of the heartbeat: a tree of processes, which mends itself after deaths.
 
 Each process listens at a port. At the start it learns the ports of all processes to which it may
-report later. These have lower ranks, so the connections form no cycle. A listener replies to peers
-that send the secret of the job, and closes other connections. What travels are lines of JSON.
+report later. These have lower ranks, so the connections form no cycle. Both sides prove that they
+know the secret of the job, which is never sent. What travels are lines of JSON.
 """
 
 import contextlib
+import hmac
 import ipaddress
 import json
 import math
@@ -36,8 +37,8 @@ _BACKLOG = 4 * GROUP
 # candidates.
 CONNECT_SECONDS, _TRY_SECONDS = 20.0, 0.2
 _CONNECT_SECONDS, _REPLY_SECONDS, _PAUSE_SECONDS = 1.0, 5.0, 0.1
-_SECRET_BYTES = 16
-_REQUEST = struct.Struct(f">{_SECRET_BYTES}sI")  # secret, rank
+_CHALLENGE_BYTES, _PROOF_BYTES = 16, 32
+_REQUEST = struct.Struct(f">{_CHALLENGE_BYTES}sI")  # challenge, rank
 _FIRST_BYTE = b"\n"  # of every message
 # Connections of an Acceptor that are not complete.
 _MOST_PENDING = 256
@@ -160,15 +161,13 @@ def _of_interfaces() -> list[str]:
     return found
 
 
-class Secret(NamedTuple):
-    """What a process of this job sends when it connects, and what the listener replies."""
-
-    request: bytes
-    reply: bytes
+def new_secret() -> bytes:
+    """Returns what processes of a job know, and prove to each other without sending it."""
+    return secrets.token_bytes(_PROOF_BYTES)
 
 
-def new_secret() -> Secret:
-    return Secret(secrets.token_bytes(_SECRET_BYTES), secrets.token_bytes(_SECRET_BYTES))
+def _proof(secret: bytes, of: bytes, challenges: bytes) -> bytes:
+    return hmac.digest(secret, of + challenges, "sha256")
 
 
 # Gets ``allows`` of :meth:`Acceptor.accept` when a connection has sent something. Returns the rank
@@ -183,15 +182,29 @@ class _Pending(NamedTuple):
     greeting: _Greeting
 
 
+def _read(
+    connection: socket.socket, size: int
+) -> Generator[None, Callable[[int], bool], tuple[Callable[[int], bool], bytes]]:
+    """Reads some bytes in a greeting. Returns the last ``allows`` and the bytes."""
+    data = b""
+    while True:
+        allows = yield
+        if not (received := connection.recv(size - len(data))):
+            raise ConnectionResetError
+        data += received
+        if len(data) == size:
+            return allows, data
+
+
 class Acceptor:
     """Accepts connections to a listening socket. A selector can wait for it.
 
     Args:
         listener: The socket. It belongs to this object.
-        secret: What peers must send.
+        secret: What peers must know.
     """
 
-    def __init__(self, listener: socket.socket, secret: Secret):
+    def __init__(self, listener: socket.socket, secret: bytes):
         self._listener, self._secret = listener, secret
         listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -254,19 +267,16 @@ class Acceptor:
         self._selector.register(connection, selectors.EVENT_READ, pending)
 
     def _greet(self, connection: socket.socket) -> _Greeting:
-        request = b""
-        while len(request) < _REQUEST.size:
-            allows = yield
-            received = connection.recv(_REQUEST.size - len(request))
-            if not received:
-                return None
-            request += received
-        given, rank = _REQUEST.unpack(request)
-        known = secrets.compare_digest(given, self._secret.request) and allows(rank)
-        if not known or connection.send(self._secret.reply) < len(self._secret.reply):
+        """Reads a challenge and a rank, replies with a proof and a challenge, and reads a proof."""
+        allows, request = yield from _read(connection, _REQUEST.size)
+        _, rank = _REQUEST.unpack(request)
+        challenges = request + (own := secrets.token_bytes(_CHALLENGE_BYTES))
+        reply = own + _proof(self._secret, b"listener", challenges)
+        if not allows(rank) or connection.send(reply) < len(reply):
             return None
-        yield
-        return rank if connection.recv(len(_FIRST_BYTE)) == _FIRST_BYTE else None
+        expected = _proof(self._secret, b"peer", challenges) + _FIRST_BYTE
+        allows, answer = yield from _read(connection, len(expected))
+        return rank if secrets.compare_digest(answer, expected) and allows(rank) else None
 
     def _close_old(self) -> None:
         """Closes connections that have not become complete in time, and the oldest of too many."""
@@ -279,9 +289,9 @@ class Acceptor:
 
 
 def connect(
-    hosts: Sequence[str], port: int, secret: Secret, rank: int, seconds: float
+    hosts: Sequence[str], port: int, secret: bytes, rank: int, seconds: float
 ) -> socket.socket | None:
-    """Connects to the first address that answers with the secret's reply.
+    """Connects to the first address whose listener proves that it knows the secret.
 
     The caller must send a message at once. Returns None after the timeout.
     """
@@ -292,8 +302,17 @@ def connect(
                 connection = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
                 on_failure.callback(connection.close)
                 connection.settimeout(_REPLY_SECONDS)
-                connection.sendall(_REQUEST.pack(secret.request, rank))
-                if secrets.compare_digest(connection.recv(_SECRET_BYTES), secret.reply):
+                request = _REQUEST.pack(secrets.token_bytes(_CHALLENGE_BYTES), rank)
+                connection.sendall(request)
+                reply = b""
+                while missing := _CHALLENGE_BYTES + _PROOF_BYTES - len(reply):
+                    if not (received := connection.recv(missing)):
+                        raise ConnectionResetError
+                    reply += received
+                challenges = request + reply[:_CHALLENGE_BYTES]
+                expected = _proof(secret, b"listener", challenges)
+                if secrets.compare_digest(reply[_CHALLENGE_BYTES:], expected):
+                    connection.sendall(_proof(secret, b"peer", challenges))
                     on_failure.pop_all()
                     connection.setblocking(False)
                     return connection
@@ -365,7 +384,7 @@ class Contact(NamedTuple):
     rank: int
     hosts: list[str]
     port: int
-    secret: Secret
+    secret: bytes
 
 
 class Links:

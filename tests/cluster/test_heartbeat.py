@@ -440,6 +440,7 @@ def test_those_below_a_dead_process_report_to_the_next_one_above_it(fast, monkey
 @pytest.mark.parametrize("rank", [0, 1, 3, 2**32 - 1])
 def test_only_ranks_that_are_not_connected_may_connect(rank, caplog):
     heartbeats, aborts = started(3)
+    wait_until(lambda: len(heartbeats[0]._links.peers) == 2)
     contact = heartbeats[1]._links.contacts[0]
     assert connect(*contact[1:], rank, 0.1) is None
     assert len(heartbeats[0]._links.peers) == 2

@@ -191,13 +191,13 @@ def test_unknown_peers_are_closed_and_delay_nobody():
         b"",
         b"GET / HTTP/1.1\r\n\r\n" * 50,
         bytes(20),
-        secret.request,
-        other.request + bytes(4),
+        secret[:16],
+        other[:16] + (1).to_bytes(4, "big") + bytes(32) + FIRST,
     ]
     for stranger, request in zip(strangers, requests, strict=False):
         stranger.sendall(request)
     strangers[-1].close()
-    unknown = secret.request + (9).to_bytes(4, "big")  # the secret, with a rank of nobody
+    unknown = bytes(16) + (9).to_bytes(4, "big")  # with a rank of nobody
     strangers[-2].sendall(unknown + FIRST)
     connected, acceptor = {}, Acceptor(listener, secret)
     threads = [connecting(port, secret, rank, connected) for rank in (1, 2)]
@@ -223,7 +223,7 @@ def test_no_bytes_but_the_secret_and_a_known_rank_connect(data, knows, rank):
     listener, port = listening()
     secret = new_secret()
     acceptor, connected = Acceptor(listener, secret), {}
-    request = secret.request + rank.to_bytes(4, "big") + FIRST if knows else b""
+    request = bytes(16) + rank.to_bytes(4, "big") + FIRST if knows else b""
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         stranger.sendall(request + data)
         thread = connecting(port, secret, 1, connected)
@@ -235,15 +235,51 @@ def test_no_bytes_but_the_secret_and_a_known_rank_connect(data, knows, rank):
     acceptor.close()
 
 
+def test_a_peer_without_the_secret_learns_nothing_with_which_it_could_connect():
+    listener, port = listening()
+    secret = new_secret()
+    acceptor = Acceptor(listener, secret)
+    for answer in (bytes(32), None):  # None sends the proof of the listener back
+        with socket.create_connection(("127.0.0.1", port), TIMEOUT) as stranger:
+            stranger.sendall(bytes(16) + (1).to_bytes(4, "big"))
+            assert accept(acceptor, {1}, 0.1) == {}
+            reply = stranger.recv(100)
+            assert len(reply) == 48
+            assert secret not in reply
+            stranger.sendall((answer or reply[16:]) + FIRST)
+            assert accept(acceptor, {1}, 0.1) == {}
+            assert stranger.recv(1) == b""  # closed
+    acceptor.close()
+
+
+def test_a_listener_without_the_secret_gets_no_proof():
+    stranger, port = listening()
+    found = []
+    thread = threading.Thread(
+        target=lambda: found.append(connect(["127.0.0.1"], port, new_secret(), 1, 0.3))
+    )
+    thread.start()
+    connection, _ = stranger.accept()
+    connection.sendall(bytes(48))
+    heard = b""
+    while received := connection.recv(100):
+        heard += received
+    assert len(heard) == 20  # a challenge and a rank
+    stranger.close()
+    thread.join()
+    connection.close()
+    assert found == [None]
+
+
 def test_a_peer_that_gives_up_before_its_first_message_is_no_peer(monkeypatch):
     monkeypatch.setattr(module, "_REPLY_SECONDS", 0.2)
     listener, port = listening()
     secret = new_secret()
     acceptor = Acceptor(listener, secret)
     left = socket.create_connection(("127.0.0.1", port))
-    left.sendall(secret.request + (1).to_bytes(4, "big"))
+    left.sendall(bytes(16) + (1).to_bytes(4, "big"))
     assert accept(acceptor, {1}, 0.1) == {}
-    assert left.recv(16) == secret.reply
+    assert len(left.recv(100)) == 48
     left.close()
     silent = socket.create_connection(("127.0.0.1", port))
     assert accept(acceptor, {1}, 0.5) == {}
