@@ -307,24 +307,29 @@ class Trainer:
             batch = jax.random.randint(key, (task.batch,), 0, len(inputs))
             return jax.value_and_grad(loss_fn)(params, batch)
 
+        @jax.jit
         def gradients_of_all(params, seeds, step):
-            """For parameters of shape (trainings, nodes, ...)."""
-            trainings, nodes = params.shape[:2]
-            seeds = jnp.repeat(seeds, nodes)
-            members = jnp.tile(jnp.arange(nodes), trainings)
-            each = functools.partial(gradients, step=step)
-            given = params.reshape(trainings * nodes, -1), seeds, members
-            if task.vectorized:
-                loss, grads = jax.vmap(each)(*given)
-            else:
-                loss, grads = lax.map(lambda xs: each(*xs), given)
-            return loss.reshape(trainings, nodes), grads.reshape(params.shape)
+            """For parameters of shape (trainings, nodes, ...), all at once."""
+            over_nodes = jax.vmap(gradients, in_axes=(0, None, 0, None))
+            over_trainings = jax.vmap(over_nodes, in_axes=(0, 0, None, None))
+            return over_trainings(params, seeds, jnp.arange(nodes), step)
 
-        self.gradients = jax.jit(gradients_of_all)
+        @jax.jit
+        def gradients_of_node(params, seeds, node, step):
+            found = [gradients(x, seed, node, step) for x, seed in zip(params, seeds, strict=True)]
+            return jax.tree.map(lambda *xs: jnp.stack(xs), *found)
+
+        def one_by_one(params, seeds, step):
+            found = [gradients_of_node(params[:, i], seeds, i, step) for i in range(nodes)]
+            return jax.tree.map(lambda *xs: jnp.stack(xs, axis=1), *found)
+
+        self.gradients = gradients_of_all if task.vectorized else one_by_one
         self.start = jax.jit(
             jax.vmap(lambda seed: ravel_pytree(task.init(jax.random.key(seed)))[0])
         )
-        self.evaluate = jax.jit(lambda x: lax.map(lambda p: loss_fn(p, shown), x.mean(axis=1)))
+        self.evaluate = jax.jit(
+            lambda params: jnp.stack([loss_fn(x, shown) for x in params.mean(axis=1)])
+        )
 
     def losses(self, make, rates, seeds, steps: int) -> np.ndarray:
         """The losses of the mean of the nodes every ``EVERY`` steps, for each rate and seed."""
@@ -415,6 +420,73 @@ def run(options: argparse.Namespace, results: Results) -> None:
                 )
 
 
+def measured(
+    results: Results, nodes: int, options: argparse.Namespace
+) -> dict[str, dict[str, np.ndarray]]:
+    """The progress of each setting and task, by rate and seed."""
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for setting, name in itertools.product(SETTINGS, tasks(Path())):
+        key = {"task": name, "nodes": nodes, "steps": options.steps}
+        result = results.get({**key, "setting": setting, "seeds": options.seeds})
+        if result is not None:
+            found.setdefault(setting, {})[name] = np.array(result)
+    return found
+
+
+def table(found: dict[str, dict[str, np.ndarray]], nodes: int) -> list[str]:
+    """The rows of the settings, with the mean, an interval of it, and the tasks.
+
+    A cell has the means over the seeds at the three rates. The interval is the 90 % interval of the
+    mean over tasks and rates, from the differences between the seeds.
+    """
+    names = sorted({name for of_tasks in found.values() for name in of_tasks})
+    lines = [f"| {nodes} nodes | mean | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
+    for setting, of_tasks in found.items():
+        by_seed = np.mean([values.mean(axis=0) for values in of_tasks.values()], axis=0)
+        half = 1.645 * by_seed.std(ddof=1) / np.sqrt(len(by_seed)) if len(by_seed) > 1 else 0.0
+        cells = [
+            " / ".join(f"{x:.2f}" for x in of_tasks[name].mean(axis=1)) if name in of_tasks else "-"
+            for name in names
+        ]
+        mean = f"{by_seed.mean():.2f} +- {half:.2f}" if len(of_tasks) == len(names) else "-"
+        lines.append(f"| {setting} | {mean} | {' | '.join(cells)} |")
+    return lines
+
+
+def fit(found: dict[str, dict[str, np.ndarray]], nodes: int) -> tuple[np.ndarray, float]:
+    """The coefficients of jdaso/algorithms/progress.py, and the error of a task and rate.
+
+    They minimize the squared errors of the progress of all tasks, rates and settings, and are not
+    negative.
+    """
+    rows, values = [], []
+    for setting, of_tasks in found.items():
+        known = re.fullmatch(r"(local_sgd|daso|dasgd) (\d)/(\d)(, delta)?", setting)
+        if known is None:
+            continue
+        algorithm, period, delay, correction = known.groups()
+        k, s = int(period), int(delay)
+        taken = 0.0 if correction else jdaso.perf.taken_back(algorithm, k, s, nodes)
+        for progress in of_tasks.values():
+            rows += [[np.log2(k), np.log2(1 + s), taken]] * progress.shape[0]
+            values += progress.mean(axis=1).tolist()
+    costs, target = np.array(rows), np.array(values)
+
+    def error(coefficients):
+        return ((np.exp(-costs @ coefficients) - target) ** 2).sum()
+
+    best = np.zeros(3)
+    for step in (0.1, 0.03, 0.01, 0.003, 0.001):  # a descent along the axes
+        moved = True
+        while moved:
+            moved = False
+            for change in (*np.eye(3), *-np.eye(3)):
+                other = np.maximum(best + step * change, 0)
+                if error(other) < error(best):
+                    best, moved = other, True
+    return best, float(np.sqrt(error(best) / len(target)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -424,11 +496,22 @@ def main() -> None:
     add("--cifar", type=Path, help="folder with train/<class>/*; without it, there is no CNN")
     add("--tasks", default="", help="regular expression for the tasks")
     add("--only", default="", help="regular expression for the settings")
-    add("--full", action="store_true")
-    add("--results", type=Path)
+    add("--full", action="store_true", help="all settings")
+    add("--quick", action="store_true", help="two tasks, one seed")
+    add("--table", action="store_true", help="train nothing")
+    add("--results", type=Path, help="file that keeps the results")
     options = parser.parse_args()
+    if options.quick:
+        options.tasks, options.seeds, options.steps, options.nodes = "regr|MLP", 1, 120, [2]
     print(machine(), flush=True)
-    run(options, Results(options.results))
+    results = Results(options.results)
+    if not options.table:
+        run(options, results)
+    for nodes in options.nodes:
+        found = measured(results, nodes, options)
+        print("\n" + "\n".join(table(found, nodes)))
+        coefficients, error = fit(found, nodes)
+        print(f"\n{nodes} nodes: {np.round(coefficients, 3).tolist()}, error {error:.2f}")
 
 
 if __name__ == "__main__":
