@@ -210,6 +210,7 @@ def tasks(cifar: Path | None) -> dict[str, Callable[[], Task]]:
             lambda rate: optax.adamw(rate, weight_decay=0.1),
             0.01,
             batch=8,
+            vectorized=False,
         ),
     }
     if cifar is None:
@@ -314,22 +315,24 @@ class Trainer:
             over_trainings = jax.vmap(over_nodes, in_axes=(0, 0, None, None))
             return over_trainings(params, seeds, jnp.arange(nodes), step)
 
-        @jax.jit
-        def gradients_of_node(params, seeds, node, step):
-            found = [gradients(x, seed, node, step) for x, seed in zip(params, seeds, strict=True)]
-            return jax.tree.map(lambda *xs: jnp.stack(xs), *found)
+        gradients_of_one = jax.jit(gradients)
 
         def one_by_one(params, seeds, step):
-            found = [gradients_of_node(params[:, i], seeds, i, step) for i in range(nodes)]
-            return jax.tree.map(lambda *xs: jnp.stack(xs, axis=1), *found)
+            found = [
+                gradients_of_one(params[i, node], seed, node, step)
+                for i, seed in enumerate(seeds)
+                for node in range(nodes)
+            ]
+            loss, grads = zip(*found, strict=True)
+            shape = params.shape[:2]
+            return jnp.stack(loss).reshape(shape), jnp.stack(grads).reshape(params.shape)
 
         self.gradients = gradients_of_all if task.vectorized else one_by_one
         self.start = jax.jit(
             jax.vmap(lambda seed: ravel_pytree(task.init(jax.random.key(seed)))[0])
         )
-        self.evaluate = jax.jit(
-            lambda params: jnp.stack([loss_fn(x, shown) for x in params.mean(axis=1)])
-        )
+        evaluate = jax.jit(lambda params: loss_fn(params.mean(axis=0), shown))
+        self.evaluate = lambda params: [evaluate(x) for x in params]
 
     def losses(self, make, rates, seeds, steps: int) -> np.ndarray:
         """The losses of the mean of the nodes every ``EVERY`` steps, for each rate and seed."""
@@ -360,7 +363,7 @@ class Trainer:
             params, state = apply(rates, params, state, grads, loss)
             if step % EVERY == 0:
                 found.append(self.evaluate(params))
-        return np.stack(found, axis=1)
+        return np.transpose(jax.device_get(found))
 
 
 def progress(losses: np.ndarray, reference: np.ndarray) -> float:
