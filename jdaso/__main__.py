@@ -1,25 +1,80 @@
 """Commands to inspect a cluster, to plan a training on it, and to check its checkpoints.
 
-``python -m jdaso topology`` prints the nodes, devices and communicators. ``tune`` measures the
-network between nodes and recommends wire, period and delay. ``predict`` predicts the scaling.
-``sbatch`` writes a job script for Slurm. ``verify`` checks a checkpoint.
+``python -m jdaso doctor`` prints which MPI, launcher and devices it found, and makes an exchange.
+``tune`` measures the network between nodes and recommends wire, period and delay. ``predict``
+predicts the scaling. ``sbatch`` writes a job script for Slurm. ``verify`` checks a checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import functools
+import importlib.metadata
+import os
+import platform
+import socket
+import subprocess
+import sys
+from typing import Any
 
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jdaso import __version__
 from jdaso.checkpoint import verify
-from jdaso.cluster import sbatch
+from jdaso.cluster import launchers, sbatch
 from jdaso.cluster.local_devices import use_virtual_devices
 from jdaso.cluster.topology import Topology, discover_topology, library, thread_level
 from jdaso.core.command_line import text_table
-from jdaso.exchange.host.slots import why_callbacks
+from jdaso.core.consensus import consensus
+from jdaso.core.types import JdasoError
+from jdaso.exchange.host.slots import load, why_callbacks
+from jdaso.exchange.mpi import mpi_exchange
 from jdaso.perf import predict_command, tune_command
+
+_LIMIT_SECONDS = 30.0
+
+
+def doctor(arguments: argparse.Namespace) -> None:
+    """Runs the command ``doctor``: prints what was found, and makes one exchange."""
+    _end_after(_LIMIT_SECONDS)
+    sys.excepthook = _explain
+    if arguments.devices:
+        use_virtual_devices(arguments.devices)
+    topology = discover_topology(arguments.processes_per_node, arguments.join_processes)
+    if problem := launchers.missing_srun(os.environ):
+        raise JdasoError(problem)
+    if topology.comm is None:
+        raise JdasoError("mpi4py cannot be imported. Install it: pip install mpich mpi4py")
+    load()
+    report = "\n\n".join((versions(topology), topology_table(topology), exchanged(topology)))
+    if topology.rank == 0:
+        print(f"{report}\n\nready", flush=True)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def versions(topology: Topology) -> str:
+    """Returns versions and launcher, or raises JdasoError if processes differ; collective."""
+    found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax", "numpy")}
+    found = {"jdaso": __version__, "Python": platform.python_version(), **found}
+    texts = topology.group.gather(", ".join(f"{name} {found[name]}" for name in found))
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            raise JdasoError(
+                f"processes have different versions: {topology.describe(0)} has {texts[0]}, and "
+                f"{topology.describe(rank)} has {text}. Install the same on every host."
+            )
+    launcher = launchers.detect_launch(os.environ).launcher
+    reason = why_callbacks(topology.devices)
+    copies = "compiled code" if reason is None else f"host callbacks: {reason}"
+    manager = f" ({launcher.manager})" if launcher.manager else ""
+    return f"{texts[0]}\nlauncher: {launcher.name}{manager}\ncopies by {copies}"
 
 
 def topology_table(topology: Topology) -> str:
-    """Returns the topology as text with one line per process. This is collective.
+    """Returns the topology as text with one line per process; collective.
 
     >>> from jdaso.cluster.topology import discover_topology
     >>> topology_table(discover_topology()).split()[:3]
@@ -48,28 +103,63 @@ def topology_table(topology: Topology) -> str:
     return text_table([(*head, "threads", "MPI library"), *rows], numbers=False)
 
 
-def print_topology(arguments: argparse.Namespace) -> None:
-    """Runs the command ``topology``."""
-    if arguments.devices:
-        use_virtual_devices(arguments.devices)
-    topology = discover_topology(arguments.processes_per_node, arguments.join_processes)
-    text = topology_table(topology)
-    if topology.rank == 0:
-        # How an mpi_exchange of this process copies parameters to the host and back.
-        reason = why_callbacks(topology.devices)
-        copies = "compiled code" if reason is None else f"host callbacks: {reason}"
-        print(f"{text}\n\ncopies by {copies}")
+def exchanged(topology: Topology) -> str:
+    """Makes an exchange and says what came of it; collective.
+
+    Raises JdasoError where the mean has other bits than NumPy's.
+    """
+    nodes = topology.num_nodes
+    if nodes == 1:
+        return "one node: nothing to exchange with. Start several processes with mpiexec or srun"
+    sent = np.random.default_rng(0).standard_normal((nodes, 4096), np.float32)
+    expected = functools.reduce(np.add, sent) / np.float32(nodes)
+    with mpi_exchange(topology, timeout=_LIMIT_SECONDS / 2) as exchange:
+        own = jax.device_put(sent[topology.node], NamedSharding(topology.mesh, PartitionSpec()))
+        mean = np.asarray(consensus(exchange, own))
+    distances = mean.view(np.int32).astype(int) - expected.view(np.int32)
+    # jdaso multiplies where NumPy divides, which may change the last bit.
+    exact = nodes & (nodes - 1) == 0
+    if wrong := int(np.sum(np.abs(distances) > (0 if exact else 1))):
+        raise JdasoError(
+            f"{wrong} of {mean.size} numbers that {topology.describe(topology.rank)} received have "
+            "other bits than the mean that NumPy computes. Check MPI and its network with another "
+            "program, and another MPI with this command."
+        )
+    return f"an exchange between {nodes} nodes has the bits that NumPy expects"
+
+
+def _explain(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Prints what to do, for an error that says it; a traceback for others."""
+    if not isinstance(error, JdasoError):
+        sys.__excepthook__(kind, error, trace)
+    print(f"not ready: {error}", file=sys.stderr, flush=True)
+
+
+def _end_after(seconds: float) -> None:
+    """Ends a process that hangs, also inside MPI, where no Python code can run.
+
+    It then prints what to do and the traceback. sed prints nothing if no traceback reaches it.
+    """
+    advice = (
+        f"not ready: {socket.gethostname()} still waits after {seconds:g} s. If the traceback ends "
+        "in _start_mpi, MPI cannot start: check that all processes have been started, and that the "
+        "launcher belongs to this MPI (docs/guides/launching.md). Otherwise a process or a device "
+        "does not respond."
+    )
+    sed = subprocess.Popen(["sed", "-u", f"1i {advice}"], stdin=subprocess.PIPE, stdout=2)
+    assert sed.stdin is not None
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sed.stdin)
 
 
 def main() -> None:
     """Parses the command line and runs the command."""
     parser = argparse.ArgumentParser(prog="python -m jdaso", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    topology = commands.add_parser("topology", help="print nodes, devices and communicators")
-    topology.add_argument("--processes-per-node", type=int, default=None)
-    topology.add_argument("--join-processes", action="store_true", help="make them one program")
-    topology.add_argument("--devices", type=int, default=0, help="number of virtual CPU devices")
-    topology.set_defaults(run=print_topology)
+    checks = commands.add_parser("doctor", help="check MPI, launcher, devices and an exchange")
+    checks.add_argument("--processes-per-node", type=int, default=None)
+    checks.add_argument("--join-processes", action="store_true", help="make them one program")
+    checks.add_argument("--devices", type=int, default=0, help="number of virtual CPU devices")
+    checks.set_defaults(run=doctor)
     for module in (predict_command, tune_command, sbatch, verify):
         module.add_command(commands)
     arguments, unknown = parser.parse_known_args()

@@ -23,7 +23,7 @@ ENTRIES = {
     "perf": {"core", "cluster", "exchange", "algorithms"},
     "faults": {"core", "checkpoint"},
 }
-ENTRIES["__init__"] = ENTRIES["__main__"] = set(ENTRIES)
+ENTRIES["__init__"] = ENTRIES["__main__"] = {*ENTRIES, "__version__"}
 WITHOUT_NETWORK = {"core", "schedules", "algorithms"}
 # Folders and files inside an entry, and what of the same entry they may import.
 INSIDE = {

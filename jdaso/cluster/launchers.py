@@ -91,6 +91,7 @@ LAUNCHERS = (
 #: The plugin of srun that each MPI library requires, by the names that users give the library.
 PLUGINS = {"mpich": "pmi2", "openmpi": "pmix", "ompi": "pmix"}
 
+_CHECK = "Check it with: python -m jdaso doctor"
 # The variables that hold the rank of a process.
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 _LATE_SECONDS = 5
@@ -172,18 +173,18 @@ def explain_single_process(launch: Launch, library: str, host: str) -> str:
     matching = f"the mpiexec of this MPI ({library})"
     if name != "srun":
         owner = f", of {manager}," if manager else ""
-        return f"{problem}The mpiexec that was used{owner} does not match: use {matching}."
+        return f"{problem}The mpiexec that was used{owner} does not match: use {matching}. {_CHECK}"
     plugin = PLUGINS["openmpi" if "Open MPI" in library else "mpich"]
     if manager.split("_")[0] == plugin:
         return (
             f"{problem}srun --mpi={manager} is the right plugin, but {library} was built "
             "without it, or with another version of it. Install an MPI that was built for this "
-            f"Slurm, or use {matching}."
+            f"Slurm, or use {matching}. {_CHECK}"
         )
     return (
         f"{problem}srun used the plugin --mpi={manager}, but {library} requires {plugin}: "
         f"use srun --mpi={plugin}, or {matching}. (srun --mpi=list prints the plugins of this "
-        "Slurm. MPICH and its derivatives require pmi2, Open MPI requires pmix.)"
+        f"Slurm. MPICH and its derivatives require pmi2, Open MPI requires pmix.) {_CHECK}"
     )
 
 

@@ -271,7 +271,10 @@ class Topology:
 
     def _comm(self) -> Comm:
         if self.comm is None:
-            raise JdasoError("this requires MPI: install mpi4py, and start with mpiexec or srun.")
+            raise JdasoError(
+                "this requires MPI: install mpi4py, and start with mpiexec or srun. "
+                "Check both with: python -m jdaso doctor"
+            )
         return self.comm
 
 
@@ -374,7 +377,7 @@ def _start_mpi() -> Comm | None:
             raise JdasoError(
                 f"{launch.launcher.name} started {launch.processes} processes, but mpi4py cannot "
                 f"be imported on {socket.gethostname()}: {error}. Install it with: pip install "
-                "mpi4py"
+                "mpi4py. Check it with: python -m jdaso doctor"
             ) from error
         return None
     if not MPI.Is_initialized():
@@ -392,7 +395,8 @@ def _start_mpi() -> Comm | None:
         raise JdasoError(
             f"MPI was initialized with thread level {thread_level(MPI)} on {socket.gethostname()}, "
             "but exchanges in the background require MPI_THREAD_MULTIPLE. Leave "
-            "mpi4py.rc.thread_level at 'multiple', and let only mpi4py initialize MPI."
+            "mpi4py.rc.thread_level at 'multiple', and let only mpi4py initialize MPI. Check "
+            "it with: python -m jdaso doctor"
         )
     # MPI_Finalize deletes the attributes of this communicator first.
     close = MPI.Comm.Create_keyval(delete_fn=lambda *_: run_exit_functions())

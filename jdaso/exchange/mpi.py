@@ -355,7 +355,10 @@ def _single_node(topology: Topology, wire: str | None, shardings: Shardings | No
 
 @functools.cache  # once per process
 def _say_alone(processes: int) -> None:
-    advice = "For several, start several processes with mpiexec or srun."
+    advice = (
+        "For several, start several processes with mpiexec or srun. Check it with: python -m jdaso "
+        "doctor"
+    )
     if processes > 1:
         advice = (
             f"Its {processes} processes are one JAX program. For several nodes, start processes on "

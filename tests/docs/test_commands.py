@@ -9,7 +9,7 @@ import pytest
 from jdaso import __main__
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "commands.md"
-COMMANDS = ("topology", "predict", "tune", "sbatch", "verify")
+COMMANDS = ("doctor", "predict", "tune", "sbatch", "verify")
 
 
 class Captured(Exception):

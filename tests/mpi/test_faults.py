@@ -1,5 +1,6 @@
 """What goes wrong between nodes ends with an error that says who and what, never in a hang."""
 
+import os
 import re
 
 import pytest
@@ -160,13 +161,13 @@ def test_a_process_that_is_late_to_discover_topology_is_told_from_those_that_wai
 def test_launcher_without_its_mpi_plugin_is_detected():
     """Under srun without a matching --mpi every process is alone, and would train alone."""
     environment = {
-        "PATH": BESIDE_PYTHON,
+        "PATH": os.pathsep.join([BESIDE_PYTHON, os.defpath]),
         "SLURM_STEP_ID": "0",
         "SLURM_PROCID": "2",
         "SLURM_STEP_NUM_TASKS": "4",
         "JAX_PLATFORMS": "cpu",
     }
-    ended = run([f"{BESIDE_PYTHON}/python", "-m", "jdaso", "topology"], environment, 60)
+    ended = run([f"{BESIDE_PYTHON}/python", "-m", "jdaso", "doctor"], environment, 60)
     assert ended.returncode != 0
     assert "srun started 4 processes" in ended.output
     assert "--mpi=pmi2" in ended.output

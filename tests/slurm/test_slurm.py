@@ -20,7 +20,7 @@ NODES = 2
 TOTAL = 66  # steps of three epochs, of 2 x 2 x 16 of 1437 images
 TRAINING = [sys.executable, CHILDREN / "training.py", "--save-every", 5, "--resume", "--epochs", 3]
 TRAINING += ["--warmup-epochs", 1, "--cooldown-epochs", 1]
-TOPOLOGY = [sys.executable, "-m", "jdaso", "topology"]
+DOCTOR = [sys.executable, "-m", "jdaso", "doctor"]
 # layout -> processes per node, and arguments of the program
 LAYOUTS = {
     "one process per node": (1, ("--devices", 2)),
@@ -170,11 +170,13 @@ def test_processes_connect_to_each_other(cluster, layout):
     per_node, arguments = LAYOUTS[layout]
     # --quiet suppresses messages about waiting for nodes.
     options = ["--quiet", f"--nodes={NODES}", f"--ntasks-per-node={per_node}", "--mpi=pmi2"]
-    command = [*TOPOLOGY, *arguments]
+    command = [*DOCTOR, *arguments]
     done = cluster.run("srun", *options, *command, timeout=120, JAX_PLATFORMS="cpu")
     assert done.returncode == 0, done.stdout
-    table, copies = done.stdout.split("\n\n")
-    assert copies.startswith("copies by ")
+    found, table, exchange, ready = done.stdout.split("\n\n")
+    assert "launcher: srun (pmi2)" in found
+    assert exchange == f"an exchange between {NODES} nodes has the bits that NumPy expects"
+    assert ready == "ready\n"
     rows = [line.split() for line in table.splitlines()[1:]]
     assert [row[:3] for row in rows] == [
         [str(rank), f"node{rank // per_node}", str(rank // per_node)]
@@ -205,17 +207,18 @@ def test_mpi_starts_with_any_content_of_memory(cluster, layout):
 
 def test_processes_that_would_train_alone_are_an_error(cluster):
     srun = ["srun", f"--nodes={NODES}", "--mpi=none"]
-    done = cluster.run(*srun, *TOPOLOGY, timeout=120, JAX_PLATFORMS="cpu")
+    done = cluster.run(*srun, *DOCTOR, timeout=120, JAX_PLATFORMS="cpu")
     assert done.returncode != 0
     assert done.stdout.count("srun started 2 processes, but the MPI on") == NODES
     assert "use srun --mpi=pmi2" in done.stdout
 
 
-def test_missing_srun_causes_a_warning(cluster, tmp_path):
-    script = f"#!/bin/bash\n#SBATCH --nodes={NODES}\n{shlex.join(TOPOLOGY)}\n"
+def test_missing_srun_is_an_error(cluster, tmp_path):
+    script = f"#!/bin/bash\n#SBATCH --nodes={NODES}\n{shlex.join(DOCTOR)}\n"
     number = cluster.submit(script, tmp_path, JAX_PLATFORMS="cpu")
-    cluster.wait(number, "COMPLETED", timeout=120)
-    assert "the only process of a Slurm job of 2 tasks" in (tmp_path / "job.log").read_text()
+    cluster.wait(number, "FAILED", timeout=120)
+    said = "not ready: this is the only process of a Slurm job of 2 tasks"
+    assert said in (tmp_path / "job.log").read_text()
 
 
 def submit(cluster, folder, layout, env=None, **options):
