@@ -138,8 +138,9 @@ OF_SLURM = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "
     [({"OMPI_COMM_WORLD_SIZE": "2"}, "use the mpiexec of this MPI"), (OF_SLURM, "--mpi=pmi2")],
 )
 def test_a_launcher_that_mpich_cannot_talk_to_is_named_before_mpi_starts(variables, advice):
-    environment = {"PATH": BESIDE_PYTHON, "JAX_PLATFORMS": "cpu", **PMIX, **variables}
-    ended = run([f"{BESIDE_PYTHON}/python", "-m", "jdaso", "topology"], environment, 60)
+    path = os.pathsep.join([BESIDE_PYTHON, os.defpath])
+    environment = {"PATH": path, "JAX_PLATFORMS": "cpu", **PMIX, **variables}
+    ended = run([f"{BESIDE_PYTHON}/python", "-m", "jdaso", "doctor"], environment, 60)
     assert ended.returncode == 1, ended.output
     assert "cannot connect this one with the others" in ended.output
     assert advice in ended.output
