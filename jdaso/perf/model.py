@@ -46,7 +46,7 @@ RULES = (("local_sgd", "mean"), ("daso", "delta"), ("daso", "mean"), ("dasgd", "
 LONGEST_PERIOD = 64
 #: The largest period and number of nodes whose progress was measured, and the standard deviation of
 #: the progress of a task and rate from their mean.
-MEASURED_PERIOD, MEASURED_NODES, SPREAD = 8, 8, 0.15
+MEASURED_PERIOD, MEASURED_NODES, SPREAD = 8, 8, 0.2
 _CHOICES = 3
 
 
@@ -615,9 +615,9 @@ def recommend(
 
     The mean step time is that of :func:`mean_step_time`, with the overhead and the slowdown of an
     exchange in every period. It is divided by the measured :func:`progress` of a step. The setting
-    with the smallest quotient is the first, of all periods up to 64 and all delays up to them that
-    a longer one would not hide better. ``local_sgd`` blocks. The rounding of the wire costs nothing
-    but its time.
+    with the smallest quotient is the first, of all periods up to 8, the longest that was measured,
+    or up to 64 if an exchange takes longer, and of all delays that hide more than shorter ones.
+    ``local_sgd`` blocks. The rounding of the wire costs nothing but its time.
 
     Args:
         step_time: Seconds of a step without exchanges.
@@ -649,16 +649,19 @@ def recommend(
             check_number(f"wires[{wire!r}].{name}", seconds)
         hidden = hiding_schedule(step_time, costs.exchange_time).delay
         for algorithm, merge in rules:
+            # Longer periods than those that were measured only hide an exchange.
+            longest = MEASURED_PERIOD
+            if algorithm != "local_sgd":
+                longest = min(max(longest, hidden), LONGEST_PERIOD)
             found = [
                 Recommendation(
                     *(algorithm, merge, wire, period, delay),
                     step_time + _added_seconds(step_time, costs, delay) / period,
                     progress(algorithm, period, delay, nodes, merge),
                 )
-                for period in range(1, LONGEST_PERIOD + 1)
-                for delay in (
-                    [0] if algorithm == "local_sgd" else range(1, min(period, hidden) + 1)
-                )
+                for period in range(1, longest + 1)
+                for delay in ([0] if algorithm == "local_sgd" else range(1, longest + 1))
+                if delay <= min(period, hidden)
             ]
             best.append(min(found, key=lambda setting: setting.cost))
     return sorted(best, key=lambda setting: setting.cost)[:_CHOICES]

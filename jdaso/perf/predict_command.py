@@ -233,7 +233,7 @@ def advice(step_time: float, costs: Mapping[str, WireCosts], nodes: int) -> list
 
     >>> lines = advice(0.17, {"bfloat16": WireCosts(0.32, slowdown=0.03)}, nodes=2)
     >>> lines[0].split(":")[0]
-    'Choose daso with merge delta, wire bfloat16, period 3, delay 2'
+    'Choose daso with merge delta, wire bfloat16, period 5, delay 2'
     """
 
     def expected(found: Recommendation) -> str:
