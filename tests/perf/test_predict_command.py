@@ -239,5 +239,5 @@ def test_tune_warns_if_computing_was_disturbed():
 def test_tune_goes_on_without_a_bandwidth():
     text = report([(1000, 0.005), (4000, 0.005)], step_time=0.1)
     assert "bandwidth  unknown: measured: times do not grow" in text
-    assert "Choose wire float32, period 2, delay 0" in text
+    assert "Choose local_sgd, wire float32, period 2, delay 0" in text
     assert "jdaso predict" not in text
