@@ -655,7 +655,11 @@ def _collect(
             mean, moved = decompress_part(exchange, feedback, total, header, part, anchor)
             if engine.merge.relative:  # of this node's own, as the others have decoded it
                 own = [jnp.where(header[OWN] > 0, x, 0) for x in feedback.posted[part]]
-                mean = [m - x for m, x in zip(mean, own, strict=True)]
+                # What the sum lost by rounding stays in the leaves of the node that has summed.
+                residual = feedback.residual[part]
+                lost = [new - old for new, old in zip(moved[0], residual, strict=True)]
+                mean = [m - x + e for m, x, e in zip(mean, own, lost, strict=True)]
+                moved[0] = residual
             arrival = _of_means([*mean, *map(divide, arrived[count:])], header, fragment)
         else:
             mean = [*map(divide, arrived)]

@@ -23,7 +23,8 @@ of the parameters.
 - The residual is not kept in bfloat16: it would stop growing before it reaches half a step of the
   block, and small numbers of the block would never be sent.
 - Merges with ``merge="delta"`` subtract what the other nodes have decoded of this node's leaves,
-  a + q_i. The state keeps it until the sum arrives.
+  a + q_i. The state keeps it until the sum arrives. What is not subtracted stays in the leaves and
+  is sent with them, so r is 0, and node j adds s - C(s) to its leaves: the mean of all is kept.
 - EASGD and DiLoCo move their anchor themselves. The mean is still a + C(s) / P, and the rounding
   errors stay in the residuals, so that sums over time lose nothing.
 - Other wires, for instance in blocking phases, send x_i + r_i, and r_i becomes the rounding error.
@@ -138,6 +139,8 @@ def start_with_feedback(
         run = exchange.per_shard(functools.partial(compress, wire), slice(0, count))
         rounded, residual, posted = run(header[0] > 0, message[:count], residual, anchor)
         rounded = [*rounded, *message[count:]]
+        if feedback.posted:  # what a merge does not subtract stays in the leaves
+            residual = feedback.residual
         kept = residual, posted[: len(feedback.posted)]
         return *exchange.start(state, number, step, rounded, header, of_leaves), kept
 

@@ -174,3 +174,18 @@ def test_float64_parameters_are_rounded_to_float32(nodes):
         params, _ = one_step(jdaso.local_sgd(exchange, period=1, wire="float32"), jnp.asarray(x))
         sent = x.astype(np.float32).sum(0).astype(np.float64) / nodes
         np.testing.assert_allclose(params, np.broadcast_to(sent, x.shape), rtol=1e-12)
+
+
+@pytest.mark.parametrize("wire", ["int8", "float4"])
+def test_delta_merges_of_blocks_keep_the_mean_of_the_nodes(wire):
+    steps = np.random.default_rng(0).standard_normal((20, 4, 512)).astype(np.float32)
+    averaging = jdaso.local_sgd(jdaso.axis_exchange("node", 4), 2, 1, "delta", wire=wire)
+    tx = optax.chain(optax.sgd(1.0), averaging)
+    params = jnp.zeros((4, 512))
+    state = jax.vmap(tx.init)(params)
+    step = jax.jit(jax.vmap(tx.update, axis_name="node"))
+    for gradients in steps * np.geomspace(1e-3, 1, 512, dtype=np.float32):
+        updates, state = step(gradients, state, params)
+        params = params + updates
+    expected = -(steps.mean(1) * np.geomspace(1e-3, 1, 512, dtype=np.float32)).sum(0)
+    np.testing.assert_allclose(params.mean(0), expected, rtol=1e-3, atol=1e-5)
