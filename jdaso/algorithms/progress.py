@@ -40,11 +40,13 @@ def progress(period: int, delay: int, nodes: int, weight: float) -> float:
         -(a log2(k) + b log2(1 + s) + c w s / k)
 
     The coefficients are those of ``MEASURED`` for the number of nodes, interpolated between powers
-    of two. Beyond 8 nodes they are those of 8.
+    of two. Beyond 8 nodes they are those of 8. One node exchanges nothing and loses nothing.
 
     >>> round(progress(1, 0, nodes=2, weight=0.0), 2)
     1.0
     """
+    if nodes == 1:
+        return 1.0
     few, many = MEASURED.values()
     share = min(max(math.log2(nodes) - 1, 0), 2) / 2
     lost = Loss(*(a + share * (b - a) for a, b in zip(few, many, strict=True)))
@@ -73,11 +75,12 @@ def warn_if_slow(
         return
     blocking = progress(period, 0, nodes, 0.0)
     mean, delta = (progress(period, delay, nodes, w) / blocking for w in (weight, 0.0))
+    beyond = nodes > max(MEASURED) or period > 8
     if mean < ENOUGH:
         warnings.warn(
             f"{name} with period {period} and delay {delay} keeps {mean:.0%} of the progress per "
             f"step that blocking Local SGD with this period makes on {nodes} nodes, on average "
-            "over small trainings at the learning rates of synchronous training. With "
-            f'merge="delta" it keeps {delta:.0%}.',
+            f"over small trainings{' with up to 8 nodes and periods up to 8' * beyond}, at the "
+            f'learning rates of synchronous training. With merge="delta" it keeps {delta:.0%}.',
             stacklevel=3,
         )

@@ -195,7 +195,10 @@ class _ExceptionHook:
 
 def _plain(error: BaseException) -> str:
     """Returns type and message of an error, without what XLA adds to that of a host callback."""
-    text = f"{type(error).__name__}: {error}"
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # an error in the text of an error must not keep the job alive
+        text = type(error).__name__
     said = re.search(r"JdasoError: .*", text)
     return said[0] if said and ": INTERNAL: " in text else text
 
@@ -228,7 +231,10 @@ def at_exit(function: Callable[[], object]) -> Callable[[], None]:
 def run_exit_functions() -> None:
     """Runs what :func:`at_exit` was given, in the order in which it would run at exit."""
     while _at_exit:
-        _at_exit[-1]()
+        try:
+            _at_exit[-1]()
+        except Exception:
+            traceback.print_exc()  # as atexit does; the others still run
 
 
 # The handlers of signals that have one of a Preemption now, or are ignored after its block.

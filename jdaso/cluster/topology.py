@@ -386,7 +386,9 @@ def _start_mpi() -> Comm | None:
             raise JdasoError(launchers.explain_single_process(launch, library(MPI), host))
         level = mpi4py.rc.thread_level if mpi4py.rc.threads else "single"
         MPI.Init_thread(getattr(MPI, f"THREAD_{level.upper()}"))
-        atexit.register(_finalize, os.getpid())
+        if mpi4py.rc.finalize is not False:
+            global _finalized_by
+            _finalized_by = os.getpid()
     size = MPI.COMM_WORLD.Get_size()
     if size == 1 and launch.processes > 1:
         host = socket.gethostname()
@@ -404,12 +406,16 @@ def _start_mpi() -> Comm | None:
     return MPI.COMM_WORLD.Dup()
 
 
-def _finalize(process: int) -> None:
-    """Finalizes MPI at the exit of the process that has initialized it, as mpi4py would do."""
-    from mpi4py import MPI
+_finalized_by: int | None = None  # the process that finalizes MPI when it exits
 
-    if os.getpid() == process and not MPI.Is_finalized():
-        MPI.Finalize()
+
+@atexit.register  # now, so that it runs after the functions that the program registers later
+def _finalize() -> None:
+    if os.getpid() == _finalized_by:
+        from mpi4py import MPI
+
+        if not MPI.Is_finalized():
+            MPI.Finalize()
 
 
 def library(mpi: Any) -> str:

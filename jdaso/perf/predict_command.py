@@ -249,7 +249,7 @@ def advice(step_time: float, costs: Mapping[str, WireCosts], nodes: int) -> list
     lines = [f"Choose {expected(best)}", *(f"Or {expected(other)}" for other in others)]
     lines.append(
         "Settings are compared by step time divided by this progress, the mean over six small "
-        "trainings and three learning rates. That of your training differs, by up to about "
+        "trainings and three learning rates. That of your training differs, typically by "
         f"{SPREAD:.0%}. Rounding counts as nothing, except for the time of copies."
     )
     if best.period > MEASURED_PERIOD or nodes > MEASURED_NODES:
