@@ -69,9 +69,8 @@ def daso(
             metrics ``skipped`` and ``left_out`` count both. ``raise`` raises an error. ``off``
             does not read the gradients. Parameters that are not finite are found when they are
             posted, and the node is then left out of that sum.
-        merge: ``mean``, as published, or ``delta``. With int8 and float4, ``delta`` keeps one more
-            copy of the parameters in float32. A node that was left out of a sum takes the mean of
-            the others.
+        merge: ``mean``, as published, or ``delta``. A node that was left out of a sum takes the
+            mean of the others.
 
     Returns:
         An averaging for :func:`jdaso.chain`. It takes ``value=loss``. Without

@@ -165,7 +165,7 @@ def init_state(engine: Engine, params: PyTree) -> AveragingState:
             healthy=yes,
             exchange=engine.exchange.init(part),
             merge=engine.merge.init(of_part),
-            feedback=init_feedback(of_part, uses_anchor, engine.merge.relative) if rounds else (),
+            feedback=init_feedback(of_part, uses_anchor) if rounds else (),
         )
         fragments.append(fragment)
     schedule = engine.schedule.init()
@@ -527,6 +527,7 @@ def _post(
         state, following, feedback = start_with_feedback(
             *(engine.bound, fragment.exchange, sent, wires, of_leaves, choice, feedback),
             _anchors(engine, fragment),
+            rule.relative,
         )
     else:
         options: dict[str, Any] = {"relative": True} if rule.relative else {}
@@ -654,12 +655,12 @@ def _collect(
             total = arrived[:count]
             mean, moved = decompress_part(exchange, feedback, total, header, part, anchor)
             if engine.merge.relative:  # of this node's own, as the others have decoded it
-                own = [jnp.where(header[OWN] > 0, x, 0) for x in feedback.posted[part]]
+                posted = feedback.residual[part]
+                own = [jnp.where(header[OWN] > 0, x, 0) for x in posted]
                 # What the sum lost by rounding stays in the leaves of the node that has summed.
-                residual = feedback.residual[part]
-                lost = [new - old for new, old in zip(moved[0], residual, strict=True)]
+                lost = [new - old for new, old in zip(moved[0], posted, strict=True)]
                 mean = [m - x + e for m, x, e in zip(mean, own, lost, strict=True)]
-                moved[0] = residual
+                moved[0] = posted
             arrival = _of_means([*mean, *map(divide, arrived[count:])], header, fragment)
         else:
             mean = [*map(divide, arrived)]

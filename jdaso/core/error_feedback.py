@@ -23,8 +23,8 @@ of the parameters.
 - The residual is not kept in bfloat16: it would stop growing before it reaches half a step of the
   block, and small numbers of the block would never be sent.
 - Merges with ``merge="delta"`` subtract what the other nodes have decoded of this node's leaves,
-  a + q_i. The state keeps it until the sum arrives. What is not subtracted stays in the leaves and
-  is sent with them, so r is 0, and node j adds s - C(s) to its leaves: the mean of all is kept.
+  a + q_i. What is not subtracted stays in the leaves and is sent with them, so r is 0, and node j
+  adds s - C(s) to its leaves: the mean of all is kept. The place of r has a + q_i.
 - EASGD and DiLoCo move their anchor themselves. The mean is still a + C(s) / P, and the rounding
   errors stay in the residuals, so that sums over time lose nothing.
 - Other wires, for instance in blocking phases, send x_i + r_i, and r_i becomes the rounding error.
@@ -64,11 +64,10 @@ class Feedback(NamedTuple):
     which keeps their mean the same. Exchanges in flight are dropped with their residuals.
 
     Attributes:
-        residual: r, like the parameters or gradients, in their ``sum_dtype``. The optimizer's
-            moments are never on these wires.
+        residual: r, like the parameters or gradients, in their ``sum_dtype``. If the merge is
+            relative, what the others have decoded of the leaves in flight. The optimizer's moments
+            are never on these wires.
         anchor: a, like ``residual``. Empty for gradients, and where the merge rule has one.
-        posted: this node's leaves in the exchange in flight as the others have decoded them, like
-            ``residual``. Empty if no merge subtracts them.
         block_bits: int32, bits of a number in the exchange in flight, or else in the last one:
             8 for int8, 4 for float4, 0 for other wires.
         anchor_ready: bool, whether the anchor is set or not needed. The same on all nodes.
@@ -76,39 +75,46 @@ class Feedback(NamedTuple):
 
     residual: Leaves
     anchor: Leaves
-    posted: Leaves
     block_bits: jax.Array
     anchor_ready: jax.Array
 
 
-def init_feedback(tree: PyTree, uses_anchor: bool, keeps_posted: bool) -> Feedback:
+def init_feedback(tree: PyTree, uses_anchor: bool) -> Feedback:
     """The state at the start of training."""
     zeros = [jnp.zeros_like(x, sum_dtype(x.dtype)) for x in float_leaves(tree)]  # sharded as x
     bits, ready = jnp.zeros((), jnp.int32), jnp.full((), not uses_anchor)
-    anchor, posted = (list(zeros) if kept else [] for kept in (uses_anchor, keeps_posted))
-    return Feedback(zeros, anchor, posted, bits, ready)
+    return Feedback(zeros, list(zeros) if uses_anchor else [], bits, ready)
 
 
 def compress(
-    wire: str | None, healthy: jax.Array, leaves: Leaves, residual: Leaves, anchor: Leaves
-) -> tuple[Leaves, Leaves, Leaves]:
-    """Computes what to send, the new residual, and what the other nodes decode.
+    wire: str | None,
+    relative: bool,
+    healthy: jax.Array,
+    leaves: Leaves,
+    residual: Leaves,
+    anchor: Leaves,
+) -> tuple[Leaves, Leaves]:
+    """Computes what to send, and the new residual.
 
-    A node that is not ``healthy`` does not contribute and keeps its old residual.
+    If the merge is ``relative``, what the others decode takes the place of the residual. A node
+    that is not ``healthy`` does not contribute and keeps its old residual.
     """
-    message, kept, decoded = [], [], []
+    message, kept = [], []
     for x, r, a in zip(leaves, residual, _anchors(anchor, residual), strict=True):
+        base = a if wire in FORMATS else jnp.zeros((), r.dtype)
+        value = x.astype(r.dtype) - base
+        if not relative:
+            value = value + r
         if wire in FORMATS:
-            value = x.astype(r.dtype) - a + r
             sent = rounded(value, wire)
-            decoded.append(a + sent)
         else:
-            value = x.astype(r.dtype) + r
             sent = round_to(value, wire_dtype(x.dtype, wire)).astype(x.dtype)
-            decoded.append(sent.astype(r.dtype))
         message.append(sent)
-        kept.append(jnp.where(healthy, _finite_or_zero(value - sent.astype(r.dtype)), r))
-    return message, kept, decoded
+        if relative:
+            kept.append(jnp.where(healthy, base + sent.astype(r.dtype), 0))
+        else:
+            kept.append(jnp.where(healthy, _finite_or_zero(value - sent.astype(r.dtype)), r))
+    return message, kept
 
 
 def start_with_feedback(
@@ -120,6 +126,7 @@ def start_with_feedback(
     choice: jax.Array,
     feedback: Feedback,
     anchor: Leaves,
+    relative: bool,
 ) -> tuple[PyTree, Number, Feedback]:
     """Posts a message on the chosen one of ``wires``, with what the residuals add to it.
 
@@ -136,18 +143,15 @@ def start_with_feedback(
     count = len(feedback.residual)  # of the parameters; moments have no feedback
 
     def start(wire, of_leaves, state, residual):
-        run = exchange.per_shard(functools.partial(compress, wire), slice(0, count))
-        rounded, residual, posted = run(header[0] > 0, message[:count], residual, anchor)
+        run = exchange.per_shard(functools.partial(compress, wire, relative), slice(0, count))
+        rounded, residual = run(header[0] > 0, message[:count], residual, anchor)
         rounded = [*rounded, *message[count:]]
-        if feedback.posted:  # what a merge does not subtract stays in the leaves
-            residual = feedback.residual
-        kept = residual, posted[: len(feedback.posted)]
-        return *exchange.start(state, number, step, rounded, header, of_leaves), kept
+        return *exchange.start(state, number, step, rounded, header, of_leaves), residual
 
     starts = [functools.partial(start, *pair) for pair in zip(wires, of_leaves, strict=True)]
-    state, following, (residual, posted) = lax.switch(choice, starts, state, feedback.residual)
+    state, following, residual = lax.switch(choice, starts, state, feedback.residual)
     bits = jnp.array([block_bits(wire) for wire in wires], jnp.int32)[choice]
-    return state, following, feedback._replace(residual=residual, posted=posted, block_bits=bits)
+    return state, following, feedback._replace(residual=residual, block_bits=bits)
 
 
 def decompress(

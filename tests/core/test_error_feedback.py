@@ -58,7 +58,7 @@ def test_gradients_have_no_anchor():
 
 def test_what_no_node_has_sent_leaves_residual_and_anchor_alone():
     params = [jnp.ones(64)]
-    feedback = init_feedback(params, uses_anchor=True, keeps_posted=False)._replace(
+    feedback = init_feedback(params, uses_anchor=True)._replace(
         residual=[jnp.full(64, 0.25)], anchor=[jnp.full(64, 2.0)], block_bits=jnp.int32(8)
     )
     header = jnp.zeros(HEADER_SIZE).at[FINITE].set(1)  # of an exchange that was abandoned
