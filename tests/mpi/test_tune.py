@@ -26,7 +26,7 @@ def test_what_is_measured_and_advised_is_printed_once():
     number = 2 * (5 + len(WIRES) - 1)  # five sizes in float32, one on each other wire
     assert text.count(f"2 nodes; 60000 parameters, 0.24 MB in float32; {number} exchanges") == 1
     assert text.count("period 1, delay 0: a step takes 6e+03 s (+0.0%)") >= 1
-    assert text.count("Exchanges block, and nothing is stale.") == 1
+    assert text.count("jdaso.local_sgd(exchange, period=1, delay=0, wire=") == 1
     assert "This did not measure a network: 2 nodes share 1 host," in text
     for wire in WIRES:
         (found,) = re.findall(rf"^{wire} +(\S+) +(\S+) +(\S+)$", ended.output, re.M)
