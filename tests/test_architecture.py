@@ -20,7 +20,7 @@ ENTRIES = {
     "checkpoint": {"core", "cluster"},
     "passm": {"core", "cluster", "exchange"},
     "center": {"core", "schedules", "cluster", "exchange", "algorithms"},
-    "perf": {"core", "cluster", "exchange", "algorithms"},
+    "perf": {"core", "schedules", "cluster", "exchange", "algorithms"},
     "faults": {"core", "checkpoint"},
 }
 ENTRIES["__init__"] = ENTRIES["__main__"] = {*ENTRIES, "__version__"}

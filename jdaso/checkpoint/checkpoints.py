@@ -241,6 +241,7 @@ class Checkpoints:
             JdasoError: On all nodes, if complete checkpoints exist and none can be restored.
         """
         self.wait()
+        self._topology.group.barrier(self._purpose)  # the other nodes have written their parts
         for _ in range(_MAX_READS):
             with contextlib.suppress(_DeletedError):
                 return self._restore_newest(like, resume)

@@ -21,6 +21,7 @@ from jdaso.core.types import ParamsWithMoments, PyTree
 from jdaso.exchange.mpi import mpi_exchange
 from jdaso.perf.model import COMPARED_WIRES, FLOAT32_WIRES
 from jdaso.perf.predict_command import add_model, advice
+from jdaso.schedules import constant
 
 # A measurement was disturbed if equal exchanges, or the quartiles of equal computations, differ by
 # more than this share of the time of an exchange.
@@ -249,7 +250,7 @@ def prepare(
     It posts an exchange, calls ``meanwhile`` and merges the result, as DaSGD does. It returns the
     seconds the exchange was in flight, and the seconds of the copies before and after.
     """
-    averaging = dasgd(exchange, period=2, delay=1, wire=wire)
+    averaging = dasgd(exchange, schedule=constant(2, 1), wire=wire)
     assert averaging.engine is not None
     engine = averaging.engine._replace(moments_wire=args.moments_wire)
 
