@@ -78,5 +78,5 @@ def dasgd(
     rule = choose_merge(merge, mixing_merge(xi), lambda arrival: 1 - xi)
     options = {"nonfinite": nonfinite, "fragments": fragments}
     found = averaging_on_one_wire("dasgd", exchange, schedule, rule, wire, **options)
-    warn_if_slow("dasgd", exchange, period, delay, None if merge == "delta" else lambda _: 1 - xi)
+    warn_if_slow("dasgd", exchange, period, delay, 0.0 if merge == "delta" else 1 - xi)
     return found

@@ -1,5 +1,7 @@
 """DASO: asynchronous averaging with a merge weighted by age. Its schedule is jdaso.cycling."""
 
+from typing import Any
+
 from jdaso.algorithms.defaults import choose_merge, resolve_schedule, resolve_wire
 from jdaso.algorithms.progress import warn_if_slow
 from jdaso.core.exchange import Exchange
@@ -103,15 +105,20 @@ def daso(
         "daso",
         exchange,
         schedule,
-        choose_merge(merge, mean, lambda a: a.members / (2.0 * a.age + a.members)),
+        choose_merge(merge, mean, lambda arrival: mean_weight(arrival.members, arrival.age)),
         wire=resolve_wire("wire", wire, exchange, "float32"),
         blocking_wire=resolve_wire("blocking_wire", blocking_wire, exchange, "bfloat16"),
         nonfinite=nonfinite,
         fragments=fragments,
     )
-    late = None if merge == "delta" else lambda nodes: nodes / (2 * (delay or 0) + nodes)
-    warn_if_slow("daso", exchange, period, delay, late)
+    weight = 0.0 if merge == "delta" else mean_weight(exchange.num_nodes, delay or 0)
+    warn_if_slow("daso", exchange, period, delay, weight)
     return found
+
+
+def mean_weight(members: Any, age: Any) -> Any:
+    """Returns w = P / (2 S + P), the weight of the mean of P members after S steps."""
+    return members / (2.0 * age + members)
 
 
 def _merge(leaves: Leaves, arrival: Arrival, state: PyTree) -> tuple[Leaves, PyTree]:

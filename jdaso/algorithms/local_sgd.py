@@ -71,5 +71,5 @@ def local_sgd(
     rule = choose_merge(merge, mixing_merge(0.0), lambda arrival: 1.0)
     options = {"nonfinite": nonfinite, "fragments": fragments}
     found = averaging_on_one_wire("local_sgd", exchange, schedule, rule, wire, **options)
-    warn_if_slow("local_sgd", exchange, period, delay, None if merge == "delta" else lambda _: 1.0)
+    warn_if_slow("local_sgd", exchange, period, delay, 0.0 if merge == "delta" else 1.0)
     return found

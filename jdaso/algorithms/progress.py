@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from typing import NamedTuple
 
 from jdaso.core.exchange import Exchange
@@ -27,6 +26,8 @@ class Loss(NamedTuple):
 
 #: By the number of nodes. ``python bench/progress.py --results FILE --table`` computes them.
 MEASURED = {2: Loss(0.023, 0.050, 0.517), 8: Loss(0.077, 0.128, 0.656)}
+#: The largest number of nodes and the longest period that were measured.
+MEASURED_NODES, MEASURED_PERIOD = max(MEASURED), 8
 #: Least share of the progress of Local SGD with the same period that needs no warning.
 ENOUGH = 0.8
 
@@ -62,25 +63,20 @@ def warn_if_slow(
     exchange: Exchange,
     period: int | None,
     delay: int | None,
-    mean_weight: Callable[[int], float] | None,
+    weight: float,
 ) -> None:
-    """Warns if a late mean costs more than a fifth of the progress.
-
-    Args:
-        mean_weight: ``nodes -> weight`` of the mean in a merge; None for a correction.
-    """
+    """Warns if late means of this weight, 0 for a correction, cost a fifth of the progress."""
     nodes = exchange.num_nodes
-    weight = mean_weight(nodes) if mean_weight else 0.0
     if nodes < 2 or not (period and delay and is_concrete("weight", weight) and weight):
         return
     blocking = progress(period, 0, nodes, 0.0)
     mean, delta = (progress(period, delay, nodes, w) / blocking for w in (weight, 0.0))
-    beyond = nodes > max(MEASURED) or period > 8
+    beyond = nodes > MEASURED_NODES or period > MEASURED_PERIOD
     if mean < ENOUGH:
         warnings.warn(
             f"{name} with period {period} and delay {delay} keeps {mean:.0%} of the progress per "
             f"step that blocking Local SGD with this period makes on {nodes} nodes, on average "
-            f"over small trainings{' with up to 8 nodes and periods up to 8' * beyond}, at the "
+            f"over small trainings{' of 2 and 8 nodes with periods up to 8' * beyond}, at the "
             f'learning rates of synchronous training. With merge="delta" it keeps {delta:.0%}.',
             stacklevel=3,
         )

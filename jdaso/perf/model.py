@@ -12,6 +12,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jdaso.algorithms.daso import mean_weight
+from jdaso.algorithms.progress import MEASURED_PERIOD
 from jdaso.algorithms.progress import progress as measured_progress
 from jdaso.core.block_format import BLOCK_SIZE, FORMATS
 from jdaso.core.chain import MOMENTS_WIRES
@@ -44,9 +46,8 @@ LATE_ALGORITHMS = ("local_sgd", "daso", "dasgd")
 #: The algorithms and merges that ``tune`` and ``predict`` compare.
 RULES = (("local_sgd", "mean"), ("daso", "delta"), ("daso", "mean"), ("dasgd", "mean"))
 LONGEST_PERIOD = 64
-#: The largest period and number of nodes whose progress was measured, and the standard deviation of
-#: the progress of a task and rate from their mean.
-MEASURED_PERIOD, MEASURED_NODES, SPREAD = 8, 8, 0.2
+#: The standard deviation of the progress of a task and rate from the formula.
+SPREAD = 0.2
 _CHOICES = 3
 
 
@@ -248,9 +249,7 @@ ALGORITHMS = {
     "dasgd": Algorithm("float32", lambda period: period - 1, lambda nodes, delay: 0.75),
     "easgd": Algorithm("float32", lambda period: period, moves_moments=False),
     "eamsgd": Algorithm("float32", lambda period: period, moves_moments=False),
-    "daso": Algorithm(
-        "float32", lambda period: max(1, period // 4), lambda nodes, s: nodes / (2 * s + nodes)
-    ),
+    "daso": Algorithm("float32", lambda period: max(1, period // 4), mean_weight),
     "diloco": Algorithm("float32", lambda period: 0, lambda nodes, delay: 1.0),
 }
 
@@ -576,10 +575,10 @@ def taken_back(
 def progress(algorithm: str, period: int, delay: int, nodes: int, merge: str = "mean") -> float:
     """Returns the steps of synchronous training that a step is worth, as measured on average.
 
-    The measurements are those of ``bench/progress.py``: six small trainings on 2 and 8 nodes, at
-    the best learning rate of synchronous training, at half of it and at a quarter of it. Periods
-    were at most 8. A formula of three coefficients interpolates them, see
-    ``jdaso/algorithms/progress.py``. A training of your own may differ by more than the settings.
+    The measurements are those of ``bench/progress.py``: six small trainings on 2 nodes, and four of
+    them on 8, at the best learning rate of synchronous training, half of it, and a quarter of it.
+    Periods were at most 8. A formula of three coefficients interpolates them, see
+    ``jdaso/algorithms/progress.py``. Trainings differ by more than most settings do.
 
     Args:
         algorithm: ``local_sgd``, ``daso`` or ``dasgd``.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jdaso import perf
+from jdaso.algorithms.progress import MEASURED_NODES, MEASURED_PERIOD
 from jdaso.core.block_format import FORMATS
 from jdaso.core.chain import MOMENTS_WIRES
 from jdaso.core.command_line import path_option, text_table, wrapped
@@ -17,8 +18,6 @@ from jdaso.core.wire import block_bits
 from jdaso.perf.model import (
     COMPARED_WIRES,
     FLOAT32_WIRES,
-    MEASURED_NODES,
-    MEASURED_PERIOD,
     MODELLED_PATTERNS,
     SPREAD,
     WITHOUT_FORMATS,
@@ -248,7 +247,7 @@ def advice(step_time: float, costs: Mapping[str, WireCosts], nodes: int) -> list
     best, *others = recommend(step_time, costs, nodes)
     lines = [f"Choose {expected(best)}", *(f"Or {expected(other)}" for other in others)]
     lines.append(
-        "Settings are compared by step time divided by this progress, the mean over six small "
+        "Settings are compared by step time divided by this progress, the mean over small "
         "trainings and three learning rates. That of your training differs, typically by "
         f"{SPREAD:.0%}. Rounding counts as nothing, except for the time of copies."
     )
