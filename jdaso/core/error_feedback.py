@@ -24,7 +24,7 @@ of the parameters.
   block, and small numbers of the block would never be sent.
 - Merges with ``merge="delta"`` subtract what the other nodes have decoded of this node's leaves,
   a + q_i. What is not subtracted stays in the leaves and is sent with them, so r is 0, and node j
-  adds s - C(s) to its leaves: the mean of all is kept. The place of r has a + q_i.
+  adds s - C(s) to its leaves: the mean of all is kept. The state holds a + q_i in place of r.
 - EASGD and DiLoCo move their anchor themselves. The mean is still a + C(s) / P, and the rounding
   errors stay in the residuals, so that sums over time lose nothing.
 - Other wires, for instance in blocking phases, send x_i + r_i, and r_i becomes the rounding error.

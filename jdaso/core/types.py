@@ -126,9 +126,9 @@ class Merge(NamedTuple):
             :class:`optax.MaskedNode` takes the places of the others.
         shared: whether the state must be the same on all nodes, bit for bit.
         relative: whether the sums are differences from what this node has posted. The host
-            subtracts it in the slots, so that the device keeps no copy, except for int8 and float4.
-            A node that has not contributed takes the mean in place of what ``merge``
-            returns. Where a merge is due at a step that posts, it comes first.
+            subtracts it in the slots, so that the device keeps no copy. On the wires int8 and
+            float4 the device keeps it. A node that has not contributed takes the mean in place of
+            what ``merge`` returns. Where a merge is due at a step that posts, it comes first.
         base: ``(state) -> leaves``, one for each floating-point leaf, in the dtype of its sum. They
             must be the same on all nodes (``shared``) and change only in ``merge``. int8 and float4
             send differences from them. If it is None, int8 and float4 send differences from the
