@@ -377,7 +377,8 @@ def _start_mpi() -> Comm | None:
             raise JdasoError(
                 f"{launch.launcher.name} started {launch.processes} processes, but mpi4py cannot "
                 f"be imported on {socket.gethostname()}: {error}. Install it with: pip install "
-                "mpi4py. Check it with: python -m jdaso doctor"
+                "mpi4py (where there is no MPI: pip install mpich mpi4py). Check it with: python "
+                "-m jdaso doctor"
             ) from error
         return None
     if not MPI.Is_initialized():

@@ -192,9 +192,41 @@ def test_functions_of_the_driver_are_declared_as_in_cuda(tmp_path):
 
 def test_without_a_compiled_library_an_exchange_says_how_to_build_it(monkeypatch):
     monkeypatch.setattr(slots, "_LIBRARY", "jdaso.exchange.host._missing")
+    monkeypatch.setattr(slots, "_installed", lambda: iter(()))
     monkeypatch.setattr(slots, "load", slots.load.__wrapped__)
-    with pytest.raises(jdaso.JdasoError, match=r"no compiled library.*C\+\+17 compiler builds it"):
+    with pytest.raises(jdaso.JdasoError, match=r"no compiled library.*C\+\+17 compiler"):
         slots.Table()
+
+
+def test_in_a_clone_the_compiled_library_of_the_installed_jdaso_serves(tmp_path):
+    site = tmp_path / "site"
+    clone = tmp_path / "clone"
+    built = Path(slots.load()._name)
+    shutil.copytree(SOURCES.parents[1], clone / "jdaso", ignore=shutil.ignore_patterns("*.so"))
+    installed = site / SOURCES.relative_to(SOURCES.parents[2])
+    installed.mkdir(parents=True)
+    for file in (built, *SOURCES.glob("*.cc"), *SOURCES.glob("*.h")):
+        shutil.copy(file, installed)
+    record = site / "jdaso-0.dist-info"
+    record.mkdir()
+    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: jdaso\nVersion: 0\n")
+    name = (installed / built.name).relative_to(site)
+    (record / "RECORD").write_text(f"{name},,\n")
+    program = "from jdaso.exchange.host import slots; print(slots.load()._name)"
+
+    def run():
+        return subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=clone,
+            env={**os.environ, **CPU, "PYTHONPATH": str(site)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    assert run().stdout.split() == [str(installed / built.name)]
+    (installed / "slots.h").write_text("// of another version\n")
+    assert "was built from another slots.h" in run().stderr
 
 
 def device(platform):

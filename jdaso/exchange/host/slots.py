@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.metadata
 import importlib.util
 import logging
 import pathlib
@@ -109,19 +110,37 @@ _FUNCTIONS: dict[str, tuple] = {
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Loads the compiled library.
+    """Loads the compiled library; in a clone without one, that of the installed jdaso.
 
     Raises:
         JdasoError: if it was not built, or for another system or version.
     """
     found = importlib.util.find_spec(_LIBRARY)
-    if found is None or found.origin is None:
-        raise JdasoError(
-            f"{pathlib.Path(__file__).parent} contains no compiled library, which exchanges over "
-            "MPI need: a C++17 compiler builds it when jdaso is installed (in a clone, run pip "
-            "install -e . or start Python in another folder)."
-        )
-    return open_library(found.origin)
+    if found is not None and found.origin is not None:
+        return open_library(found.origin)
+    folder = pathlib.Path(__file__).parent
+    for installed in _installed():
+        for source in (*folder.glob("*.cc"), *folder.glob("*.h")):
+            copy = installed.with_name(source.name)
+            if not copy.is_file() or copy.read_bytes() != source.read_bytes():
+                raise JdasoError(
+                    f"{installed} was built from another {source.name} than that of {folder}. "
+                    "Install jdaso again from this clone, or start Python in another folder."
+                )
+        return open_library(str(installed))
+    raise JdasoError(
+        f"{folder} contains no compiled library, and no installed jdaso has one. Exchanges over "
+        "MPI need it: a C++17 compiler, such as g++, builds it when pip installs jdaso."
+    )
+
+
+def _installed() -> Iterator[pathlib.Path]:
+    """Yields the compiled libraries of installed distributions of jdaso."""
+    for distribution in importlib.metadata.distributions(name="jdaso"):
+        for file in distribution.files or ():
+            path = pathlib.Path(str(distribution.locate_file(file)))
+            if path.suffix == ".so" and path.is_file():
+                yield path
 
 
 def open_library(path: str) -> ctypes.CDLL:
