@@ -6,7 +6,7 @@
 All methods take the same number of steps with the same learning rate and momentum. As in Table I
 of the DaSGD paper, the learning rate rises for 30 % of the steps and then falls. No hyperparameters
 are tuned for one of the methods, but one row has the learning rate 1 / (1 - w s / k) times as high,
-see jdaso.perf.taken_back. ``--data`` is a folder with train/<class>/*.jpg and
+see jdaso.perf.discarded. ``--data`` is a folder with train/<class>/*.jpg and
 test/<class>/*.jpg. Each result is appended to the file of --results at once, and what the file has
 is not trained again.
 """
@@ -34,7 +34,7 @@ import study
 WIDTHS = (16, 32, 64)
 PEAK, MOMENTUM, WEIGHT_DECAY = 0.1, 0.9, 5e-4
 SYNCHRONOUS = "synchronous"
-#: With a learning rate that would make up for the progress that merges take back.
+#: With a learning rate that would make up for the progress that merges discard.
 FASTER = "DASO 2/1, higher rate"
 #: Options that change what a training finds.
 SIZES = ("nodes", "batch_size", "epochs", "size")
@@ -109,7 +109,7 @@ def main() -> None:
     steps = len(study.batches(len(data.labels), options.nodes, options.batch_size, options.epochs))
     model = study.SmallCNN(WIDTHS, num_classes=int(data.labels.max()) + 1)
     results = Results(options.results)
-    rates = {FASTER: PEAK / (1 - perf.taken_back("daso", 2, 1, options.nodes))}
+    rates = {FASTER: PEAK / (1 - perf.discarded("daso", 2, 1, options.nodes))}
     averagings = methods(steps, options.epochs)
     sizes = {name: getattr(options, name) for name in SIZES}
     seeds = range(options.seeds)

@@ -3,6 +3,7 @@
     python bench/progress.py --cifar cifar10 --results FILE [--nodes 2 8] [--seeds 3] [--steps 240]
     python bench/progress.py --results FILE --table     prints what the file has
     python bench/progress.py --quick                    two tasks, one seed, five minutes
+    python bench/progress.py --own ...                  each setting at its own best rate
     python bench/progress.py --full ...                 also wires, 4 nodes, and other merges
 
 All nodes of a virtual cluster train from the same parameters, each on its own batches. A setting is
@@ -11,7 +12,8 @@ steps is that of synchronous training after n steps, its progress is n / s. It i
 last third of the training. The loss is that of the mean of the nodes on fixed training examples.
 
 Each setting has the learning rate of its user: the one of seven with which synchronous training
-ends with the lowest loss, half of it, and a quarter of it. Its local optimizer is the same.
+ends with the lowest loss, half of it, and a quarter of it. Its local optimizer is the same. With ``--own`` it has all seven, and the
+table shows the best of them.
 """
 
 from __future__ import annotations
@@ -253,7 +255,7 @@ class Setting(NamedTuple):
     full: bool = False  # whether only --full has it
 
 
-ALONE, SYNCHRONOUS = "one process alone", "synchronous"
+ALONE = "one process alone"
 SETTINGS = {
     ALONE: Setting(lambda x: jdaso.local_sgd(x, 1)),
     "local_sgd 4/0": Setting(lambda x: jdaso.local_sgd(x, 4)),
@@ -387,12 +389,13 @@ def run(options: argparse.Namespace, results: Results) -> None:
         task = make()
         for nodes in options.nodes:
             key = {"task": name, "nodes": nodes, "steps": options.steps}
+            own = {"rates": "all"} if options.own else {}
             longer = int(options.steps * LONGER)
             trainers = {n: Trainer(task, n) for n in (1, nodes)}
             trainer = trainers[nodes]
             best = results.get({**key, "setting": "rate"})
+            tried = task.rate * np.array(SEARCHED)
             if best is None:
-                tried = task.rate * np.array(SEARCHED)
                 losses = trainer.losses(synchronous, tried, [1000] * len(tried), options.steps)
                 ends = losses[:, -5:].mean(axis=1)
                 best = [float(tried[np.nanargmin(ends)])]
@@ -400,21 +403,25 @@ def run(options: argparse.Namespace, results: Results) -> None:
                 print(
                     name, nodes, dict(zip(tried.tolist(), ends.tolist(), strict=True)), flush=True
                 )
-            rates, seeds = np.meshgrid(np.multiply(SHARES, best[0]), np.arange(options.seeds))
+            of_setting = tried if options.own else np.multiply(SHARES, best[0])
+            rates, seeds = np.meshgrid(of_setting, np.arange(options.seeds))
             given, reference = (rates.ravel(), seeds.ravel()), None
             for setting, (averaging, full) in SETTINGS.items():
                 if (full and not options.full) or not re.search(options.only, setting):
                     continue
-                described = {**key, "setting": setting, "seeds": options.seeds}
+                described = {**key, "setting": setting, "seeds": options.seeds, **own}
                 if results.get(described) is not None:
                     continue
                 if reference is None:
-                    reference = trainer.losses(synchronous, *given, longer)
+                    at = np.full(len(given[0]), best[0]) if options.own else given[0]
+                    reference = trainer.losses(synchronous, at, given[1], longer)
                 start = time.monotonic()
                 of = trainers[1] if setting == ALONE else trainer
                 losses = of.losses(averaging, *given, options.steps)
                 found = [progress(a, b) for a, b in zip(losses, reference, strict=True)]
                 shaped = np.reshape(found, rates.shape).T.tolist()  # by rate, then seed
+                if options.own:
+                    shaped = [[r, *of_rate] for r, of_rate in zip(of_setting, shaped, strict=True)]
                 results.add(described, shaped)
                 means = " ".join(f"{np.mean(x):.2f}" for x in shaped)
                 print(
@@ -430,7 +437,8 @@ def measured(
     found: dict[str, dict[str, np.ndarray]] = {}
     for setting, name in itertools.product(SETTINGS, tasks(Path())):
         key = {"task": name, "nodes": nodes, "steps": options.steps}
-        result = results.get({**key, "setting": setting, "seeds": options.seeds})
+        own = {"rates": "all"} if options.own else {}
+        result = results.get({**key, "setting": setting, "seeds": options.seeds, **own})
         if result is not None:
             found.setdefault(setting, {})[name] = np.array(result)
     return found
@@ -456,6 +464,26 @@ def table(found: dict[str, dict[str, np.ndarray]], nodes: int) -> list[str]:
     return lines
 
 
+def own_table(
+    found: dict[str, dict[str, np.ndarray]], results: Results, nodes: int, steps: int
+) -> list[str]:
+    """The rows of the settings, with the progress at their own best rate, and this rate.
+
+    Found are rows of a rate and the progress of each seed.
+    """
+    names = sorted({name for of_tasks in found.values() for name in of_tasks})
+    lines = [f"| {nodes} nodes | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    cells: dict[str, list[str]] = {"synchronous": []}
+    for name in names:
+        best = results.get({"task": name, "nodes": nodes, "steps": steps, "setting": "rate"})
+        cells["synchronous"].append(f"1.00 at {best[0]:g}" if best else "-")
+        for setting, of_tasks in found.items():
+            rates, values = of_tasks[name][:, 0], of_tasks[name][:, 1:].mean(axis=1)
+            rate = rates[values.argmax()]
+            cells.setdefault(setting, []).append(f"{values.max():.2f} at {rate:g}")
+    return lines + [f"| {setting} | {' | '.join(row)} |" for setting, row in cells.items()]
+
+
 def fit(found: dict[str, dict[str, np.ndarray]], nodes: int) -> tuple[np.ndarray, float]:
     """The coefficients of jdaso/algorithms/progress.py, and the error of a task and rate.
 
@@ -469,7 +497,7 @@ def fit(found: dict[str, dict[str, np.ndarray]], nodes: int) -> tuple[np.ndarray
             continue
         algorithm, period, delay, correction = known.groups()
         k, s = int(period), int(delay)
-        taken = 0.0 if correction else jdaso.perf.taken_back(algorithm, k, s, nodes)
+        taken = 0.0 if correction else jdaso.perf.discarded(algorithm, k, s, nodes)
         for progress in of_tasks.values():
             rows += [[np.log2(k), np.log2(1 + s), taken]] * progress.shape[0]
             values += progress.mean(axis=1).tolist()
@@ -501,6 +529,7 @@ def main() -> None:
     add("--only", default="", help="regular expression for the settings")
     add("--full", action="store_true", help="all settings")
     add("--quick", action="store_true", help="two tasks, one seed")
+    add("--own", action="store_true", help="each setting at its own best learning rate")
     add("--table", action="store_true", help="train nothing")
     add("--results", type=Path, help="file that keeps the results")
     options = parser.parse_args()
@@ -512,6 +541,9 @@ def main() -> None:
         run(options, results)
     for nodes in options.nodes:
         found = measured(results, nodes, options)
+        if options.own:
+            print("\n" + "\n".join(own_table(found, results, nodes, options.steps)))
+            continue
         print("\n" + "\n".join(table(found, nodes)))
         coefficients, error = fit(found, nodes)
         print(f"\n{nodes} nodes: {np.round(coefficients, 3).tolist()}, error {error:.2f}")

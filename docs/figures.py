@@ -2,7 +2,7 @@
 
     python docs/figures.py
 
-Colours are readable on white and on black, and backgrounds are transparent. Measured values come
+Colors are readable on white and on black, and backgrounds are transparent. Measured values come
 from bench/README.md, and the arrows between the entries of the package from
 tests/test_architecture.py.
 """
@@ -49,19 +49,19 @@ def figure(width: float, height: float):
     return drawn, axes
 
 
-def box(axes, x, y, width, height, text, colour=INK, size=10, fill=0.15):
+def box(axes, x, y, width, height, text, color=INK, size=10, fill=0.15):
     """A box with rounded corners and centered text."""
     shape = dict(boxstyle="round,pad=0,rounding_size=0.06", linewidth=1.4)
     axes.add_patch(
-        FancyBboxPatch((x, y), width, height, facecolor=(colour, fill), edgecolor=colour, **shape)
+        FancyBboxPatch((x, y), width, height, facecolor=(color, fill), edgecolor=color, **shape)
     )
     axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", size=size)
 
 
-def arrow(axes, start, end, text="", colour=INK, bend=0.0, offset=(0.0, 0.1)):
+def arrow(axes, start, end, text="", color=INK, bend=0.0, offset=(0.0, 0.1)):
     """An arrow with text beside its middle."""
     style = dict(
-        arrowstyle="-|>", mutation_scale=11, color=colour, linewidth=1.3, shrinkA=0, shrinkB=0
+        arrowstyle="-|>", mutation_scale=11, color=color, linewidth=1.3, shrinkA=0, shrinkB=0
     )
     axes.add_patch(FancyArrowPatch(start, end, connectionstyle=f"arc3,rad={bend}", **style))
     middle = ((start[0] + end[0]) / 2 + offset[0], (start[1] + end[1]) / 2 + offset[1])
@@ -188,9 +188,9 @@ def architecture():
             (x, y), (x2, y2) = place[name], place[other]
             share = (x2 - x) * 0.12
             arrow(axes, (x + share, y - 0.01), (x2 - share, y2 + 0.44))
-    colours = {"core": COMPUTE, "schedules": COMPUTE, "algorithms": COMPUTE}
+    colors = {"core": COMPUTE, "schedules": COMPUTE, "algorithms": COMPUTE}
     for name, (x, y) in place.items():
-        box(axes, x - width / 2, y, width, 0.42, name, colours.get(name, FLIGHT), 10)
+        box(axes, x - width / 2, y, width, 0.42, name, colors.get(name, FLIGHT), 10)
     top = 0.3 + gap * len(rows)
     box(axes, 0.6, top, 6.8, 0.42, "__init__ and __main__ import all entries", INK)
     axes.text(
@@ -208,8 +208,8 @@ def step_time():
     drawn, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
     measured = bench_tables.rows("Predicted and measured")
     rates = {"mbit": 1, "gbit": 1000}
-    colours = {"synchronous": WAIT, "local_sgd": FLIGHT, "dasgd": COMPUTE, "daso": MERGE}
-    for algorithm, colour in colours.items():
+    colors = {"synchronous": WAIT, "local_sgd": FLIGHT, "dasgd": COMPUTE, "daso": MERGE}
+    for algorithm, color in colors.items():
         points = []
         for row in measured:
             if row["nodes"] == "2" and row["algorithm"] == algorithm:
@@ -218,7 +218,7 @@ def step_time():
         axes.plot(
             *zip(*sorted(points), strict=True),
             marker="o",
-            color=colour,
+            color=color,
             label=f"jdaso, {algorithm}",
         )
     peers = [row for row in bench_tables.rows("Beside PyTorch") if row[""].startswith("torch")]
@@ -249,8 +249,8 @@ def peers():
         rows = bench_tables.rows("Beside PyTorch", number)
         names = [row[""] for row in rows]
         seconds = [float(row["s/step, median"]) for row in rows]
-        colours = [COMPUTE if name.startswith("jdaso") else FLIGHT for name in names]
-        bars = axes.barh(names, seconds, color=colours, height=0.7)
+        colors = [COMPUTE if name.startswith("jdaso") else FLIGHT for name in names]
+        bars = axes.barh(names, seconds, color=colors, height=0.7)
         axes.bar_label(bars, fmt="%.2f", padding=3, color=INK, size=8)
         axes.set_title(title, size=10, color=INK)
         axes.set(xlabel="seconds per step", xlim=(0, 1.12 * max(seconds)))
@@ -264,7 +264,7 @@ def period_delay():
     rows = bench_tables.rows("Period and delay of DASO with 32 nodes")
     periods = sorted({int(row["B"]) for row in rows})
     delays = sorted({int(row["S"]) for row in rows})
-    colours = plt.get_cmap("RdYlGn")
+    colors = plt.get_cmap("RdYlGn")
     opacity = 0.6  # on white, so that black text is readable in both themes
     for row in rows:
         x, y = periods.index(int(row["B"])), delays.index(int(row["S"]))
@@ -275,7 +275,7 @@ def period_delay():
                 (x - 0.48, y - 0.46),
                 0.96,
                 0.92,
-                color=[1 - opacity * (1 - c) for c in colours(share)[:3]],
+                color=[1 - opacity * (1 - c) for c in colors(share)[:3]],
             )
         )
         axes.text(x, y, f"{value:.1f}", ha="center", va="center", size=9, color="black")

@@ -56,7 +56,7 @@ def by_step(function: Callable[[jax.Array], tuple[Number, Number]]) -> Schedule:
 
     Args:
         function: ``step -> (period, delay)``. The step is an int32 scalar counted from 0. The
-            results must be whole numbers with ``period >= 1`` and ``0 <= delay <= period``, the
+            results must be integers with ``period >= 1`` and ``0 <= delay <= period``, the
             same on all nodes.
 
     Returns:

@@ -36,8 +36,8 @@ def daso(
     :func:`jdaso.mpi_exchange`, the devices with local index ``k mod L`` make the k-th exchange.
     Afterwards all devices of the node hold the result.
 
-    The mean has the weight w = P / (2 S + P). With a period of B steps, each merge takes back the
-    share w S / B of the local progress. ``merge="delta"`` takes nothing back. It adds a correction,
+    The mean has the weight w = P / (2 S + P). With a period of B steps, each merge discards the
+    share w S / B of the local progress. ``merge="delta"`` discards nothing. It adds a correction,
     the difference between the mean and what this node has posted:
 
         x(t+S) <- x(t+S) + P / (2 S + P) ((1/P) sum_i x_i(t) - x(t))

@@ -1,4 +1,4 @@
-"""EASGD: an elastic force pulls the nodes towards a common center."""
+"""EASGD: an elastic force pulls the nodes toward a common center."""
 
 import warnings
 from typing import NamedTuple
@@ -56,7 +56,7 @@ def easgd(
         period: tau, optimizer steps between two exchanges.
         alpha: Moving rate, the same at every exchange. None selects ``beta / P``, whatever the
             period.
-        beta: Used where alpha is None. At every exchange the center moves towards the mean of
+        beta: Used where alpha is None. At every exchange the center moves toward the mean of
             the nodes by the share ``beta = P alpha``.
         schedule: Replaces the period. As long as all nodes are finite, its delay changes when
             training waits for the sum, and no result. An exchange due at the end of a step, also

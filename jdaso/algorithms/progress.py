@@ -16,12 +16,12 @@ class Loss(NamedTuple):
     Attributes:
         period: For each doubling of the period.
         delay: For each doubling of the delay, which counts from 1.
-        taken_back: For the share of a node's progress that merges take back.
+        discarded: For the share of a node's progress that merges discard.
     """
 
     period: float
     delay: float
-    taken_back: float
+    discarded: float
 
 
 #: By the number of nodes. ``python bench/progress.py --results FILE --table`` computes them.
@@ -54,7 +54,7 @@ def progress(period: int, delay: int, nodes: int, weight: float) -> float:
     return math.exp(
         -lost.period * math.log2(period)
         - lost.delay * math.log2(1 + delay)
-        - lost.taken_back * weight * delay / period
+        - lost.discarded * weight * delay / period
     )
 
 

@@ -64,7 +64,7 @@ class Frame(NamedTuple):
 
 
 def pack(kind: int, request: int, content: Any = None) -> np.ndarray:
-    """A frame, uint8, with texts, whole numbers, None, arrays and lists of them as content.
+    """A frame, uint8, with texts, integers, None, arrays and lists of them as content.
 
     They become JSON, with dtype and shape of each array, followed by the arrays' bytes. It raises
     ValueError if MPI cannot send a frame of this length.

@@ -179,7 +179,7 @@ def take_turns(
             numbers.size and not 0 <= numbers.min() <= numbers.max() < workers
         ):
             raise ValueError(
-                f"order must hold whole numbers from 0 to {workers - 1}, one worker each, got "
+                f"order must hold integers from 0 to {workers - 1}, one worker each, got "
                 f"{numbers.dtype} from {numbers.min()} to {numbers.max()}."
             )
     for leaf in jax.tree.leaves(batches):

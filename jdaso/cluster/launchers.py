@@ -232,7 +232,7 @@ def _count(environ: Mapping[str, str], variable: str) -> int:
         from jdaso.core.types import JdasoError
 
         raise JdasoError(
-            f"the environment variable {variable} must be a whole number of at least 1, got "
+            f"the environment variable {variable} must be an integer >= 1, got "
             f"{text!r}. Launchers set it: start the program with srun or mpiexec, or unset it."
         )
     return int(text)

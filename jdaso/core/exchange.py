@@ -407,7 +407,7 @@ def agreement_numbers(plan: Plan, schedule: PyTree, shared: PyTree) -> jax.Array
         shared: what else is the same on all nodes: a center, an anchor, replicated parameters.
 
     Returns:
-        float32[5], whole numbers. Those above 2^24 are rounded to float32.
+        float32[5], integers. Those above 2^24 are rounded to float32.
     """
     numbers = [plan.period, plan.delay, plan.phase, fingerprint(schedule), fingerprint(shared)]
     return jnp.stack([jnp.asarray(number, jnp.float32) for number in numbers])

@@ -44,9 +44,9 @@ def check_phases(period: int, warmup: int, cooldown: int, total: int, epoch: int
 
 
 def check_whole(name: str, value: int, least: int, bits: int = 31) -> None:
-    """Raises ValueError unless a value is a whole number in ``[least, 2**bits)``."""
+    """Raises ValueError unless a value is an integer in ``[least, 2**bits)``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+        raise ValueError(f"{name} must be an integer >= {least}, got {value!r}.")
     if value >= 2**bits:
         raise ValueError(f"{name} must be below 2**{bits}, got {reprlib.repr(value)}.")
 
@@ -104,6 +104,6 @@ def check_fragments(count: Any, schedule: Schedule) -> None:
     whole = isinstance(count, numbers.Integral) and not isinstance(count, bool)
     if not whole or not 1 <= count <= schedule.longest:
         raise ValueError(
-            f"fragments must be a whole number in [1, {schedule.longest}], got {count!r}: "
+            f"fragments must be an integer in [1, {schedule.longest}], got {count!r}: "
             "each fragment needs a step of its own within the longest period."
         )

@@ -20,7 +20,7 @@ from jdaso.perf.model import (
     predict,
     progress,
     recommend,
-    taken_back,
+    discarded,
     wire_bytes,
 )
 
@@ -40,6 +40,6 @@ __all__ = [
     "predict",
     "progress",
     "recommend",
-    "taken_back",
+    "discarded",
     "wire_bytes",
 ]

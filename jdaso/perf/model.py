@@ -531,10 +531,10 @@ class Recommendation(NamedTuple):
         )
 
 
-def taken_back(
+def discarded(
     algorithm: str, period: int, delay: int, nodes: int, own_weight: float | None = None
 ) -> float:
-    """Returns the share of a node's progress that late merges take back.
+    """Returns the share of a node's progress that late merges discard.
 
     A node moves by u in the s steps between posting x and merging. With w the weight of the mean,
 
@@ -552,13 +552,13 @@ def taken_back(
         own_weight: xi, for DaSGD only. None selects the default of the algorithm.
 
     Returns:
-        A number in [0, 1]. The delta rule of :func:`jdaso.local_sgd` takes nothing back.
+        A number in [0, 1]. The delta rule of :func:`jdaso.local_sgd` discards nothing.
 
     Raises:
         ValueError: for numbers out of range, an unknown algorithm, or an ``own_weight`` with
             another algorithm than ``dasgd``.
 
-    >>> taken_back("daso", period=2, delay=1, nodes=2), taken_back("dasgd", 2, 1, nodes=2)
+    >>> discarded("daso", period=2, delay=1, nodes=2), discarded("dasgd", 2, 1, nodes=2)
     (0.25, 0.375)
     """
     check_choice("algorithm", algorithm, ALGORITHMS)

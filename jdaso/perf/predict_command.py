@@ -77,7 +77,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 # argparse shows the names of these functions in its errors: "invalid number value".
 def number(text: str) -> int:
-    """Parses a whole number, also in a form such as 25.6e6."""
+    """Parses an integer, also in a form such as 25.6e6."""
     if not math.isfinite(float(text)):
         raise ValueError(text)
     return round(float(text))

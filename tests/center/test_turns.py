@@ -297,9 +297,9 @@ def turns(center, order, batches=None):
     [
         (
             lambda c: jdaso.center.async_easgd(c, 0),
-            "period must be a whole number of at least 1, got 0",
+            "period must be an integer >= 1, got 0",
         ),
-        (lambda c: jdaso.center.downpour(c, 2.5), "period must be a whole number"),
+        (lambda c: jdaso.center.downpour(c, 2.5), "period must be an integer"),
         (lambda c: jdaso.center.downpour(c, 2, delay=3), "delay must not exceed period"),
         (
             lambda c: jdaso.center.async_easgd(c, 4, alpha=0.0),
@@ -316,7 +316,7 @@ def turns(center, order, batches=None):
             "needs a simulated_center",
         ),
         (lambda c: jdaso.center.admm(c, 0.1, 0), "rho must be positive"),
-        (lambda c: jdaso.center.simulated_center(0), "num_workers must be a whole number"),
+        (lambda c: jdaso.center.simulated_center(0), "num_workers must be an integer"),
         (lambda c: c.read(None), r"read cluster\.center"),
         (lambda c: init_cluster(optax.sgd(0.1), jnp.ones(2), 2), "holds 0 states"),
         (
@@ -329,7 +329,7 @@ def turns(center, order, batches=None):
             "learning_rate must be positive and finite, got 0.0",
         ),
         (lambda c: turns(c, np.array([0, 1, 2])), "from 0 to 1, .* got int64 from 0 to 2"),
-        (lambda c: turns(c, np.array([0.0, 1.0])), "whole numbers"),
+        (lambda c: turns(c, np.array([0.0, 1.0])), "integers"),
         (lambda c: turns(c, np.array([0, 1]), jnp.zeros(3)), r"axis of 2 turns.* shape \(3,\)"),
         (lambda c: turns(c, np.array([0, 1]), (x for x in "ab")), "turns, .* got generator"),
         (lambda c: c.join(None, saved=1), r"read cluster\.center"),

@@ -118,10 +118,10 @@ def test_network_is_chosen_where_slurm_would_truncate_addresses(environ, mpich, 
 
 @pytest.mark.parametrize("text", ["abc", "", "-1", "0", "4.0", " 4", "4\n", "1_0", "٣", "9" * 5000])
 def test_invalid_number(text):
-    with pytest.raises(JdasoError, match="SLURM_STEP_NUM_TASKS must be a whole number") as error:
+    with pytest.raises(JdasoError, match="SLURM_STEP_NUM_TASKS must be an integer") as error:
         detect_launch(STEP | {"SLURM_STEP_NUM_TASKS": text})
     assert f"got {text!r}" in str(error.value)
-    with pytest.raises(JdasoError, match="SLURM_NTASKS must be a whole number"):
+    with pytest.raises(JdasoError, match="SLURM_NTASKS must be an integer"):
         missing_srun(BATCH_SHELL | {"SLURM_NTASKS": text})
 
 

@@ -139,8 +139,8 @@ def test_arguments_are_quoted(tmp_path_factory, words):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"nodes": 0}, "--nodes must be a whole number of at least 1, got 0"),
-        ({"min_nodes": 0}, "--min-nodes must be a whole number of at least 1, got 0"),
+        ({"nodes": 0}, "--nodes must be an integer >= 1, got 0"),
+        ({"min_nodes": 0}, "--min-nodes must be an integer >= 1, got 0"),
         (
             {"nodes": 2, "min_nodes": 1, "ntasks_per_node": 2},
             "--min-nodes requires --ntasks-per-node 1, got 2",

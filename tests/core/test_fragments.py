@@ -93,7 +93,7 @@ def test_more_fragments_than_leaves_or_steps_are_refused():
     with pytest.raises(ValueError, match=r"fragments must be at most 2, .*got 3"):
         tx.init({"a": jnp.ones(3), "b": jnp.ones(1)})
     for count in (0, 5):
-        with pytest.raises(ValueError, match=rf"whole number in \[1, 4\], got {count}"):
+        with pytest.raises(ValueError, match=rf"integer in \[1, 4\], got {count}"):
             jdaso.dasgd(jdaso.single_exchange(), 4, 2, fragments=count)
 
 

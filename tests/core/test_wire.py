@@ -117,8 +117,8 @@ def test_complex_parameters_are_refused():
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"chunk_bytes": 8}, "chunk_bytes must be a whole number of at least 16"),
-        ({"chunk_bytes": 1e6}, "chunk_bytes must be a whole number of at least 16"),
+        ({"chunk_bytes": 8}, "chunk_bytes must be an integer >= 16"),
+        ({"chunk_bytes": 1e6}, "chunk_bytes must be an integer >= 16"),
         ({"chunk_bytes": 2**31}, "chunk_bytes must be below"),
         ({"timeout": 0}, "timeout must be a finite number above 0"),
         ({"timeout": float("nan")}, "timeout must be a finite number above 0"),

@@ -45,7 +45,7 @@ def test_a_layer_is_never_divided_and_integers_belong_to_no_block():
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, True])
 def test_a_number_of_blocks_is_a_whole_number(count):
-    with pytest.raises(ValueError, match="num_blocks must be a whole number of at least 1"):
+    with pytest.raises(ValueError, match="num_blocks must be an integer >= 1"):
         partition([np.ones(2)], count)
 
 

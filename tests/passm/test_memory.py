@@ -53,14 +53,14 @@ def test_a_time_out_is_positive(timeout):
 
 @pytest.mark.parametrize("processes", [0, 1.5])
 def test_simulated_processes_are_a_whole_number(processes):
-    with pytest.raises(ValueError, match="processes must be a whole number"):
+    with pytest.raises(ValueError, match="processes must be an integer"):
         simulated_memory(PARAMS, processes)
 
 
 @pytest.mark.parametrize("name", ["max_delay", "seed"])
 def test_delays_are_whole_numbers(name):
     for value in (-1, 1.5):
-        with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 0"):
+        with pytest.raises(ValueError, match=f"{name} must be an integer >= 0"):
             simulated_memory(PARAMS, 2, **{name: value})
 
 

@@ -334,8 +334,8 @@ BAD = [
     ({"blocks": [(0, 1), (3, 4)]}, "blocks must divide all floating-point leaves"),
     ({"blocks": [(0, 1), (2, 3), (4,)]}, "2 processes, the same number of blocks for each"),
     ({"blocks": []}, "blocks must divide all floating-point leaves"),
-    ({"accumulate": 0}, "accumulate must be a whole number of at least 1, got 0"),
-    ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
+    ({"accumulate": 0}, "accumulate must be an integer >= 1, got 0"),
+    ({"seed": -1}, "seed must be an integer >= 0, got -1"),
     ({"batch_size": 8}, "batch_size weighs .* give it together with group"),
 ]
 
@@ -364,7 +364,7 @@ def test_the_group_must_have_the_members_of_a_server():
 
 @pytest.mark.parametrize(
     ("batch_size", "named"),
-    [(None, "group requires batch_size"), (0, "batch_size must be a whole number of at least 1")],
+    [(None, "group requires batch_size"), (0, "batch_size must be an integer >= 1")],
 )
 def test_a_group_needs_the_samples_of_each_member(batch_size, named):
     memory = simulated_memory(first_params())[0]._replace(members=2)

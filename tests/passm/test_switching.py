@@ -53,10 +53,10 @@ def test_one_process_is_refused():
     ("arguments", "named"),
     [
         ({"drops": [100]}, "drops must be below total, 100, got 100"),
-        ({"drops": [-1]}, "drops must be a whole number"),
+        ({"drops": [-1]}, "drops must be an integer"),
         ({"drops": [], "first": 1.5}, r"first must be a share in \[0, 1\], got 1.5"),
         ({"drops": [], "window": -1}, "window must be a finite number"),
-        ({"drops": [], "total": 0}, "total must be a whole number"),
+        ({"drops": [], "total": 0}, "total must be an integer"),
     ],
 )
 def test_bad_arguments_are_named(arguments, named):

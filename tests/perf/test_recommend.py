@@ -1,4 +1,4 @@
-"""The choice of wire, period and delay, and what late merges take back."""
+"""The choice of wire, period and delay, and what late merges discard."""
 
 import functools
 import itertools
@@ -75,7 +75,7 @@ def test_the_line_to_copy_makes_the_setting():
 
 
 @given(settings, st.integers(2, 12))
-def test_progress_falls_with_period_delay_and_what_merges_take_back(setting, nodes):
+def test_progress_falls_with_period_delay_and_what_merges_discard(setting, nodes):
     period, delay = setting
     of = functools.partial(perf.progress, nodes=nodes)
     delta = of("daso", period, delay, merge="delta")
@@ -107,13 +107,13 @@ def test_other_settings_do_not():
 @given(settings, st.integers(2, 9))
 def test_the_expected_numbers(setting, nodes):
     period, delay = setting
-    share = perf.taken_back("daso", period, delay, nodes)
+    share = perf.discarded("daso", period, delay, nodes)
     assert share == pytest.approx(nodes / (2 * delay + nodes) * delay / period)
-    assert perf.taken_back("dasgd", period, delay, nodes) == pytest.approx(0.75 * delay / period)
-    assert perf.taken_back("dasgd", period, delay, nodes, 0.5) == pytest.approx(
+    assert perf.discarded("dasgd", period, delay, nodes) == pytest.approx(0.75 * delay / period)
+    assert perf.discarded("dasgd", period, delay, nodes, 0.5) == pytest.approx(
         0.5 * delay / period
     )
-    assert perf.taken_back("easgd", period, delay, nodes) == 0
+    assert perf.discarded("easgd", period, delay, nodes) == 0
 
 
 @pytest.mark.parametrize(("period", "delay", "xi"), [(2, 1, 0.25), (5, 4, 0.25), (4, 2, 0.5)])
@@ -123,7 +123,7 @@ def test_equal_nodes_make_the_progress_that_merges_leave(period, delay, xi):
     updates = np.ones((steps, 2, 1))
     run = golden_family.dasgd(np.zeros((2, 1)), updates, period, delay, xi)
     lost = steps - run.params[-1, 0, 0]
-    assert lost == pytest.approx(40 * period * perf.taken_back("dasgd", period, delay, 2, xi))
+    assert lost == pytest.approx(40 * period * perf.discarded("dasgd", period, delay, 2, xi))
     delta = golden_family.delta(np.zeros((2, 1)), updates, period, delay)
     assert delta.params[-1, 0, 0] == steps
 
@@ -149,14 +149,14 @@ def test_equal_nodes_make_the_progress_that_merges_leave(period, delay, xi):
             lambda: perf.recommend(1, {"int8": WireCosts(math.inf)}, 2),
             r"wires\['int8'\].exchange_time must be .*, got inf",
         ),
-        (lambda: perf.recommend(1, {"int8": WireCosts(1)}, 0), "nodes must be a whole number"),
+        (lambda: perf.recommend(1, {"int8": WireCosts(1)}, 0), "nodes must be an integer"),
         (
             lambda: perf.recommend(1, {"int8": WireCosts(1)}, 2, [("easgd", "mean")]),
             "algorithm must be one of local_sgd, daso, dasgd, got 'easgd'",
         ),
-        (lambda: perf.taken_back("sgd", 2, 1, 2), "algorithm must be one of"),
-        (lambda: perf.taken_back("daso", 2, 1, 2, 0.5), "own_weight requires .* dasgd, got daso"),
-        (lambda: perf.taken_back("daso", 2, 3, 2), "delay must not exceed period"),
+        (lambda: perf.discarded("sgd", 2, 1, 2), "algorithm must be one of"),
+        (lambda: perf.discarded("daso", 2, 1, 2, 0.5), "own_weight requires .* dasgd, got daso"),
+        (lambda: perf.discarded("daso", 2, 3, 2), "delay must not exceed period"),
     ],
 )
 def test_wrong_numbers_name_the_argument(function, message):

@@ -15,7 +15,7 @@ from jdaso.checkpoint import Checkpoints, at_step
 
 
 def state_of(node, averaging, params):
-    """Distinct floats and equal whole numbers on every node."""
+    """Distinct floats and equal integers on every node."""
     shifted = jax.tree.map(lambda x: x + node, params)
     return {"params": shifted, "averaging": averaging.init(params), "seed": 7, "rate": node / 2}
 
