@@ -8,7 +8,7 @@ of the DaSGD paper, the learning rate rises for 30 % of the steps and then falls
 are tuned for one of the methods, but one row has the learning rate 1 / (1 - w s / k) times as high,
 see jdaso.perf.discarded. ``--data`` is a folder with train/<class>/*.jpg and
 test/<class>/*.jpg. Each result is appended to the file of --results at once, and what the file has
-is not trained again.
+is not trained again. Differences have the standard error of their mean over the seeds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import study
 
 WIDTHS = (16, 32, 64)
 PEAK, MOMENTUM, WEIGHT_DECAY = 0.1, 0.9, 5e-4
-SYNCHRONOUS = "synchronous"
+SYNCHRONOUS, BLOCKING = "synchronous", "local SGD 4"
 #: With a learning rate that would make up for the progress that merges discard.
 FASTER = "DASO 2/1, higher rate"
 #: Options that change what a training finds.
@@ -48,7 +48,8 @@ def methods(steps: int, epochs: int) -> dict[str, Callable[[jdaso.Exchange], jda
     )
     return {
         SYNCHRONOUS: lambda x: jdaso.allreduce_gradients(x, wire="float32"),
-        "local SGD 4": lambda x: jdaso.local_sgd(x, 4),
+        BLOCKING: lambda x: jdaso.local_sgd(x, 4),
+        "DASO 4/3, delta": lambda x: jdaso.daso(x, 4, 3, merge="delta"),
         "DASO, cycling 4": lambda x: jdaso.daso(x, schedule=cycling),
         "DASO 2/1": lambda x: jdaso.daso(x, 2, 1),
         FASTER: lambda x: jdaso.daso(x, 2, 1),
@@ -80,14 +81,14 @@ def row(name: str, keys: dict[str, list[dict]], results: Results) -> str | None:
     if not ends:
         return None
     accuracies, losses = np.transpose(ends)
-    both = [
-        (a[0], b[0])
-        for key, a in zip(keys[SYNCHRONOUS], found, strict=True)
-        if a and (b := results.get(key))
-    ]
-    gap = f"{100 * np.mean([a - b for a, b in both]):+.2f}" if both else "-"
+    gaps = []
+    for other in (SYNCHRONOUS, BLOCKING):
+        both = zip(found, map(results.get, keys[other]), strict=True)
+        points = np.array([100 * (a[0] - b[0]) for a, b in both if a and b])
+        error = f" ± {points.std(ddof=1) / len(points) ** 0.5:.2f}" if len(points) > 1 else ""
+        gaps.append(f"{points.mean():+.2f}{error}" if len(points) and other != name else "-")
     cells = [name, len(ends), *(f"{100 * f(accuracies):.2f}" for f in (np.mean, np.min, np.max))]
-    return f"| {' | '.join(map(str, [*cells, gap, f'{losses.mean():.4f}']))} |"
+    return f"| {' | '.join(map(str, [*cells, *gaps, f'{losses.mean():.4f}']))} |"
 
 
 def main() -> None:
@@ -131,8 +132,9 @@ def main() -> None:
             print(f"{name}, seed {seed}: {time.perf_counter() - begin:.0f} s", file=sys.stderr)
     print(f"{machine()}; {options.nodes} nodes, {options.batch_size} images per node and step, ")
     print(f"{options.size} x {options.size} pixels, {steps} steps\n")
-    print("| method | seeds | accuracy, % | least | largest | over synchronous | last loss |")
-    print("|---|---|---|---|---|---|---|")
+    others = f"over {SYNCHRONOUS} | over {BLOCKING}"
+    print(f"| method | seeds | accuracy, % | least | largest | {others} | last loss |")
+    print("|---|---|---|---|---|---|---|---|")
     for name in averagings:
         if text := row(name, keys, results):
             print(text)

@@ -12,8 +12,8 @@ steps is that of synchronous training after n steps, its progress is n / s. It i
 last third of the training. The loss is that of the mean of the nodes on fixed training examples.
 
 Each setting has the learning rate of its user: the one of seven with which synchronous training
-ends with the lowest loss, half of it, and a quarter of it. Its local optimizer is the same. With ``--own`` it has all seven, and the
-table shows the best of them.
+ends with the lowest loss, half of it, and a quarter of it. Its local optimizer is the same. With
+``--own`` it has all seven, and the table shows the best of them.
 """
 
 from __future__ import annotations
@@ -248,15 +248,21 @@ def predicted(exchange, period, delay, weight=by_age):
     return jdaso.core.averaging("extrapolated", exchange, schedule, rule)
 
 
+def synchronous(exchange):
+    return jdaso.allreduce_gradients(exchange, wire="float32")
+
+
 class Setting(NamedTuple):
     """An algorithm with its options: ``exchange -> averaging``."""
 
     averaging: Callable[[jdaso.Exchange], Any]
     full: bool = False  # whether only --full has it
+    own: bool = False  # whether only --own has it
 
 
-ALONE = "one process alone"
+ALONE, SYNCHRONOUS = "one process alone", "synchronous"
 SETTINGS = {
+    SYNCHRONOUS: Setting(synchronous, own=True),
     ALONE: Setting(lambda x: jdaso.local_sgd(x, 1)),
     "local_sgd 4/0": Setting(lambda x: jdaso.local_sgd(x, 4)),
     "local_sgd 8/0": Setting(lambda x: jdaso.local_sgd(x, 8)),
@@ -283,10 +289,6 @@ SETTINGS = {
     "extrapolated 4/3": Setting(lambda x: predicted(x, 4, 3), full=True),
     "extrapolated 4/3, w = 0.75": Setting(lambda x: predicted(x, 4, 3, lambda a: 0.75), full=True),
 }
-
-
-def synchronous(exchange):
-    return jdaso.allreduce_gradients(exchange, wire="float32")
 
 
 class Trainer:
@@ -406,8 +408,9 @@ def run(options: argparse.Namespace, results: Results) -> None:
             of_setting = tried if options.own else np.multiply(SHARES, best[0])
             rates, seeds = np.meshgrid(of_setting, np.arange(options.seeds))
             given, reference = (rates.ravel(), seeds.ravel()), None
-            for setting, (averaging, full) in SETTINGS.items():
-                if (full and not options.full) or not re.search(options.only, setting):
+            for setting, (averaging, full, own_only) in SETTINGS.items():
+                left_out = (full and not options.full) or (own_only and not options.own)
+                if left_out or not re.search(options.only, setting):
                     continue
                 described = {**key, "setting": setting, "seeds": options.seeds, **own}
                 if results.get(described) is not None:
@@ -420,10 +423,10 @@ def run(options: argparse.Namespace, results: Results) -> None:
                 losses = of.losses(averaging, *given, options.steps)
                 found = [progress(a, b) for a, b in zip(losses, reference, strict=True)]
                 shaped = np.reshape(found, rates.shape).T.tolist()  # by rate, then seed
+                means = " ".join(f"{np.mean(x):.2f}" for x in shaped)
                 if options.own:
                     shaped = [[r, *of_rate] for r, of_rate in zip(of_setting, shaped, strict=True)]
                 results.add(described, shaped)
-                means = " ".join(f"{np.mean(x):.2f}" for x in shaped)
                 print(
                     f"{name} {nodes} {setting}: {means} ({time.monotonic() - start:.0f} s)",
                     flush=True,
@@ -464,24 +467,20 @@ def table(found: dict[str, dict[str, np.ndarray]], nodes: int) -> list[str]:
     return lines
 
 
-def own_table(
-    found: dict[str, dict[str, np.ndarray]], results: Results, nodes: int, steps: int
-) -> list[str]:
+def own_table(found: dict[str, dict[str, np.ndarray]], nodes: int) -> list[str]:
     """The rows of the settings, with the progress at their own best rate, and this rate.
 
     Found are rows of a rate and the progress of each seed.
     """
     names = sorted({name for of_tasks in found.values() for name in of_tasks})
     lines = [f"| {nodes} nodes | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    cells: dict[str, list[str]] = {"synchronous": []}
-    for name in names:
-        best = results.get({"task": name, "nodes": nodes, "steps": steps, "setting": "rate"})
-        cells["synchronous"].append(f"1.00 at {best[0]:g}" if best else "-")
-        for setting, of_tasks in found.items():
+    for setting, of_tasks in found.items():
+        cells = []
+        for name in names:
             rates, values = of_tasks[name][:, 0], of_tasks[name][:, 1:].mean(axis=1)
-            rate = rates[values.argmax()]
-            cells.setdefault(setting, []).append(f"{values.max():.2f} at {rate:g}")
-    return lines + [f"| {setting} | {' | '.join(row)} |" for setting, row in cells.items()]
+            cells.append(f"{values.max():.2f} at {rates[values.argmax()]:g}")
+        lines.append(f"| {setting} | {' | '.join(cells)} |")
+    return lines
 
 
 def fit(found: dict[str, dict[str, np.ndarray]], nodes: int) -> tuple[np.ndarray, float]:
@@ -542,7 +541,7 @@ def main() -> None:
     for nodes in options.nodes:
         found = measured(results, nodes, options)
         if options.own:
-            print("\n" + "\n".join(own_table(found, results, nodes, options.steps)))
+            print("\n" + "\n".join(own_table(found, nodes)))
             continue
         print("\n" + "\n".join(table(found, nodes)))
         coefficients, error = fit(found, nodes)
