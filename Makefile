@@ -3,6 +3,7 @@
 # make test-fast  runs the tests that need one process
 # make test   runs the tests; see tests/README.md
 # make test-accelerators  compiles training steps for an H100 and a TPU, which need not be there
+# make test-oldest  runs the tests with the oldest versions that pyproject.toml allows
 # make lint   checks style and types, with the exact versions of ruff and mypy that pyproject.toml names
 # make test-all  adds whole trainings, and compiles with optimizations
 # make docs   builds the documentation in docs/_build/html
@@ -19,7 +20,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 # of processes that the tests start takes 3 s of CPU time to import JAX instead of 1.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-lm test-fast test test-accelerators test-all lint docs bench clean
+.PHONY: demo demo-lm test-fast test test-oldest test-accelerators test-all lint docs bench clean
 
 # mpi4jax and jdaso's extension are compiled. Both builds use the packages of the environment, so
 # that nothing is installed twice, and mpi4jax builds beside the other installations. Its build
@@ -61,6 +62,10 @@ test-fast: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(PYTEST) 3 $(BY_FILE) -m "not slow"
 
+# In an environment of its own. pip reads the versions from this variable.
+test-oldest:
+	PIP_CONSTRAINT=$(CURDIR)/tests/oldest.txt $(MAKE) test VENV=.venv-oldest
+
 # XLA compiles for a GPU with the first two wheels alone, and for a TPU with libtpu. They lie in a
 # folder of their own, so that the other tests find no plugin. The third one has cuda.h, with which
 # test_native.py compares.
@@ -94,4 +99,4 @@ bench: $(VENV)/.installed
 	$(BIN)/python bench/overhead.py
 
 clean:
-	rm -rf $(VENV) build dist docs/_build *.egg-info runs
+	rm -rf $(VENV) .venv-oldest build dist docs/_build *.egg-info runs

@@ -110,9 +110,7 @@ def test_the_expected_numbers(setting, nodes):
     share = perf.discarded("daso", period, delay, nodes)
     assert share == pytest.approx(nodes / (2 * delay + nodes) * delay / period)
     assert perf.discarded("dasgd", period, delay, nodes) == pytest.approx(0.75 * delay / period)
-    assert perf.discarded("dasgd", period, delay, nodes, 0.5) == pytest.approx(
-        0.5 * delay / period
-    )
+    assert perf.discarded("dasgd", period, delay, nodes, 0.5) == pytest.approx(0.5 * delay / period)
     assert perf.discarded("easgd", period, delay, nodes) == 0
 
 
