@@ -14,13 +14,13 @@ from jdaso.perf.model import (
     Recommendation,
     WireCosts,
     allreduce_time,
+    discarded,
     fit,
     hiding_schedule,
     mean_step_time,
     predict,
     progress,
     recommend,
-    discarded,
     wire_bytes,
 )
 
@@ -34,12 +34,12 @@ __all__ = [
     "Recommendation",
     "WireCosts",
     "allreduce_time",
+    "discarded",
     "fit",
     "hiding_schedule",
     "mean_step_time",
     "predict",
     "progress",
     "recommend",
-    "discarded",
     "wire_bytes",
 ]
