@@ -38,11 +38,11 @@ $(VENV)/.installed: pyproject.toml setup.py $(wildcard jdaso/exchange/host/*.cc 
 
 demo: $(VENV)/.installed
 	rm -rf runs/demo
-	mpiexec -n 2 $(BIN)/python examples/train.py --devices 2 --out runs/demo
+	mpiexec -n 2 $(BIN)/python examples/papers/train.py --devices 2 --out runs/demo
 
 demo-lm: $(VENV)/.installed
 	rm -rf runs/demo-lm
-	mpiexec -n 2 $(BIN)/python examples/language_model.py --layers 4 --width 96 --hidden 256 --epochs 8 \
+	mpiexec -n 2 $(BIN)/python examples/papers/language_model.py --layers 4 --width 96 --hidden 256 --epochs 8 \
 		--batch-size 16 --epoch-tokens 327680 --out runs/demo-lm
 
 lint: $(VENV)/.installed

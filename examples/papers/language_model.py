@@ -1,8 +1,8 @@
 """Trains a language model on several nodes with DiLoCo or another algorithm of jdaso.
 
-    mpiexec -n 2 python examples/language_model.py --out runs/text
-    mpiexec -n 2 python examples/language_model.py --sync streaming_diloco --devices 2 --shard
-    srun -K python examples/language_model.py --config examples/configs/text_150m_streaming.py \\
+    mpiexec -n 2 python examples/papers/language_model.py --sync streaming_diloco --devices 2
+    srun -K python examples/papers/language_model.py \\
+        --config examples/papers/configs/text_150m_streaming.py \\
         --data /data/text --out runs/text --resume
 
 A node trains a transformer with AdamW on its own part of the text. --sync selects how parameters

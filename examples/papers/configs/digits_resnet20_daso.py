@@ -1,7 +1,7 @@
 """The demonstration on scikit-learn's digits. Every key has its default.
 
 It shows DASO's three phases within minutes on two cores and is not a published experiment. Run it
-with ``mpiexec -n 2 python examples/train.py --devices 2``.
+with ``mpiexec -n 2 python examples/papers/train.py --devices 2``.
 """
 
 model = "resnet20"
