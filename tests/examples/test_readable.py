@@ -1,5 +1,6 @@
 """The examples that read from top to bottom run on two processes, and show that they learn."""
 
+import json
 import os
 import re
 import shutil
@@ -34,3 +35,32 @@ def test_minimal_learns_digits_from_both_shares():
     assert sorted(shares) == ["0", "1"]
     assert accuracies[0] == accuracies[1]
     assert float(accuracies[0]) > 0.9
+
+
+TINY = "--model resnet20 --data digits --devices 2 --batch-size 64 --delay 2 --learning-rate 0.02"
+PHASES = "--epochs 3 --warmup-epochs 1 --cooldown-epochs 1"  # of 5 steps each
+
+
+def lines(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_resnet_has_three_phases_and_continues_from_a_checkpoint_with_the_same_bits(tmp_path):
+    out, again = tmp_path / "out", tmp_path / "again"
+    options = (*TINY.split(), *PHASES.split())
+    output = output_of("resnet50.py", *options, "--out", out)
+    assert re.search(r"cool-down .* synchronous training: a step waited \d", output)
+    assert f"Picture: {out}/metrics.png" in output
+    assert (out / "metrics.png").stat().st_size > 1000
+    assert (out / "model").is_dir()
+    assert [line["phase"] for line in lines(out)] == ["warm-up", "cycling", "cool-down"]
+    assert [line["delay"] for line in lines(out)] == [0, 2, 0]
+    assert lines(out)[-1]["exchanges"] == 5 + 2 + 5
+
+    (first,) = (out / "checkpoints").glob("*_step_5")
+    shutil.copytree(first, again / "checkpoints" / first.name)
+    shutil.copy(out / "metrics.jsonl", again)
+    output = output_of("resnet50.py", *options, "--out", again)
+    assert "continues at step 5 of 15" in output
+    for key in ("step", "loss", "test_accuracy", "phase", "exchanges"):
+        assert [line[key] for line in lines(again)] == [line[key] for line in lines(out)]
