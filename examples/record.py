@@ -57,8 +57,8 @@ class Record:
             with self.path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             scores = ", ".join(f"{words(key)} {line[key]:.4g}" for key in (*values, self.speed))
-            when = f"epoch {line['epoch']}, {line['phase']}, period {plan.period}"
-            print(f"{when}, delay {plan.delay}: {scores}", flush=True)
+            plan_text = f"{line['phase']}, period {plan.period}, delay {plan.delay}"
+            print(f"step {step} ({plan_text}): {scores}", flush=True)
 
     def finish(self) -> None:
         """Draws the picture, and says where it is and what the seconds mean."""
@@ -67,14 +67,15 @@ class Record:
         last, picture = self.lines[-1], self.path.with_name("metrics.png")
         draw(self.lines, picture)
         nodes, devices = self.topology.num_nodes, self.topology.num_local_devices
-        print(
-            f"\n{last['step']} steps in {last['seconds']:.0f} s on {nodes} nodes x {devices} "
-            f"devices. {last['exchanges']:.0f} exchanges sent {last['bytes_sent'] / 1e6:.0f} MB "
-            f"from each node.\nThey were in flight for {last['seconds_in_flight']:.1f} s, and the "
-            f"training waited for {last['seconds_blocked']:.1f} s of it."
-        )
+        print(f"\n{last['step']} steps in {last['seconds']:.0f} s on {nodes} x {devices} devices.")
+        if nodes > 1:
+            print(
+                f"{last['exchanges']:.0f} exchanges sent {last['bytes_sent'] / 1e6:.0f} MB from "
+                f"each node. They were in flight for {last['seconds_in_flight']:.1f} s,\nand the "
+                f"training waited for {last['seconds_blocked']:.1f} s of it."
+            )
         waits = waits_per_step(self.lines)
-        if {"cool-down", "cycling"} <= waits.keys():
+        if nodes > 1 and {"cool-down", "cycling"} <= waits.keys():
             print(
                 "In the cool-down all nodes average at every step, as in synchronous training: a "
                 f"step waited {1e3 * waits['cool-down']:.1f} ms.\nIn the cycling phase before it, "

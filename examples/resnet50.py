@@ -28,7 +28,11 @@ from jdaso.core.command_line import path_option
 
 # Blocks of each stage, width of the first one, whether a block is a bottleneck of three
 # convolutions, and the height and width of the images.
-MODELS = {"resnet50": ((3, 4, 6, 3), 64, True, 224), "resnet20": ((3, 3, 3), 16, False, 32)}
+MODELS = {
+    "resnet50": ((3, 4, 6, 3), 64, True, 224),
+    "resnet20": ((3, 3, 3), 16, False, 32),
+    "resnet8": ((1, 1, 1), 16, False, 32),
+}
 
 
 def options() -> argparse.Namespace:
@@ -37,7 +41,7 @@ def options() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", choices=MODELS, default="resnet50", help="resnet20 is for small images")
+    add("--model", choices=MODELS, default="resnet50", help="resnet50 is for large images")
     add("--data", type=path_option, default="synthetic", help="digits, synthetic, or a folder "
         "with train/<class>/* and val/<class>/*")  # fmt: skip
     add("--out", type=path_option, default="runs/resnet50", help="folder of metrics and model")
@@ -52,9 +56,6 @@ def options() -> argparse.Namespace:
     add("--devices", type=int, help="virtual CPU devices per process, in place of the real ones")
     add("--seed", type=int, default=0, help="of parameters, order and crops")
     return parser.parse_args()
-
-
-# The model.
 
 
 class ConvNorm(nnx.Module):

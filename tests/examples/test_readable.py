@@ -23,7 +23,7 @@ def output_of(script, *options, status=0, **env):
     environment["OMPI_ALLOW_RUN_AS_ROOT"] = environment["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
     environment["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
     command = [launcher, "-n", "2", sys.executable, str(EXAMPLES / script), *map(str, options)]
-    ended = run(command, environment, timeout=300)
+    ended = run(command, environment, timeout=600)
     assert ended.returncode == status, ended.output
     return ended.output
 
@@ -37,7 +37,7 @@ def test_minimal_learns_digits_from_both_shares():
     assert float(accuracies[0]) > 0.9
 
 
-TINY = "--model resnet20 --data digits --devices 2 --batch-size 64 --delay 2 --learning-rate 0.02"
+TINY = "--model resnet8 --data digits --devices 2 --batch-size 64 --delay 2 --learning-rate 0.02"
 PHASES = "--epochs 3 --warmup-epochs 1 --cooldown-epochs 1"  # of 5 steps each
 
 
@@ -63,4 +63,30 @@ def test_resnet_has_three_phases_and_continues_from_a_checkpoint_with_the_same_b
     output = output_of("resnet50.py", *options, "--out", again)
     assert "continues at step 5 of 15" in output
     for key in ("step", "loss", "test_accuracy", "phase", "exchanges"):
+        assert [line[key] for line in lines(again)] == [line[key] for line in lines(out)]
+
+
+def test_language_model_learns_and_continues_from_a_checkpoint_with_the_same_bits(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text(
+        "the network between the nodes is the bottleneck. " * 99
+    )
+    out, again = tmp_path / "out", tmp_path / "again"
+    options = "--layers 2 --width 32 --context 16 --batch-size 8 --steps 24 --evaluate-every 12"
+    options += f" --period 4 --delay 2 --outer-warmup 1 --data {tmp_path}/text"
+    output = output_of("language_model.py", *options.split(), "--out", out)
+    assert re.search(r"in flight for .* s,\nand the training waited for .* s of it", output)
+    assert "The model continues a text" in output
+    assert (out / "metrics.png").stat().st_size > 1000
+    assert (out / "model").is_dir()
+    bits = [line["test_bits_per_byte"] for line in lines(out)]
+    assert bits[1] < bits[0] < 8
+    assert lines(out)[-1]["exchanges"] > 2 * (24 // 4 - 1)  # two fragments a period
+
+    (first,) = (out / "checkpoints").glob("*_step_12")
+    shutil.copytree(first, again / "checkpoints" / first.name)
+    shutil.copy(out / "metrics.jsonl", again)
+    output = output_of("language_model.py", *options.split(), "--out", again)
+    assert "continues at step 12 of 24" in output
+    for key in ("step", "loss", "test_bits_per_byte", "exchanges"):
         assert [line[key] for line in lines(again)] == [line[key] for line in lines(out)]
