@@ -1,4 +1,4 @@
-"""The main job: a ResNet on digits, two processes of two devices each, as `make demo` runs it."""
+"""A ResNet on digits, two processes of two devices each, and short runs of other algorithms."""
 
 import dataclasses
 import json
