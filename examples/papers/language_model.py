@@ -25,7 +25,7 @@ import numpy as np
 import optax
 from config import DECAY, DELAYED, OPTIMIZERS, OUTER, SYNC, Config, key, parse
 from flax import nnx
-from language import generate, text, transformer
+from language import text, transformer
 from steps import Task
 
 #: The algorithms and their defaults, where they differ from those of images.
@@ -67,9 +67,6 @@ class Language(Config):
     heads: int = key(4, "attention heads", "[1, inf)")
     hidden: int = key(344, "length of the vectors in a SwiGLU", "[1, inf)")
     remat: bool = key(False, "compute activations again in the backward pass")
-    prompt: str = key("def ", "text that the trained model continues")
-    sample_tokens: int = key(400, "tokens of this continuation", "[1, inf)")
-    temperature: float = key(0.7, "randomness of this continuation", "(0, inf)")
 
 
 def create_model(config: Language, vocabulary: int) -> transformer.Transformer:
@@ -89,10 +86,7 @@ def task(config: Language) -> Task:
     tokenizer = text.tokenizer(config.tokenizer)
     loaded = text.load(config.data, tokenizer)
     sequences = text.dataset(loaded, config.context, config.epoch_tokens, config.test_tokens)
-    if not len(tokenizer.encode(config.prompt.encode())):
-        raise SystemExit("--prompt must have at least one token, got an empty text.")
     model = create_model(config, tokenizer.vocabulary)
-    graphdef = nnx.graphdef(model)
 
     def losses(logits: jax.Array, labels: jax.Array) -> jax.Array:
         return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
@@ -106,10 +100,6 @@ def task(config: Language) -> Task:
         bits = nats / math.log(2) / loaded.bytes_per_token
         return {"test_loss": nats, "test_bits_per_byte": bits}
 
-    def sample(params: Any) -> str:
-        how = (config.context, config.sample_tokens, config.temperature, config.seed)
-        return continued(graphdef, params, tokenizer, config.prompt, *how)
-
     return Task(
         sequences,
         model,
@@ -118,47 +108,12 @@ def task(config: Language) -> Task:
         score=score,
         tokens=config.context,
         cut=transformer.strided_fragments,
-        sample=sample,
     )
-
-
-def continued(
-    graphdef: Any,
-    params: Any,
-    tokenizer: text.Tokenizer,
-    prompt: str,
-    context: int,
-    tokens: int,
-    temperature: float,
-    seed: int,
-) -> str:
-    """A prompt, and the text with which a model continues it."""
-
-    def logits_of(params: Any, tokens: jax.Array) -> jax.Array:
-        return nnx.merge(graphdef, params)(tokens)
-
-    how = (context, tokens, temperature, seed)
-    found = generate.generate(logits_of, params, tokenizer.encode(prompt.encode()), *how)
-    return tokenizer.decode(found).decode(errors="replace")
-
-
-def continue_text(
-    out: str, prompt: str, tokens: int = 400, temperature: float = 0.7, seed: int = 0
-) -> str:
-    """Continues a text with the model that a training in this folder ended with."""
-    model, tokenizer = load(out)
-    context = keys_of(out).context
-    return continued(*nnx.split(model), tokenizer, prompt, context, tokens, temperature, seed)
-
-
-def keys_of(out: str) -> Language:
-    """The keys of the training in this folder."""
-    return parse(["--config", f"{out}/config.json"], defaults=DEFAULTS)
 
 
 def load(out: str) -> tuple[nnx.Module, text.Tokenizer]:
     """The model that a training in this folder ended with, and its tokenizer."""
-    keys = keys_of(out)
+    keys = parse(["--config", f"{out}/config.json"], defaults=DEFAULTS)
     tokenizer = text.tokenizer(keys.tokenizer)
     return final_model.load(out, create_model(keys, tokenizer.vocabulary)), tokenizer
 
