@@ -1,5 +1,6 @@
 """The examples that read from top to bottom run on two processes, and show that they learn."""
 
+import importlib.util
 import json
 import os
 import re
@@ -7,8 +8,10 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from launch import BESIDE_PYTHON, run
+from PIL import Image
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -90,3 +93,38 @@ def test_language_model_learns_and_continues_from_a_checkpoint_with_the_same_bit
     assert "continues at step 12 of 24" in output
     for key in ("step", "loss", "test_bits_per_byte", "exchanges"):
         assert [line[key] for line in lines(again)] == [line[key] for line in lines(out)]
+
+
+@pytest.fixture
+def images():
+    """The module images.py of the examples."""
+    spec = importlib.util.spec_from_file_location("example_images", EXAMPLES / "images.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_nodes_share_a_folder_of_images(images, tmp_path):
+    for part, count in (("train", 10), ("val", 3)):
+        for label in range(2):
+            (tmp_path / part / f"class {label}").mkdir(parents=True)
+            for i in range(count):
+                gray = Image.new("L", (40, 30 + i), color=10 * (count * label + i))
+                gray.save(tmp_path / part / f"class {label}" / f"{i}.png")
+    train, test, num_classes, channels = images.load(tmp_path, 16)
+    assert (train.size, test.size, num_classes, channels) == (20, 6, 2, 3)
+
+    found = [list(images.batches(train, node, 2, 4, 2, 0, 0)) for node in range(2)]
+    assert [len(batches) for batches in found] == [4, 4]  # 2 epochs of 2 steps
+    assert found[0][0][0].shape == (4, 16, 16, 3)
+    for epoch in (slice(0, 2), slice(2, 4)):  # no image twice
+        colors = [int(x.max()) for batches in found for part, _ in batches[epoch] for x in part]
+        assert len(set(colors)) == len(colors) == 16
+    (pixels, labels), *_ = images.batches(train, 1, 2, 4, 2, 0, 3)
+    np.testing.assert_array_equal(pixels, found[1][3][0])
+    np.testing.assert_array_equal(labels, pixels.max(axis=(1, 2, 3)) // 100)
+
+    tested = [labels for n in range(2) for _, labels in images.test_batches(test, n, 2, 2)]
+    assert sorted(np.concatenate(tested).tolist()) == [-1, -1, 0, 0, 0, 1, 1, 1]
+    with pytest.raises(ValueError, match="data must be digits, synthetic"):
+        images.load(tmp_path / "val", 16)
