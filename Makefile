@@ -39,12 +39,13 @@ $(VENV)/.installed: pyproject.toml setup.py $(wildcard jdaso/exchange/host/*.cc 
 
 demo: $(VENV)/.installed
 	rm -rf runs/demo
-	mpiexec -n 2 $(BIN)/python examples/train.py --devices 2 --out runs/demo
+	mpiexec -n 2 $(BIN)/python examples/resnet50.py --model resnet20 --data digits --devices 2 --batch-size 16 \
+		--learning-rate 0.025 --epochs 12 --warmup-epochs 2 --cooldown-epochs 2 --delay 2 --out runs/demo
 
 demo-lm: $(VENV)/.installed
 	rm -rf runs/demo-lm
-	mpiexec -n 2 $(BIN)/python examples/language_model.py --layers 4 --width 96 --hidden 256 --epochs 8 \
-		--batch-size 16 --epoch-tokens 327680 --out runs/demo-lm
+	mpiexec -n 2 $(BIN)/python examples/language_model.py --layers 4 --width 96 --steps 400 --evaluate-every 50 \
+		--period 10 --out runs/demo-lm
 
 lint: $(VENV)/.installed
 	ruff check .

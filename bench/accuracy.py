@@ -28,7 +28,7 @@ from results import Results
 import jdaso
 from jdaso import perf
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "papers"))
 import study
 
 WIDTHS = (16, 32, 64)

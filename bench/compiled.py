@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent / "tests" / "support"), str(HERE.parent / "examples")]
+sys.path[:0] = [str(HERE.parent / "tests" / "support"), str(HERE.parent / "examples" / "papers")]
 jax.config.update("jax_num_cpu_devices", 4)
 
 import optax  # noqa: E402

@@ -33,7 +33,7 @@ from flax import nnx
 from machine import machine
 from results import Results
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "papers"))
 
 from language import text, transformer
 

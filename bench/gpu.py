@@ -45,7 +45,7 @@ from unittest import mock
 
 HERE = Path(__file__).parent
 SUPPORT = HERE.parent / "tests" / "support"
-sys.path += [str(HERE.parent / "examples"), str(SUPPORT)]
+sys.path += [str(HERE.parent / "examples" / "papers"), str(SUPPORT)]
 
 import deviceless  # noqa: E402
 import jax  # noqa: E402

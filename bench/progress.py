@@ -38,7 +38,7 @@ from jax.flatten_util import ravel_pytree
 from machine import machine
 from results import Results
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "papers"))
 
 from image_folders import digits, folder
 from language import text, transformer

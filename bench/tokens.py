@@ -2,11 +2,12 @@
 
     bench/lab/lab.py run --pin -- python bench/tokens.py [--only "Streaming|DASO"] [--pairs 5]
 
-Every process trains the model of examples/language_model.py with AdamW, on one core. A pair has two
-periods of steps without exchanges and three with them. The first of these three is not timed, so
-the timed steps have as many merges as posts. The slowest node counts in both. The table has the
-median of the pairs' ratios of tokens per second, its range, the mean time for which an exchange
-blocks training on the slowest node, and the megabytes that a node sends at each step.
+Every process trains the model of examples/papers/language_model.py with AdamW, on one core. A pair
+has two periods of steps without exchanges and three with them. The first of these three is not
+timed, so the timed steps have as many merges as posts. The slowest node counts in
+both. The table has the median of the pairs' ratios of tokens per second, its range, the mean time
+for which an exchange blocks training on the slowest node, and the megabytes that a node sends at
+each step.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 from step import ReportTotals, apply_gradients, settle, timed  # noqa: E402
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "papers"))
 
 from language import transformer  # noqa: E402
 

@@ -1,178 +1,249 @@
-"""Trains a language model on several nodes with DiLoCo or another algorithm of jdaso.
+"""Trains a language model with Streaming DiLoCo: nodes exchange one part of it after the other.
 
-    mpiexec -n 2 python examples/language_model.py --out runs/text
-    mpiexec -n 2 python examples/language_model.py --sync streaming_diloco --devices 2 --shard
-    srun -K python examples/language_model.py --config examples/configs/text_150m_streaming.py \\
-        --data /data/text --out runs/text --resume
+    mpiexec -n 2 python examples/language_model.py
+    srun -K python examples/language_model.py --data /data/text --layers 12 --width 896
 
-A node trains a transformer with AdamW on its own part of the text. --sync selects how parameters
-are averaged between nodes. Without --data, the text is the source of Python's standard library. The
-training loop, the algorithms and most options are those of train.py.
+Each process is a node with all its devices, and trains a transformer with AdamW on its own part of
+the text. The layers are dealt to fragments. Once in a period each fragment is sent, in 4 bits for
+each parameter. The mean arrives 5 steps later. An outer optimizer moves an anchor towards it, and
+each node goes half the way to the anchor. A training continues from the last checkpoint in --out.
 """
 
-from __future__ import annotations
-
+import argparse
+import functools
 import math
+import re
 import sys
-from dataclasses import dataclass
-from typing import Any, ClassVar
+import sysconfig
+from pathlib import Path
 
-import final_model
+import grain
 import jax
 import jax.numpy as jnp
-import loop
 import numpy as np
 import optax
-from config import DECAY, DELAYED, OPTIMIZERS, OUTER, SYNC, Config, key, parse
 from flax import nnx
-from language import generate, text, transformer
-from steps import Task
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import StandardCheckpointer
+from record import Record
 
-#: The algorithms and their defaults, where they differ from those of images.
-SYNC_OF_TEXT = {
-    "diloco": {"period": 30, "delay": 0, "own_weight": 0.0, **OUTER, **DELAYED},
-    "streaming_diloco": {
-        **{"period": 30, "delay": 5, "own_weight": 0.5, **OUTER, **DELAYED},
-        **{"outer_rate": 0.4, "fragments": 2, "wire": "float4"},
-    },
-    "daso": {**SYNC["daso"], "period": 2, "delay": 1, "cooldown_epochs": 1},
-    "dasgd": {**SYNC["dasgd"], "period": 2, "delay": 1},
-    "local_sgd": {**SYNC["local_sgd"], "period": 30},
-    "post_local_sgd": {**SYNC["post_local_sgd"], "period": 30},
-    "delta_rule": {**SYNC["delta_rule"], "period": 2, "delay": 1},
-    "easgd": {**SYNC["easgd"], "period": 30},
-    "allreduce_gradients": SYNC["allreduce_gradients"],
-    "none": SYNC["none"],
-}
+import jdaso
+from jdaso.core.command_line import path_option
+
+VOCABULARY, HEAD = 256, 32  # a token is a byte, and an attention head has 32 numbers
 
 
-@dataclass(frozen=True)
-class Language(Config):
-    """The keys of language_model.py. An epoch is what lies between two evaluations."""
-
-    CHOOSERS: ClassVar[dict[str, dict[str, dict[str, Any]]]] = {
-        "sync": SYNC_OF_TEXT,
-        "optimizer": OPTIMIZERS,
-        "decay": {**DECAY, "cosine": {"decay_floor": 0.05}},
-    }
-
-    sync: str = key("diloco", "algorithm between nodes", tuple(SYNC_OF_TEXT))
-    data: str = key("python", "python (its standard library), or a folder of text files")
-    tokenizer: str = key("bytes", "bytes, or a JSON file of the package tokenizers")
-    context: int = key(128, "tokens of a sequence", "[2, inf)")
-    epoch_tokens: int = key(2**17, "tokens of all nodes between two evaluations", "[1, inf)")
-    test_tokens: int = key(2**15, "most tokens of an evaluation", "[1, inf)")
-    layers: int = key(6, "blocks of the transformer", "[1, inf)")
-    width: int = key(128, "length of the vectors between blocks", "[2, inf)")
-    heads: int = key(4, "attention heads", "[1, inf)")
-    hidden: int = key(344, "length of the vectors in a SwiGLU", "[1, inf)")
-    remat: bool = key(False, "compute activations again in the backward pass")
-    prompt: str = key("def ", "text that the trained model continues")
-    sample_tokens: int = key(400, "tokens of this continuation", "[1, inf)")
-    temperature: float = key(0.7, "randomness of this continuation", "(0, inf)")
-
-
-def create_model(config: Language, vocabulary: int) -> transformer.Transformer:
-    """Creates the model of a configuration with its initial parameters."""
-    shape = (vocabulary, config.layers, config.width, config.heads, config.hidden)
-    rngs = nnx.Rngs(jax.random.key(config.seed, impl="rbg"))  # compiles fast, see models.py
-    dtype = jnp.dtype(config.compute_dtype)
-    return transformer.Transformer(transformer.Shape(*shape), rngs, dtype, config.remat)
-
-
-def task(config: Language) -> Task:
-    """Creates text, model and loss of a configuration."""
-    if (config.fragments or 1) > config.layers:
-        raise SystemExit(
-            f"--fragments must not exceed --layers {config.layers}, got {config.fragments}."
-        )
-    tokenizer = text.tokenizer(config.tokenizer)
-    loaded = text.load(config.data, tokenizer)
-    sequences = text.dataset(loaded, config.context, config.epoch_tokens, config.test_tokens)
-    if not len(tokenizer.encode(config.prompt.encode())):
-        raise SystemExit("--prompt must have at least one token, got an empty text.")
-    model = create_model(config, tokenizer.vocabulary)
-    graphdef = nnx.graphdef(model)
-
-    def losses(logits: jax.Array, labels: jax.Array) -> jax.Array:
-        return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
-
-    def counts(logits: jax.Array, labels: jax.Array) -> jax.Array:
-        known = labels >= 0
-        return jnp.stack([jnp.sum(losses(logits, labels) * known), known.sum()])
-
-    def score(counts: np.ndarray) -> dict[str, float]:
-        nats = float(counts[0] / counts[1])
-        bits = nats / math.log(2) / loaded.bytes_per_token
-        return {"test_loss": nats, "test_bits_per_byte": bits}
-
-    def sample(params: Any) -> str:
-        how = (config.context, config.sample_tokens, config.temperature, config.seed)
-        return continued(graphdef, params, tokenizer, config.prompt, *how)
-
-    return Task(
-        sequences,
-        model,
-        loss=lambda logits, labels: losses(logits, labels).mean(),
-        counts=counts,
-        score=score,
-        tokens=config.context,
-        cut=transformer.strided_fragments,
-        sample=sample,
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    add = parser.add_argument
+    add("--data", type=path_option, help="folder of text files, in place of Python's library")
+    add("--out", type=path_option, default="runs/language_model", help="folder of the results")
+    add("--steps", type=int, default=3000, help="optimizer steps")
+    add("--evaluate-every", type=int, default=300, help="steps between two evaluations")
+    add("--context", type=int, default=128, help="bytes of a sequence")
+    add("--batch-size", type=int, default=16, help="sequences per device and step")
+    add("--learning-rate", type=float, default=3e-3, help="peak of AdamW")
+    add("--period", type=int, default=30, help="steps between two exchanges of a fragment")
+    add("--delay", type=int, default=5, help="steps after which an exchange is merged")
+    add("--fragments", type=int, default=2, help="parts of the model")
+    add("--outer-rate", type=float, default=0.4, help="learning rate of the outer optimizer")
+    add("--outer-warmup", type=int, default=10, help="first rounds, which are plain averaging")
+    add("--wire", default="float4", help="format on the network, such as float32")
+    add("--layers", type=int, default=6, help="blocks of the transformer")
+    add("--width", type=int, default=128, help=f"length of its vectors, a multiple of {HEAD}")
+    add("--bfloat16", action="store_true", help="compute activations in bfloat16")
+    add("--devices", type=int, help="virtual CPU devices per process, in place of the real ones")
+    return parser.parse_args()
 
 
-def continued(
-    graphdef: Any,
-    params: Any,
-    tokenizer: text.Tokenizer,
-    prompt: str,
-    context: int,
-    tokens: int,
-    temperature: float,
-    seed: int,
-) -> str:
-    """A prompt, and the text with which a model continues it."""
-
-    def logits_of(params: Any, tokens: jax.Array) -> jax.Array:
-        return nnx.merge(graphdef, params)(tokens)
-
-    how = (context, tokens, temperature, seed)
-    found = generate.generate(logits_of, params, tokenizer.encode(prompt.encode()), *how)
-    return tokenizer.decode(found).decode(errors="replace")
+def read(folder: Path | None) -> np.ndarray:
+    """The bytes of all files in a random order, which is the same on all nodes."""
+    root = folder or Path(sysconfig.get_path("stdlib"))
+    paths = sorted(path for path in root.rglob("*" if folder else "*.py") if path.is_file())
+    if not folder:
+        paths = [path for path in paths if "site-packages" not in path.parts]
+    if not paths:
+        raise SystemExit(f"--data must be a folder of text files; {root} has none.")
+    order = np.random.default_rng(0).permutation(len(paths))
+    return np.frombuffer(b"\n".join(paths[i].read_bytes() for i in order), np.uint8)
 
 
-def continue_text(
-    out: str, prompt: str, tokens: int = 400, temperature: float = 0.7, seed: int = 0
-) -> str:
-    """Continues a text with the model that a training in this folder ended with."""
-    model, tokenizer = load(out)
-    context = keys_of(out).context
-    return continued(*nnx.split(model), tokenizer, prompt, context, tokens, temperature, seed)
+class Block(nnx.Module):
+    """Attention and SwiGLU, each with a norm before it and a shortcut around it."""
+
+    def __init__(self, args, dtype, rngs):
+        width, hidden = args.width, 8 * (args.width // 3)
+        norm = functools.partial(nnx.RMSNorm, width, dtype=dtype, rngs=rngs)
+        linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, rngs=rngs)
+        small = nnx.initializers.variance_scaling(0.5 / args.layers, "fan_in", "normal")
+        self.norm_attention, self.norm_hidden = norm(), norm()
+        self.query_key_value = linear(width, 3 * width)
+        self.attention_out = linear(width, width, kernel_init=small)
+        self.gate_and_hidden = linear(width, 2 * hidden)
+        self.hidden_out = linear(hidden, width, kernel_init=small)
+
+    def __call__(self, x):
+        qkv = self.query_key_value(self.norm_attention(x)).reshape(*x.shape[:2], 3, -1, HEAD)
+        query, key, value = rotated(qkv[:, :, 0]), rotated(qkv[:, :, 1]), qkv[:, :, 2]
+        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.attention_out(mixed.reshape(x.shape))
+        gate, hidden = jnp.split(self.gate_and_hidden(self.norm_hidden(x)), 2, axis=-1)
+        return x + self.hidden_out(nnx.silu(gate) * hidden)
 
 
-def keys_of(out: str) -> Language:
-    """The keys of the training in this folder."""
-    return parse(["--config", f"{out}/config.json"], defaults=DEFAULTS)
+def rotated(x):
+    """Rotates pairs of numbers by angles that grow with the position (arXiv:2104.09864)."""
+    half = x.shape[-1] // 2
+    angles = jnp.arange(x.shape[1])[:, None, None] * 10_000.0 ** (-jnp.arange(half) / half)
+    a, b, cos, sin = x[..., :half], x[..., half:], jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
 
 
-def load(out: str) -> tuple[nnx.Module, text.Tokenizer]:
-    """The model that a training in this folder ended with, and its tokenizer."""
-    keys = keys_of(out)
-    tokenizer = text.tokenizer(keys.tokenizer)
-    return final_model.load(out, create_model(keys, tokenizer.vocabulary)), tokenizer
+class Transformer(nnx.Module):
+    """Predicts the next byte at every position, with tied embeddings."""
+
+    def __init__(self, args, dtype, rngs):
+        normal = nnx.initializers.normal(0.02)
+        options = {"dtype": dtype, "rngs": rngs}
+        self.embed = nnx.Embed(VOCABULARY, args.width, embedding_init=normal, **options)
+        self.layers = nnx.List([Block(args, **options) for _ in range(args.layers)])
+        self.norm = nnx.RMSNorm(args.width, **options)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.embed.attend(self.norm(x)).astype(jnp.float32)
 
 
-DEFAULTS = Language(
-    epochs=10,
-    batch_size=8,
-    optimizer="adamw",
-    learning_rate=3e-3,
-    warmup_epochs=1,
-    weight_decay=0.1,
-    clip=1.0,
-    out="runs/language_model",
-)
+def main() -> int:
+    args = options()
+    if args.devices:
+        jdaso.cluster.use_virtual_devices(args.devices)
+    topology = jdaso.discover_topology(processes_per_node=1)
+    exchange = jdaso.mpi_exchange(topology)
+    node, nodes, devices = topology.node, topology.num_nodes, topology.num_local_devices
+
+    # Data: a twentieth of the text is held out, and each node trains on its own part of the rest.
+    text, length = read(args.data), args.context + 1
+    held_out, rest = np.split(text, [len(text) // 20])
+    share = np.array_split(rest, nodes)[node]
+    batch_size = args.batch_size * devices  # of a node
+
+    def batches(begin: int):
+        """Sequences at random places. A batch depends on the step only."""
+
+        def sequence(index: int, rng: np.random.Generator):
+            start = rng.integers(len(share) - length)
+            return share[start : start + length].astype(np.int32)
+
+        places = grain.MapDataset.range(args.steps * batch_size).seed(0)
+        sequences = places.random_map(sequence).batch(batch_size)[begin:]
+        return iter(sequences.to_iter_dataset(grain.ReadOptions(2, 16)))  # threads, batches
+
+    # Model and optimizer, which start with the same numbers on all nodes.
+    dtype = jnp.bfloat16 if args.bfloat16 else jnp.float32
+    rngs = nnx.Rngs(jax.random.key(0, impl="rbg"))  # compiles faster than the default
+    graphdef, params = nnx.split(Transformer(args, dtype, rngs))
+
+    def fragment_of(path) -> int:
+        """Deals the layers in turn, so that each fragment has layers of all depths."""
+        layer = re.search(r"'layers'\]\[(\d+)\]", jax.tree_util.keystr(path))
+        return int(layer[1]) % args.fragments if layer else 0
+
+    peak = args.learning_rate
+    rate = optax.warmup_cosine_decay_schedule(0, peak, args.steps // 10, args.steps, peak / 20)
+    tables = functools.partial(jax.tree.map, lambda x: x.ndim > 1)  # without the norms' scales
+    adamw = optax.adamw(rate, b2=0.99, weight_decay=0.1, mask=tables)
+    averaging = jdaso.diloco(
+        exchange,
+        args.period,
+        optax.sgd(args.outer_rate, momentum=0.9, nesterov=True),
+        delay=args.delay,
+        mix=0.5,
+        fragments=fragment_of if args.fragments > 1 else 1,
+        warmup=args.outer_warmup,
+        wire=args.wire,
+    )
+    tx = jdaso.chain(optax.chain(optax.clip_by_global_norm(1.0), adamw), averaging)
+    everywhere, split = (NamedSharding(topology.mesh, spec) for spec in (P(), P("local")))
+    params = jdaso.broadcast(exchange, jax.device_put(params, everywhere))
+    opt_state = jax.jit(tx.init, out_shardings=everywhere)(params)
+
+    def loss_fn(params, sequences):
+        logits, labels = nnx.merge(graphdef, params)(sequences[:, :-1]), sequences[:, 1:]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    value_and_grad = jdaso.local_value_and_grad(loss_fn, topology.mesh)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def train_step(params, opt_state, sequences):
+        loss, grads = value_and_grad(params, sequences)
+        params, opt_state = jdaso.apply_gradients(tx, grads, opt_state, params, value=loss)
+        return params, opt_state, loss, jdaso.metrics(opt_state)
+
+    held_out_loss = jax.jit(loss_fn)
+    count = min(256, len(held_out) // length) // devices * devices
+    tests = held_out[: count * length].reshape(count, length).astype(np.int32)
+    tests = jax.device_put(tests, split)
+
+    @jax.jit
+    def continued(params, window, keys):
+        def draw(window, key):
+            logits = nnx.merge(graphdef, params)(window[None])[0, -1]
+            byte = jax.random.categorical(key, logits / 0.7)
+            return jnp.append(window[1:], byte), byte
+
+        return jax.lax.scan(draw, window, keys)[1]
+
+    # Checkpoints hold the state of each node and what is in flight between them.
+    checkpoints = jdaso.checkpoint.Checkpoints(args.out / "checkpoints", topology, exchange)
+    checkpoints.claim()
+    begin = 0
+    if restored := checkpoints.restore((params, opt_state)):
+        (params, opt_state), begin = restored.state, restored.step
+        if node == 0:
+            print(f"continues at step {begin} of {args.steps}")
+    per_step = batch_size * nodes * args.context
+    record = Record(args.out, topology, exchange, begin, per_step, "tokens")
+    losses, stop = [], False
+    with jdaso.cluster.Preemption() as preemption:  # SIGTERM, SIGUSR1
+        for step, sequences in enumerate(batches(begin), begin + 1):
+            sequences = jax.device_put(sequences, split)
+            params, opt_state, loss, metrics = train_step(params, opt_state, sequences)
+            losses.append(loss)
+            if step % 10 == 0:
+                jax.block_until_ready(loss)  # not further ahead of the devices
+            evaluates = step % args.evaluate_every == 0 or step == args.steps
+            if evaluates:
+                mean = jdaso.consensus(exchange, params)
+                loss = jdaso.consensus(exchange, jnp.stack(losses).mean())
+                bits = held_out_loss(mean, tests) / math.log(2)
+                record.epoch(step, jax.device_get(metrics), loss=loss, test_bits_per_byte=bits)
+                losses = []
+            stop = preemption.requested(exchange) and step < args.steps
+            if stop or evaluates:
+                checkpoints.save(step, (params, opt_state))
+            if stop:
+                break
+    checkpoints.close()
+    if stop:
+        return jdaso.cluster.EXIT_TRY_AGAIN  # asks the job script to start it again
+    params, opt_state = jdaso.drain(tx, opt_state, params)  # merges what is in flight
+    mean = jdaso.consensus(exchange, params)
+    if node == 0:
+        with StandardCheckpointer() as writer:
+            writer.save(args.out.absolute() / "model", mean, force=True)
+        window, keys = jnp.int32(held_out[: args.context]), jax.random.split(jax.random.key(1), 300)
+        sample = bytes(continued(mean, window, keys).tolist()).decode(errors="replace")
+        print(f"\nThe model continues a text that it has not seen:\n\n{sample}")
+    record.finish()
+    return 0
+
 
 if __name__ == "__main__":
-    sys.exit(loop.run(parse(description=__doc__, defaults=DEFAULTS), task))
+    sys.exit(main())

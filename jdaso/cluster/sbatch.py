@@ -62,7 +62,7 @@ def add_command(commands: Any) -> None:
         "sbatch",
         help="write a job script for Slurm",
         description="Writes a job script for Slurm. On SIGUSR1 the program must save and exit "
-        f"with status {EXIT_TRY_AGAIN}, as examples/train.py does. It must resume when started "
+        f"with status {EXIT_TRY_AGAIN}, as examples/resnet50.py does. It must resume when started "
         "again. Arguments that sbatch gets after the script are passed on to the program.",
         usage="%(prog)s --nodes N --time LIMIT [options] -- program [arguments] > job.sh",
         argument_default=argparse.SUPPRESS,

@@ -1,4 +1,4 @@
-"""examples/language_model.py with SIGNAL and PAUSE of training.py; takes its options."""
+"""examples/papers/language_model.py with SIGNAL and PAUSE of training.py; takes its options."""
 
 import sys
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import optax
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "papers"))
 
 import compile_in_turn  # noqa: F401
 import config

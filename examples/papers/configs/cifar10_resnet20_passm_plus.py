@@ -1,6 +1,7 @@
 """PASSM+ on CIFAR-10 (passm Figure 1 and Table 1: 92.7 %): four processes that share one model.
 
-    python examples/train.py --config examples/configs/cifar10_resnet20_passm_plus.py --data ...
+    python examples/papers/train.py --data ... \\
+        --config examples/papers/configs/cifar10_resnet20_passm_plus.py
 
 Each process has minibatches of 256. The switches are those of the table. ASSM is --sync assm
 --switches (with no value), and PASSM is --sync passm --switches.

@@ -75,8 +75,6 @@ def train(
         print(f"stopped by a signal and saved at step {done} of {setup.total}; --resume continues")
     elif first and line:
         report([out])
-        if "sample" in line:
-            print(f"\n{line['sample']}\n")
         print(summary(setup, line))
     return jdaso.cluster.EXIT_TRY_AGAIN if stop else 0
 
@@ -170,8 +168,6 @@ def end_epoch(setup: Setup, state: TrainState, last: bool) -> tuple[TrainState, 
         state = state._replace(params=params, opt_state=opt_state)
     params, stats = mean_model(setup, state)
     scores = evaluate(setup, params, stats)
-    if last and setup.task.sample is not None:
-        scores["sample"] = setup.task.sample(params)
     return state._replace(losses=no_losses(setup)), {"loss": float(loss), **scores}
 
 

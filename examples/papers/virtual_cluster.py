@@ -1,6 +1,6 @@
 """Studies how period and delay change the accuracy of DASO, with 32 nodes on one device.
 
-    python examples/virtual_cluster.py --out runs/virtual_cluster [--phases]
+    python examples/papers/virtual_cluster.py --out runs/virtual_cluster [--phases]
 
 Repeats the rows of Table 2 of the DASO paper (Coquelin et al. 2022). The paper trains ResNet-50 on
 ImageNet with 32 nodes, this study trains a small network on digits. Period and delay are constant

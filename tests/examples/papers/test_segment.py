@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from launch import mpiexec
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "segment.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "papers" / "segment.py"
 OPTIONS = ("--devices", 2, "--epochs", 4, "--warmup-epochs", 1, "--cooldown-epochs", 1)
 IMAGES = ("--num-train", 128, "--num-test", 32, "--batch-size", 4)
 

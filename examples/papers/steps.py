@@ -30,7 +30,6 @@ class Task(NamedTuple):
         score: ``counts -> {"test_...": value}``, the scores for the summed counts.
         tokens: Tokens of an input, which then is a sequence, not an image. Speeds count tokens.
         cut: Makes the argument ``fragments`` of an algorithm from the number of fragments.
-        sample: ``params -> text`` that the model generates after the training, or None.
     """
 
     dataset: Dataset
@@ -40,7 +39,6 @@ class Task(NamedTuple):
     score: Callable[[np.ndarray], dict[str, float]]
     tokens: int = 0
     cut: Callable[[int], Any] = int
-    sample: Callable[[Any], str] | None = None
 
 
 class TrainState(NamedTuple):

@@ -1,4 +1,4 @@
-"""The main job: a ResNet on digits, two processes of two devices each, as `make demo` runs it."""
+"""A ResNet on digits, two processes of two devices each, and short runs of other algorithms."""
 
 import dataclasses
 import json
@@ -15,11 +15,11 @@ from launch import BESIDE_PYTHON, CHILDREN, run
 
 import jdaso
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SMALL = CHILDREN / "training.py"  # the same loop with a network that compiles at once
 
 
-def train(out, *options, timeout, launched=True, script=ROOT / "examples" / "train.py"):
+def train(out, *options, timeout, launched=True, script=ROOT / "examples" / "papers" / "train.py"):
     path = os.pathsep.join([BESIDE_PYTHON, os.environ.get("PATH", "")])
     launcher = shutil.which("mpiexec", path=path)
     if launcher is None:

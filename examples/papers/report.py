@@ -1,7 +1,7 @@
 """Draws the metrics of trainings and prints a table of them.
 
-    python examples/report.py runs/daso               # draws runs/daso/report.png
-    python examples/report.py runs/daso runs/dasgd    # draws both together in ./report.png
+    python examples/papers/report.py runs/daso               # draws runs/daso/report.png
+    python examples/papers/report.py runs/daso runs/dasgd    # draws both together in ./report.png
 
 Each run is a folder with the metrics.jsonl that a training writes. These keys are drawn where they
 exist: ``loss``, all keys that begin with ``test_``, ``learning_rate``, ``phase``, ``period``,
@@ -125,7 +125,7 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
         files = ", ".join(str(run.folder / "metrics.jsonl") for run in runs)
         raise ValueError(
             f"runs: there is nothing to draw in {files} besides step and seconds; "
-            "examples/report.py lists the keys that it draws."
+            "examples/papers/report.py lists the keys that it draws."
         )
     return found
 

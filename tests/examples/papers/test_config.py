@@ -283,11 +283,6 @@ def test_every_published_experiment_is_read(path):
     assert parsed.sync == {"synchronous": "allreduce_gradients"}.get(sync, sync)
 
 
-def test_the_demonstration_is_the_default():
-    path = EXAMPLES / "configs" / "digits_resnet20_daso.py"
-    assert parse(["--config", str(path)]) == parse([])
-
-
 def test_baselines_differ_in_what_happens_between_nodes_only():
     for name in ("imagenet_resnet50", "cifar10_resnet20"):
         files = (EXAMPLES / "configs" / f"{name}_{sync}.py" for sync in ("daso", "synchronous"))

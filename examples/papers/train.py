@@ -1,7 +1,8 @@
 """Trains a ResNet on several nodes with DASO or another algorithm of jdaso.
 
-    mpiexec -n 2 python examples/train.py --devices 2 --out runs/demo
-    srun -K python examples/train.py --config examples/configs/imagenet_resnet50_daso.py \\
+    mpiexec -n 2 python examples/papers/train.py --devices 2 --out runs/demo
+    srun -K python examples/papers/train.py \\
+        --config examples/papers/configs/imagenet_resnet50_daso.py \\
         --data /data/imagenet --out runs/imagenet --resume
 
 Gradients are averaged over the devices of a node at every step. --sync selects how parameters are

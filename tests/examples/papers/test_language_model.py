@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from batches import train_indices
 from flax import nnx
-from language import generate, text, transformer
+from language import text, transformer
 from launch import mpiexec
 from saved import lines, saved
 
@@ -22,7 +22,7 @@ SHAPE = transformer.Shape(vocabulary=256, layers=4, width=16, heads=2, hidden=24
 TINY = {"layers": 2, "width": 16, "heads": 2, "hidden": 24, "context": 16, "batch_size": 4}
 STEPS = 12  # 2 epochs of 6 steps, each of 2 nodes x 2 devices x 4 sequences x 16 tokens
 RUN = [
-    "--devices 2 --epochs 2 --epoch-tokens 1536 --test-tokens 512 --sample-tokens 8 --save-every 3",
+    "--devices 2 --epochs 2 --epoch-tokens 1536 --test-tokens 512 --save-every 3",
     "--sync streaming_diloco --period 4 --delay 2 --warmup-epochs 1",
     "--outer-warmup 1",  # the outer momentum is then not zero
     *(f"--{name.replace('_', '-')} {value}" for name, value in TINY.items()),
@@ -111,15 +111,6 @@ def test_layers_are_dealt_to_fragments_in_turn():
         layer = re.search(r"'layers'\]\[(\d)\]", jax.tree_util.keystr(path))
         by_layer.setdefault(layer and int(layer[1]), set()).add(fragment(path))
     assert by_layer == {None: {0}, 0: {0}, 1: {1}, 2: {0}, 3: {1}}
-
-
-def test_the_most_likely_text_is_generated_at_a_low_temperature():
-    """A model that predicts the token + 1. The prompt is longer than the context."""
-    logits_of = lambda params, x: jax.nn.one_hot((x + 1) % 256, 256) * params  # noqa: E731
-    found = generate.generate(logits_of, jnp.float32(1), np.arange(90, 96), 4, 5, 1e-3, 0)
-    assert found.tolist() == list(range(90, 101))
-    short = generate.generate(logits_of, jnp.float32(1), np.array([7]), 4, 6, 1e-3, 0)
-    assert short.tolist() == list(range(7, 14))
 
 
 @pytest.fixture
@@ -231,7 +222,6 @@ def test_nodes_never_train_on_the_same_text_and_never_on_the_test():
         ({"context": 10**6}, "--context"),
         ({"heads": 3}, "width must be a multiple of 2 \\* heads"),
         ({"tokenizer": "nothing.json"}, "tokenizer"),
-        ({"prompt": ""}, "--prompt"),
         ({"sync": "streaming_diloco", "fragments": 3}, "--fragments"),
     ],
 )
@@ -269,7 +259,6 @@ def test_sharded_and_replicated_parameters_give_the_same_losses(sharded, tmp_pat
             assert mine[key] == pytest.approx(theirs[key], rel=1e-4)
         assert mine["bytes_sent"] == theirs["bytes_sent"]
         assert mine["tokens_per_second"] > 0
-    assert lines(tmp_path)[-1]["sample"].startswith("def ")
     assert "the outer optimizer" not in output
 
 
@@ -282,9 +271,6 @@ def final_loss(out):
     assert tokenizer.vocabulary == 256
     score = task.score(np.asarray(task.counts(model(inputs), labels)))
     assert score["test_loss"] == pytest.approx(lines(out)[-1]["test_loss"], rel=1e-5)
-    keys = language_model.keys_of(out)
-    how = keys.prompt, keys.sample_tokens, keys.temperature, keys.seed
-    assert language_model.continue_text(out, *how) == lines(out)[-1]["sample"]
 
 
 def test_the_final_model_is_the_one_that_was_evaluated(sharded):
@@ -309,7 +295,6 @@ def test_joined_processes_share_the_parameters_of_their_node(sharded, tmp_path):
         # The sequences are other ones, from the same parts of the text.
         assert mine["test_loss"] == pytest.approx(theirs["test_loss"], rel=0.01)
         assert mine["exchanges"] == theirs["exchanges"]
-    assert lines(tmp_path)[-1]["sample"].startswith("def ")
 
 
 def test_a_sharded_run_that_was_killed_resumes_bit_for_bit(sharded, tmp_path):
@@ -324,6 +309,6 @@ def test_a_sharded_run_that_was_killed_resumes_bit_for_bit(sharded, tmp_path):
         assert mine.keys() == theirs.keys()
         for name, array in mine.items():
             np.testing.assert_array_equal(array, theirs[name], err_msg=name)
-    kept = ("step", "loss", "test_loss", "sample")
+    kept = ("step", "loss", "test_loss")
     outcomes = [[[x.get(key) for key in kept] for x in lines(run)] for run in (out, sharded)]
     assert outcomes[0] == outcomes[1]

@@ -1,6 +1,6 @@
 """Trains one small network with every algorithm on a virtual cluster, and compares the results.
 
-python examples/compare.py --nodes 8 --epochs 24
+python examples/papers/compare.py --nodes 8 --epochs 24
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Trains a network that segments street scenes, the second workload of the DASO paper.
 
-    mpiexec -n 2 python examples/segment.py --devices 2 --out runs/streets
-    srun -K python examples/segment.py --config examples/configs/cityscapes_hrnet_daso.py \\
+    mpiexec -n 2 python examples/papers/segment.py --devices 2 --out runs/streets
+    srun -K python examples/papers/segment.py \\
+        --config examples/papers/configs/cityscapes_hrnet_daso.py \\
         --data /data/cityscapes --out runs/cityscapes --resume
 
 The training loop, the algorithms and most options are those of train.py. Only the options of data

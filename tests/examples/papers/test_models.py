@@ -85,7 +85,7 @@ def test_unknown_model_is_named():
 
 @pytest.mark.slow
 def test_training_step_of_resnet50():
-    """Two images of 224 x 224, differentiated as in examples/train.py, reach every parameter."""
+    """Two images of 224 x 224, differentiated as in train.py, reach every parameter."""
     rng = np.random.default_rng(0)
     model = shapes("resnet50", dtype=jnp.float32)
     graphdef, params, stats = nnx.split(model, nnx.Param, nnx.BatchStat)
