@@ -93,12 +93,7 @@ def busy(arguments, topology, params, say):
             run(steps)
         return run
 
-    once = prepare(sgd)
-
-    def alone(steps):
-        once(steps)
-        return once(steps)
-
+    alone = prepare(sgd)
     period, delay = arguments.period, arguments.delay
     late = f"period {period}, delay {delay}"
     variants = {

@@ -86,11 +86,12 @@ def pair(comm, exchange, totals, alone, within, steps, first):
     Args:
         totals: the :class:`ReportTotals` of the steps with exchanges.
         alone, within: take a number of steps and return the seconds of one.
-        first: the number of steps with exchanges before the timed ones, so that an exchange is in
-            flight when these begin.
+        first: the number of steps before the timed ones, so that an exchange is in flight when
+            those with exchanges begin.
     """
     settle(exchange)
     comm.Barrier()
+    alone(first)
     base = alone(steps)
     comm.Barrier()
     within(first)
