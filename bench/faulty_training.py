@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from machine import resident_bytes
-from sklearn.datasets import load_digits
 
 import jdaso
 from jdaso import faults
@@ -79,6 +78,8 @@ def parse() -> argparse.Namespace:
 
 def digits() -> tuple[jax.Array, jax.Array]:
     """Flattened images and labels, in the same order on all nodes."""
+    from sklearn.datasets import load_digits
+
     images, labels = load_digits(return_X_y=True)
     order = jax.random.permutation(jax.random.key(2), len(labels))
     return jnp.asarray(images / 16.0, jnp.float32)[order], jnp.asarray(labels)[order]
