@@ -19,7 +19,7 @@ from results import Results
 BENCH = Path(__file__).parents[2] / "bench"
 TIMEOUT = 240
 SMALL = "--megabytes 0.1 --leaves 6 --pairs 8"
-SHORT = "--megabytes 0.04 --leaves 2 --seconds 0.001"
+SHORT = "--megabytes 0.04 --leaves 4 --seconds 0.001"
 TOKENS = "--nodes 2 --seeds 1 --steps 30 --layers 1 --width 8 --heads 1 --context 8 --batch-size 2"
 TOKENS += " --test-tokens 64 --warmup 0 --only data|local|^DiLoCo"
 MODEL = "--layers 2 --width 16 --context 8 --batch-size 2 --period 6 --pairs 1 --only local"
@@ -40,7 +40,6 @@ SLOW = {
     "exchange.py parts": (2, f"{SHORT} --exchanges 2", 7),
     "exchange.py wires": (2, "--megabytes 0.01 --exchanges 1", 5),
     "formats.py": (1, "--megabytes 1", 6),
-    "predicted.py delays": (2, "--megabytes 0.1 --seconds 0.01 --exchanges 2", 1),
     "scale.py": (2, "--kilobytes 4 --rounds 2", 1),
     "scale.py start": (1, "--processes 2 --rounds 1", 1),
 }
