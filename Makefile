@@ -97,7 +97,7 @@ $(VENV)/.docs-installed: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	mpiexec -n 2 $(BIN)/python bench/overlap.py
-	$(BIN)/python bench/overhead.py
+	$(BIN)/python bench/tax.py network --megabytes 100 --pairs 7
 
 clean:
 	rm -rf $(VENV) .venv-oldest build dist docs/_build *.egg-info runs

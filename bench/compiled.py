@@ -24,7 +24,7 @@ jax.config.update("jax_num_cpu_devices", 4)
 
 import optax  # noqa: E402
 from deviceless import AVERAGINGS, Case, compile_case, compile_resnet, reason_to_skip  # noqa: E402
-from pairs import header, row  # noqa: E402
+from machine import header, row  # noqa: E402
 
 ADAMW = optax.adamw(1e-3)
 ROWS = {

@@ -1,4 +1,4 @@
-"""Language models with equal tokens: the loss that each method reaches, and the bytes it sends.
+"""Language models with equal tokens: the loss of each method, its bytes, and its speed on a link.
 
     python bench/equal_tokens.py [--nodes 2 4] [--seeds 3] [--steps 6000] [--results FILE]
     python bench/equal_tokens.py --steps 300 --layers 2 --width 64 --only "data|DiLoCo"
@@ -12,13 +12,23 @@ relative to data parallel training with the same seed, of the anchor where there
 megabytes that a node sends. jdaso.perf predicts the time of the training on a link, from the
 seconds of a node's step without exchanges. Each result is appended to the file of --results at
 once, and what the file has is not trained again, so that the script can be stopped at any time.
+
+    bench/lab/lab.py run --pin -- python bench/equal_tokens.py speed --width 128 --context 128
+
+measures tokens per second of the same model over MPI, on one core of each node. A pair has two
+periods of steps without exchanges and three with them. The first of these three is not timed, so
+that an exchange is in flight when the timed steps begin. The slowest node counts in both. The table
+has the median of the pairs' ratios of tokens per second, its range, the mean time for which an
+exchange blocks training on the slowest node, and the megabytes that a node sends at each step.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import os
 import re
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -30,8 +40,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from machine import machine
+from machine import header, keep_memory, machine, own_core, row
 from results import Results
+from step import ReportTotals, apply_gradients, pair, ratio_cells, timed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "papers"))
 
@@ -158,18 +169,20 @@ class Problem:
         starts += part * np.arange(nodes)[:, None]
         return self.text.train[starts[..., None] + np.arange(options.context + 1)].astype(np.int32)
 
-    def train(self, method: Method, nodes: int, seed: int) -> Outcome:
-        """Trains all nodes to the end."""
-        options, begin = self.options, time.perf_counter()
-        steps = options.steps // CHUNK * CHUNK
-        rate = optax.warmup_cosine_decay_schedule(
-            0, options.learning_rate, steps // 10, steps, 0.05 * options.learning_rate
-        )
+    def optimizer(self, steps: int) -> optax.GradientTransformation:
+        """AdamW, whose learning rate rises and falls."""
+        peak = self.options.learning_rate
+        rate = optax.warmup_cosine_decay_schedule(0, peak, steps // 10, steps, 0.05 * peak)
         adamw = optax.adamw(
             rate, b2=0.99, weight_decay=0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
         )
+        return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+    def train(self, method: Method, nodes: int, seed: int) -> Outcome:
+        """Trains all nodes to the end."""
+        begin, steps = time.perf_counter(), self.options.steps // CHUNK * CHUNK
         averaging = method.averaging(jdaso.axis_exchange("node", nodes))
-        tx = jdaso.chain(optax.chain(optax.clip_by_global_norm(1.0), adamw), averaging)
+        tx = jdaso.chain(self.optimizer(steps), averaging)
 
         def step(carry, batch):
             params, opt_state = carry
@@ -233,7 +246,14 @@ def description(method: Method, nodes: int, seed: int, problem: Problem) -> dict
     return {**of_method, "nodes": nodes, "seed": seed, **sizes, "text": problem.text.fingerprint}
 
 
-def row(method: Method, problem: Problem, nodes: int, results: Results) -> str | None:
+def chosen(problem: Problem, nodes: int) -> list[Method]:
+    """The methods of --only."""
+    options = problem.options
+    found = methods(options, exchange_seconds(options, problem.parameters, nodes, "float32"))
+    return [method for method in found if re.search(options.only, method.name)]
+
+
+def loss_row(method: Method, problem: Problem, nodes: int, results: Results) -> str | None:
     """A row of the table, or None if no seed has a result."""
 
     def by_seed(method: Method) -> dict[int, Outcome]:
@@ -253,11 +273,81 @@ def row(method: Method, problem: Problem, nodes: int, results: Results) -> str |
     cells += [f"{np.mean(anchors):.4f}" if anchors else "-"]
     cells += [f"{np.mean(gaps):+.1%}" if gaps else "-"]
     cells += [f"{megabytes(method, problem, nodes):.0f}", f"{seconds(method, problem, nodes):.0f}"]
-    return f"| {' | '.join(map(str, cells))} |"
+    return row(*cells)
+
+
+def print_losses(options: argparse.Namespace) -> None:
+    """Trains what the file of results lacks, and prints the table of losses."""
+    problem, results = Problem(options), Results(options.results)
+    of_nodes = {nodes: chosen(problem, nodes) for nodes in options.nodes}
+    trainings = [(n, s, m) for n in of_nodes for s in range(options.seeds) for m in of_nodes[n]]
+    for nodes, seed, method in [] if options.table else trainings:
+        key = description(method, nodes, seed, problem)
+        if results.get(key) is None:
+            results.add(key, [*problem.train(method, nodes, seed)])
+            print(results.get(key), key, file=sys.stderr, flush=True)
+    print(machine())
+    print(
+        f"{problem.parameters} parameters, {options.steps} steps of {options.batch_size} x "
+        f"{options.context} bytes a node\n"
+    )
+    names = ("nodes", "method", "period", "delay", "wire", "seeds", "loss", "least", "largest")
+    names += ("anchor's loss", "over data parallel", "MB sent", "predicted, s")
+    print(header(*names))
+    for nodes, methods in of_nodes.items():
+        rows = (loss_row(method, problem, nodes, results) for method in methods)
+        print(*(text for text in rows if text is not None), sep="\n")
+
+
+def print_speed(options: argparse.Namespace) -> None:
+    """Tokens per second with exchanges over MPI, and without."""
+    os.environ.setdefault("NPROC", "16")
+    own_core()
+    keep_memory()
+    topology, problem = jdaso.discover_topology(processes_per_node=1), Problem(options)
+    comm, nodes = topology.comm.Dup(), topology.num_nodes
+    say = print if topology.rank == 0 else lambda *_, **__: None
+    params = nnx.state(transformer.Transformer(problem.shape, nnx.Rngs(0)), nnx.Param)
+    batch = problem.windows(np.random.default_rng(topology.node), nodes)[0, topology.node]
+    tokens, steps = options.batch_size * options.context * nodes, 2 * options.period
+    adamw = problem.optimizer(options.steps)
+
+    def prepare(tx: Any) -> Callable[[int], float]:
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def step(params, opt_state, batch):
+            value, grads = jax.value_and_grad(problem.loss)(params, batch)
+            return apply_gradients(tx, grads, opt_state, params, value=value)
+
+        run = timed(step, [jax.tree.map(jnp.copy, params), tx.init(params)], batch)
+        run(options.period + 6)  # compilation, and the first use of memory
+        return run
+
+    alone = prepare(adamw)
+    say(machine())
+    say(
+        f"{nodes} nodes, one core each; {problem.parameters} parameters, "
+        f"{options.pairs} pairs of {steps} steps\n"
+    )
+    names = ("method", "period", "delay", "wire", "alone, tokens/s", "with", "ratio", "range")
+    say(header(*names, "blocked, ms", "MB per step"))
+    for method in chosen(problem, nodes):
+        exchange = jdaso.mpi_exchange(topology)
+        within = prepare(jdaso.chain(adamw, method.averaging(exchange)))
+        totals = ReportTotals(exchange)
+        measure = functools.partial(pair, comm, exchange, totals, alone, within)
+        found = [measure(steps, options.period) for _ in range(options.pairs)]
+        rates = [[tokens / seconds for seconds in both] for both in found]
+        medians = (f"{statistics.median(each):.0f}" for each in zip(*rates, strict=True))
+        blocked = 1e3 * max(comm.allgather(totals.per_exchange("seconds_blocked")))
+        sent = totals["bytes_sent"] / options.pairs / steps / 1e6
+        cells = *medians, *ratio_cells(rates)
+        about = method.name, method.period, method.delay, method.wire
+        say(row(*about, *cells, f"{blocked:.1f}", f"{sent:.3f}"), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", nargs="?", choices=("loss", "speed"), default="loss")
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6000, help="200 rounds of 30 steps")
@@ -283,36 +373,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="regular expression for the methods")
     parser.add_argument("--results", type=Path, help="file that keeps the results")
     parser.add_argument("--table", action="store_true", help="train nothing")
+    parser.add_argument("--pairs", type=int, default=5, help="pairs of runs, of the speed")
     options = parser.parse_args()
-    problem, results = Problem(options), Results(options.results)
-    of_nodes = {
-        nodes: [
-            method
-            for method in methods(
-                options, exchange_seconds(options, problem.parameters, nodes, "float32")
-            )
-            if re.search(options.only, method.name)
-        ]
-        for nodes in options.nodes
-    }
-    trainings = [(n, s, m) for n in of_nodes for s in range(options.seeds) for m in of_nodes[n]]
-    for nodes, seed, method in [] if options.table else trainings:
-        key = description(method, nodes, seed, problem)
-        if results.get(key) is None:
-            results.add(key, [*problem.train(method, nodes, seed)])
-            print(results.get(key), key, file=sys.stderr, flush=True)
-    print(machine())
-    print(
-        f"{problem.parameters} parameters, {options.steps} steps of {options.batch_size} x "
-        f"{options.context} bytes a node\n"
-    )
-    names = ("nodes", "method", "period", "delay", "wire", "seeds", "loss", "least", "largest")
-    names += ("anchor's loss", "over data parallel", "MB sent", "predicted, s")
-    print("|", " | ".join(names), "|")
-    print("|" + "---|" * len(names))
-    for nodes, chosen in of_nodes.items():
-        rows = (row(method, problem, nodes, results) for method in chosen)
-        print(*(text for text in rows if text is not None), sep="\n")
+    {"loss": print_losses, "speed": print_speed}[options.part](options)
 
 
 if __name__ == "__main__":

@@ -56,11 +56,11 @@ import numpy as np  # noqa: E402
 import one_process  # noqa: E402
 import optax  # noqa: E402
 import pairs  # noqa: E402
-from faulty_job import UNNOTICED  # noqa: E402
 from flax import nnx  # noqa: E402
 from jax.sharding import Mesh, PartitionSpec, SingleDeviceSharding  # noqa: E402
-from machine import machine  # noqa: E402
-from pairs import SGD, header, row  # noqa: E402
+from machine import header, machine, row  # noqa: E402
+from mpi_job import UNNOTICED  # noqa: E402
+from pairs import SGD  # noqa: E402
 from step import ReportTotals, apply_gradients, make_step, matmuls_for, settle  # noqa: E402
 
 import jdaso  # noqa: E402

@@ -1,4 +1,4 @@
-"""Describes the machine of a measurement, and prepares its cores and memory."""
+"""What measurements share: the machine, its cores and memory, and the tables that are printed."""
 
 from __future__ import annotations
 
@@ -64,3 +64,19 @@ def memcpy_seconds(megabytes: float) -> float:
         np.copyto(target, source)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
+
+
+def resident_bytes() -> int:
+    """The memory of this process."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def row(*cells: object) -> str:
+    """A row of a Markdown table."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def header(*names: str) -> str:
+    """The first two rows of a Markdown table."""
+    return f"{row(*names)}\n|{'---|' * len(names)}"

@@ -224,13 +224,3 @@ def all_gathers(text) -> int:
 def host_callbacks(text) -> int:
     """The number of Python callbacks in a compiled program."""
     return len(re.findall(r'custom_call_target="[^"]*callback', text))
-
-
-def row(*cells) -> str:
-    """A row of a Markdown table."""
-    return f"| {' | '.join(map(str, cells))} |"
-
-
-def header(*names) -> str:
-    """The first two rows of a Markdown table."""
-    return f"{row(*names)}\n|{'---|' * len(names)}"

@@ -1,4 +1,4 @@
-"""Compares predicted with measured step times, over nodes, links and algorithms.
+"""Compares what jdaso.perf predicts with what is measured, over nodes, links and algorithms.
 
     python bench/predicted.py [--nodes 2 4] [--rates 100mbit 200mbit 1gbit] [--delay 1ms]
 
@@ -6,27 +6,44 @@ For each number of nodes and each rate the script creates a cluster of the netwo
 Linux). There ``python -m jdaso tune`` measures the network. From this and the time of a step
 without exchanges, jdaso.perf.predict predicts the step time of each algorithm, and
 bench/peers/jdaso_peer.py measures it.
+
+    python bench/lab/lab.py up --nodes 2 --rate 200mbit --delay 1ms
+    python bench/lab/lab.py run --pin -- python bench/predicted.py delays [--seconds 0.8 0.4]
+
+compares the smallest delay at which training never waits with the recommended one. For each step
+time the script measures a step without exchanges and the transfer of an exchange during training.
+It passes both to jdaso.perf.hiding_schedule, and trains with the recommended delay and its
+neighbours. A step counts as not waiting if the wait is less than a hundredth of the step.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE / "lab"), str(HERE / "peers")]
+sys.path += [str(Path(__file__).parent / folder) for folder in ("lab", "peers")]
 
-import lab  # noqa: E402
-import workload  # noqa: E402
-from machine import machine  # noqa: E402
+import jax
+import jax.numpy as jnp
+import lab
+import optax
+import workload
+from machine import header, keep_memory, machine, row
+from step import make_step, matmuls_for
 
-from jdaso import perf  # noqa: E402
+import jdaso
+from jdaso import perf
 
+PEER = Path(__file__).parent / "peers" / "jdaso_peer.py"
 PERIOD, DELAY = 4, 3
+LEAVES, NEGLIGIBLE = 100, 0.01  # of the training with different delays
 WIRE = "float32"  # of all variants
 # The variants of jdaso_peer.py, with algorithm and arguments of their predictions.
 VARIANTS = {
@@ -70,21 +87,15 @@ def measured_by_tune(text: str) -> dict[str, Any]:
     return {"network": network, "overhead": overhead, "slowdown": slowdown}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rates", nargs="+", default=["100mbit", "200mbit", "1gbit"])
-    parser.add_argument("--delay", default="1ms", help="of a link, one way")
-    parser.add_argument("--network", default="conv", choices=workload.NETWORKS)
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
+def print_steps(options: argparse.Namespace) -> None:
+    """Predicted and measured step times."""
     count = parameters(options.network)
-    peer = [str(HERE / "peers" / "jdaso_peer.py"), "--network", options.network]
+    peer = [str(PEER), "--network", options.network]
     peer += ["--variants", *VARIANTS, "--period", str(PERIOD), "--delay", str(DELAY)]
     print(machine())
     print(f"{options.network}, {count} parameters; period {PERIOD}, delay {DELAY}; one core a node")
-    print("| nodes | link | algorithm | alone, s | predicted, s | measured, s | ratio |")
-    print("|---|---|---|---|---|---|---|", flush=True)
+    names = ("nodes", "link", "algorithm", "alone, s", "predicted, s", "measured, s")
+    print(header(*names, "predicted / measured"), flush=True)
     for nodes in options.nodes:
         for rate in options.rates:
             try:
@@ -109,7 +120,87 @@ def main() -> None:
                 ).step_time
                 cells = [nodes, f"{rate}, {options.delay}", line["variant"]]
                 cells += [f"{x:.3f}" for x in (alone, predicted, measured, predicted / measured)]
-                print(f"| {' | '.join(map(str, cells))} |", flush=True)
+                print(row(*cells), flush=True)
+
+
+# -------------------------------------------------------------- The recommended delay, and others
+
+
+def print_delays(options: argparse.Namespace) -> None:
+    """For each step time, the recommended delay and the smallest that does not wait."""
+    os.environ.setdefault("NPROC", "16")
+    keep_memory()
+    topology = jdaso.discover_topology(processes_per_node=1)
+    comm = topology.comm
+    exchange = jdaso.mpi_exchange(topology)
+    size = int(options.megabytes * 250_000 / LEAVES)
+    params = [jnp.full((size,), float(i + topology.rank)) for i in range(LEAVES)]
+    matrix = jnp.full((384, 384), 1 / 384)
+    sgd = optax.sgd(1.0)
+    say = print if topology.rank == 0 else lambda *_, **__: None
+
+    def longest(values: list[float]) -> float:
+        """The median of the times of the slowest node."""
+        return statistics.median(max(found) for found in zip(*comm.allgather(values), strict=True))
+
+    def train(matmuls: int, steps: int, tx) -> list[float]:
+        """Takes steps and returns the seconds of each."""
+        step, times = make_step(tx, matmuls), []
+        state = [jax.tree.map(jnp.copy, params), tx.init(params)]
+        comm.Barrier()
+        for _ in range(steps):
+            start = time.perf_counter()
+            *state[:], slope = step(*state, matrix)
+            jax.block_until_ready((state, slope))
+            times.append(time.perf_counter() - start)
+        return times
+
+    def with_exchanges(matmuls: int, delay: int) -> tuple[float, float]:
+        """Measures the transfer and the wait of an exchange, in seconds."""
+        schedule = jdaso.constant(delay + 1, delay)
+        tx = jdaso.chain(sgd, jdaso.daso(exchange, schedule=schedule))
+        train(matmuls, (options.exchanges + 3) * (delay + 1), tx)
+        # The first exchanges include compilation and the first use of memory.
+        records = exchange.history()[-options.exchanges :]
+        transfers = [end - start for start, end in (record.transfer for record in records)]
+        waits = [end - start for start, end in (record.wait for record in records)]
+        return longest(transfers), longest(waits)
+
+    say(machine())
+    say(f"{topology.num_nodes} nodes, one core each; {options.megabytes:g} MB of float32")
+    names = ("step, s", "exchange, s", "steps", "recommended", "waits, ms, by delay")
+    say(header(*names, "waits no more at"), flush=True)
+    for seconds in options.seconds:
+        matmuls = max(comm.allgather(matmuls_for(seconds)))
+        alone = longest(train(matmuls, 10, sgd)[2:])
+        blocking, _ = with_exchanges(matmuls, 0)
+        transfer, _ = with_exchanges(matmuls, int(blocking / alone) + 2)
+        recommended = perf.hiding_schedule(alone, transfer).delay
+        waits = {
+            delay: with_exchanges(matmuls, delay)[1]
+            for delay in range(max(recommended - 1, 0), recommended + 3)
+        }
+        enough = [delay for delay, wait in waits.items() if wait < NEGLIGIBLE * alone]
+        listed = ", ".join(f"{delay}: {1e3 * wait:.1f}" for delay, wait in waits.items())
+        found = min(enough) if enough else f"above {max(waits)}"
+        times = f"{alone:.3f}", f"{transfer:.3f}", f"{transfer / alone:.2f}"
+        say(row(*times, recommended, listed, found), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", nargs="?", choices=("steps", "delays"), default="steps")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rates", nargs="+", default=["100mbit", "200mbit", "1gbit"])
+    parser.add_argument("--delay", default="1ms", help="of a link, one way")
+    parser.add_argument("--network", default="conv", choices=workload.NETWORKS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--megabytes", type=float, default=10, help="of parameters, with delays")
+    seconds = [0.8, 0.4, 0.25, 0.15, 0.1]
+    parser.add_argument("--seconds", type=float, nargs="+", default=seconds, help="times of a step")
+    parser.add_argument("--exchanges", type=int, default=12, help="exchanges of a run, with delays")
+    options = parser.parse_args()
+    {"steps": print_steps, "delays": print_delays}[options.part](options)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Measures the CPU time of an exchange by the number of processes.
+"""Measures the CPU time of an exchange, and the start of a job, by the number of processes.
 
     mpiexec -n 8 python bench/scale.py [--kilobytes 4 1000] [--rounds 100]
     python bench/scale.py --stand-in 1024 8192
+    python bench/scale.py start --processes 2 8 24 [--rounds 3]
 
 DASO with period 1 and delay 1 trains a tiny model. The result is the difference of the CPU seconds
 of a process between steps with and without exchange, the median over processes, beside MPI's
@@ -9,9 +10,18 @@ blocking Allreduce. Sharing a core does not distort CPU seconds.
 
 With --stand-in, one process exchanges over a communicator that claims to have so many members, and
 whose collectives complete at once. What is left is the time of jdaso's own code.
+
+With "start", each round runs two jobs one after the other. In the first one, the processes import
+JAX, optax and mpi4py, find their devices, and meet at a barrier. In the second one, they import
+jdaso as well, call discover_topology and mpi_exchange, and take a training step of DASO that
+exchanges 1000 numbers. The table has the seconds of the imports, from the start of the launcher
+until the last process is ready; those from discover_topology to the first exchange; their ratio;
+and the seconds of each part. All are medians over rounds. A step without exchanges would compile as
+well.
 """
 
 import argparse
+import itertools
 import operator
 import os
 import statistics
@@ -22,10 +32,10 @@ os.environ.setdefault("NPROC", "4")
 
 import jax
 import jax.numpy as jnp
+import mpi_job
 import numpy as np
 import optax
-from exchange import resident_bytes
-from machine import machine
+from machine import header, machine, resident_bytes, row
 
 import jdaso
 from jdaso.cluster.topology import Placement, Process
@@ -35,6 +45,19 @@ from jdaso.exchange.transport.mpi_transport import Membership, MpiTransport, mpi
 from jdaso.exchange.transport.progress import Progress
 
 PAUSE = 0.02  # seconds between steps, in which an exchange completes
+PARTS = ("discover_topology", "mpi_exchange", "init", "first step")
+# Imports nothing of jdaso. Prints the seconds since the time that is its argument.
+IMPORTS = """
+import sys, time
+import jax, optax
+from mpi4py import MPI
+
+jax.local_devices()
+MPI.COMM_WORLD.Barrier()
+seconds = MPI.COMM_WORLD.allreduce(time.time() - float(sys.argv[1]), op=MPI.MAX)
+if MPI.COMM_WORLD.rank == 0:
+    print("ends", seconds)
+"""
 
 
 def measure(topology: jdaso.Topology, kilobytes: float, rounds: int) -> tuple[float, float]:
@@ -146,33 +169,87 @@ def stand_in(size: int, kilobytes: float, rounds: int) -> str:
     seconds = (time.process_time() - start) / rounds
     progress.close()
     grown = (resident_bytes() - before) / 2**20
-    return f"| {size} | {kilobytes:g} | {1e3 * seconds:.2f} | {grown:.0f} |"
+    return row(size, f"{kilobytes:g}", f"{1e3 * seconds:.2f}", f"{grown:.0f}")
+
+
+def first_exchange() -> None:
+    """Takes a step with an exchange. Prints the times at which the last process had each part."""
+    ends = [time.time()]
+    topology = jdaso.discover_topology(processes_per_node=1)
+    ends.append(time.time())
+    exchange = jdaso.mpi_exchange(topology)
+    ends.append(time.time())
+    tx = jdaso.chain(optax.sgd(0.1), jdaso.daso(exchange, 1, 0))
+
+    @jax.jit
+    def step(params, state):
+        return jdaso.apply_gradients(tx, params, state, params)
+
+    params = jnp.ones(1000)
+    state = jax.block_until_ready(tx.init(params))
+    ends.append(time.time())
+    jax.block_until_ready(step(params, state))
+    ends.append(time.time())
+    last = map(max, zip(*topology.comm.allgather(ends), strict=True))
+    if topology.rank == 0:
+        print("ends", *map(repr, last), flush=True)
+
+
+def start(processes: int, rounds: int) -> str:
+    """A row of the table of the start of a job."""
+
+    def ends(*command: object) -> list[float]:
+        job = mpi_job.run(processes, 300, *command)
+        if job.problem is not None:
+            raise SystemExit(f"{job.problem}\n{job.stderr}")
+        (line,) = (line for line in job.stdout.splitlines() if line.startswith("ends"))
+        return [float(end) for end in line.split()[1:]]
+
+    imports, parts, ratios = [], [], []
+    for _ in range(rounds):
+        imports += ends("-c", IMPORTS, time.time())
+        times = ends(__file__, "--first")
+        parts.append([after - before for before, after in itertools.pairwise(times)])
+        ratios.append((times[-1] - times[0]) / imports[-1])
+    medians = [statistics.median(each) for each in zip(*parts, strict=True)]
+    cells = [statistics.median(imports), sum(medians), statistics.median(ratios), *medians]
+    return row(processes, *(f"{cell:.2f}" for cell in cells))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("part", nargs="?", choices=("start",))
     parser.add_argument("--kilobytes", type=float, nargs="+", default=[4, 1000])
-    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--rounds", type=int, help="100 exchanges, or 3 jobs")
     parser.add_argument("--stand-in", type=int, nargs="+", metavar="P", help="numbers of members")
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 8], help="with start")
+    parser.add_argument("--first", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.first:
+        return first_exchange()
+    if options.part == "start":
+        print(machine())
+        names = ("processes", "imports, s", "to the first exchange, s", "ratio", *PARTS)
+        print(header(*names), flush=True)
+        for processes in options.processes:
+            print(start(processes, options.rounds or 3), flush=True)
+        return
+    rounds = options.rounds or 100
     if options.stand_in:
         print(machine())
-        print("| members | KB | CPU of an exchange, ms | memory, MB |\n|---|---|---|---|")
-        for size in options.stand_in:
-            for kilobytes in options.kilobytes:
-                print(stand_in(size, kilobytes, options.rounds), flush=True)
+        print(header("members", "KB", "CPU of an exchange, ms", "memory, MB"))
+        for size, kilobytes in itertools.product(options.stand_in, options.kilobytes):
+            print(stand_in(size, kilobytes, rounds), flush=True)
         return
     topology = jdaso.discover_topology(processes_per_node=1)
     say = print if topology.rank == 0 else lambda *_, **__: None
     say(machine())
-    say("| processes | KB | exchange, ms | Allreduce, ms |\n|---|---|---|---|")
+    say(header("processes", "KB", "exchange, ms", "Allreduce, ms"))
     for kilobytes in options.kilobytes:
-        times = topology.comm.allgather(measure(topology, kilobytes, options.rounds))
+        times = topology.comm.allgather(measure(topology, kilobytes, rounds))
         exchange, allreduce = (1e3 * statistics.median(each) for each in zip(*times, strict=True))
-        say(
-            f"| {topology.num_nodes} | {kilobytes:g} | {exchange:.2f} | {allreduce:.3f} |",
-            flush=True,
-        )
+        cells = topology.num_nodes, f"{kilobytes:g}", f"{exchange:.2f}", f"{allreduce:.3f}"
+        say(row(*cells), flush=True)
 
 
 if __name__ == "__main__":

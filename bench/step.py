@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import statistics
 import time
 
 import jax
@@ -35,12 +36,15 @@ def make_step(tx, matmuls):
 
 
 def timed(step, state, *inputs):
-    """Returns a function that takes a number of steps and returns the seconds of one step."""
+    """Returns a function that takes a number of steps and returns the seconds of one step.
+
+    What a step returns besides the state is dropped.
+    """
 
     def run(steps):
         start = time.perf_counter()
         for _ in range(steps):
-            state[:] = step(*state, *inputs)
+            state[:] = step(*state, *inputs)[: len(state)]
         jax.block_until_ready(state)
         return (time.perf_counter() - start) / steps
 
@@ -74,6 +78,32 @@ def settle(exchange):
     """Waits until the last exchange has been transferred, so that nothing runs beside."""
     last = exchange.history()[-1:]
     time.sleep(sum(1.5 * (end - start) for start, end in (record.transfer for record in last)))
+
+
+def pair(comm, exchange, totals, alone, within, steps, first):
+    """Seconds of a step without and with exchanges, on the slowest process.
+
+    Args:
+        totals: the :class:`ReportTotals` of the steps with exchanges.
+        alone, within: take a number of steps and return the seconds of one.
+        first: the number of steps before the timed ones, so that an exchange is in flight when
+            those with exchanges begin.
+    """
+    settle(exchange)
+    comm.Barrier()
+    alone(first)
+    base = alone(steps)
+    comm.Barrier()
+    within(first)
+    with totals:
+        both = base, within(steps)
+    return tuple(map(max, zip(*comm.allgather(both), strict=True)))
+
+
+def ratio_cells(pairs):
+    """Cells of a table: the median of the ratios to the first ones, and their range."""
+    ratios = [second / first for first, second in pairs]
+    return f"{statistics.median(ratios):.3f}", f"{min(ratios):.3f}..{max(ratios):.3f}"
 
 
 def matmuls_for(seconds: float) -> int:

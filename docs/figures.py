@@ -206,7 +206,7 @@ def architecture():
 
 def step_time():
     drawn, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
-    measured = bench_tables.rows("Predicted and measured")
+    measured = bench_tables.rows("Step times, predicted and measured")
     rates = {"mbit": 1, "gbit": 1000}
     colors = {"synchronous": WAIT, "local_sgd": FLIGHT, "dasgd": COMPUTE, "daso": MERGE}
     for algorithm, color in colors.items():
@@ -221,7 +221,11 @@ def step_time():
             color=color,
             label=f"jdaso, {algorithm}",
         )
-    peers = [row for row in bench_tables.rows("Beside PyTorch") if row[""].startswith("torch")]
+    peers = [
+        row
+        for row in bench_tables.rows("Speed of jdaso and PyTorch")
+        if row[""].startswith("torch")
+    ]
     names = {"torch ddp": "s", "torch powersgd": "^", "torch postlocal": "D", "torch none": "_"}
     for row in peers:
         if row[""] in names:
@@ -246,7 +250,7 @@ def peers():
     drawn, panels = plt.subplots(1, 2, figsize=(8, 3.6), layout="constrained", sharey=True)
     titles = ("convolutions, 200 Mbit/s, 1 ms", "dense layers, 1 Gbit/s, 0.2 ms")
     for number, (axes, title) in enumerate(zip(panels, titles, strict=True), start=1):
-        rows = bench_tables.rows("Beside PyTorch", number)
+        rows = bench_tables.rows("Speed of jdaso and PyTorch", number)
         names = [row[""] for row in rows]
         seconds = [float(row["s/step, median"]) for row in rows]
         colors = [COMPUTE if name.startswith("jdaso") else FLIGHT for name in names]
@@ -261,7 +265,7 @@ def peers():
 
 def period_delay():
     drawn, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
-    rows = bench_tables.rows("Period and delay of DASO with 32 nodes")
+    rows = bench_tables.rows("Accuracy of DASO by period and delay, 32 nodes")
     periods = sorted({int(row["B"]) for row in rows})
     delays = sorted({int(row["S"]) for row in rows})
     colors = plt.get_cmap("RdYlGn")

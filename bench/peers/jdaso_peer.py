@@ -33,6 +33,7 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("NPROC", "16")  # number of XLA's threads on any number of cores
@@ -47,7 +48,7 @@ import jdaso
 
 sys.path.append(str(Path(__file__).parents[1]))
 from machine import keep_memory
-from step import ReportTotals, apply_gradients, settle
+from step import ReportTotals, apply_gradients, pair
 
 VARIANTS = ("none", "synchronous", "synchronous-bf16", "daso", "daso-bf16", "daso-int8")
 WIRES = {"bf16": "bfloat16", "int8": "int8", "float4": "float4"}
@@ -154,33 +155,23 @@ def measure(variant: str, options, topology) -> dict:
     comm = topology.comm
     exchange = jdaso.mpi_exchange(topology)
     batch = random_batch(options, topology)
-    alone, training = (Training(name, options, exchange) for name in ("none", variant))
 
-    def take_round(training: Training) -> float:
-        start = time.perf_counter()
-        for _ in range(options.period):
-            training(*batch)
-        return (time.perf_counter() - start) / options.period
+    def runs(name: str) -> Callable[[int], float]:
+        training = Training(name, options, exchange)
 
-    def take_pair(totals: ReportTotals) -> tuple[float, float]:
-        settle(exchange)
-        comm.Barrier()
-        take_round(alone)
-        base = take_round(alone)
-        comm.Barrier()
-        take_round(training)
-        with totals:
-            return base, take_round(training)
+        def run(steps: int) -> float:
+            start = time.perf_counter()
+            for _ in range(steps):
+                training(*batch)
+            return (time.perf_counter() - start) / steps
 
+        return run
+
+    rest = runs("none"), runs(variant), options.period, options.period
     for _ in range(2):  # compilation and first use of memory
-        take_pair(ReportTotals(exchange))
+        pair(comm, exchange, ReportTotals(exchange), *rest)
     totals = ReportTotals(exchange)
-    pairs = [take_pair(totals) for _ in range(options.rounds)]
-    # The time of a round is that of the slowest node.
-    slowest = [
-        tuple(max(times) for times in zip(*nodes, strict=True))
-        for nodes in zip(*comm.allgather(pairs), strict=True)
-    ]
+    slowest = [pair(comm, exchange, totals, *rest) for _ in range(options.rounds)]
     seconds = [with_exchanges for _, with_exchanges in slowest]
     return {
         "seconds_per_step": spread(seconds),

@@ -198,8 +198,8 @@ def apply_gradients(
     averaging changes the parameters in place, in one conditional after the optimizer's update. If
     parameters and state are donated, no parameter is copied at steps without exchange, but for
     EASGD with Adam on a GPU. On CPU devices such steps cost little time. On a GPU the host waits
-    for the device once in each step. ``tests/accelerators`` and the tables "What jdaso adds to a
-    step" and "Compiled for a GPU" of ``bench/README.md`` show it.
+    for the device once in each step. ``tests/accelerators`` and the tables of
+    ``bench/tax.py`` and ``bench/compiled.py`` in ``bench/README.md`` show it.
 
     Args:
         tx: from :func:`jdaso.chain`, or one with its own averaging, such as :func:`jdaso.eamsgd`.

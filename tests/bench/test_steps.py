@@ -7,32 +7,41 @@ import sys
 import types
 from pathlib import Path
 
-import bandwidth
 import equal_tokens
+import faults
 import numpy as np
 import pytest
-import told
 from launch import BESIDE_PYTHON, passes, run
+from mpi_job import Ended
 from PIL import Image
 from results import Results
 
 BENCH = Path(__file__).parents[2] / "bench"
 TIMEOUT = 240
 SMALL = "--megabytes 0.1 --leaves 6 --pairs 8"
-SLEEPS = "--millions 0.01 --leaves 2 --seconds 0.001 --pairs 2 --wires bfloat16"
+SHORT = "--megabytes 0.04 --leaves 4 --seconds 0.001"
 TOKENS = "--nodes 2 --seeds 1 --steps 30 --layers 1 --width 8 --heads 1 --context 8 --batch-size 2"
 TOKENS += " --test-tokens 64 --warmup 0 --only data|local|^DiLoCo"
 MODEL = "--layers 2 --width 16 --context 8 --batch-size 2 --period 6 --pairs 1 --only local"
-FLOOR = "--millions 0.01 --leaves 2 --seconds 0.001 --rounds 1"
-# Script -> number of processes that it needs, its arguments, and the rows of its table.
+# Script and its part -> number of processes, arguments, and rows of the table.
 SCRIPTS = {
     "tax.py": (2, f"{SMALL} --only daso", 1),
-    "sharded.py": (1, f"{SMALL} --devices 2", 4),
-    "accelerator.py": (2, SLEEPS, 2),
+    "tax.py layouts": (2, f"{SMALL} --devices 2", 4),
+    "overlap.py free": (2, f"{SHORT} --pairs 2 --wires bfloat16", 2),
+    "overlap.py tcp": (2, f"{SHORT} --pairs 1", 3),
     "equal_tokens.py": (1, TOKENS, 3),
-    "tokens.py": (2, MODEL, 1),
-    "floor.py": (2, FLOOR, 3),
+    "equal_tokens.py speed": (2, MODEL, 1),
     "gpu.py": (1, "--sections shared", 2),  # one row is about the section
+}
+SLOW = {
+    "tax.py network": (1, "--megabytes 0.1 --rows 8 --pairs 2", 1),
+    "overlap.py": (2, f"{SHORT} --pairs 1", 6),
+    "exchange.py": (2, "--megabytes 0.1 --leaves 2 --pairs 1", 1),
+    "exchange.py parts": (2, f"{SHORT} --exchanges 2", 7),
+    "exchange.py wires": (2, "--megabytes 0.01 --exchanges 1", 5),
+    "formats.py": (1, "--megabytes 1", 6),
+    "scale.py": (2, "--kilobytes 4 --rounds 2", 1),
+    "scale.py start": (1, "--processes 2 --rounds 1", 1),
 }
 
 
@@ -43,7 +52,8 @@ def ended(script, processes, arguments):
     environment["OMPI_ALLOW_RUN_AS_ROOT"] = environment["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
     environment["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
     launcher = ["mpiexec", "-n", str(processes)] if processes > 1 else []
-    command = [*launcher, sys.executable, str(BENCH / script), *arguments.split()]
+    name, *part = script.split()
+    command = [*launcher, sys.executable, str(BENCH / name), *part, *arguments.split()]
     return run(command, environment, TIMEOUT)
 
 
@@ -53,9 +63,11 @@ def rows(output):
     return len(lines) - 2 * sum(set(line) == set("|-") for line in lines)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script", [*SCRIPTS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
 def test_script_prints_its_table(script):
-    processes, arguments, expected = SCRIPTS[script]
+    processes, arguments, expected = (SCRIPTS | SLOW)[script]
     job = ended(script, processes, arguments)
     passes(job)
     assert rows(job.output) == expected, job.output
@@ -91,24 +103,6 @@ def test_results_are_kept(tmp_path):
     assert [again.get(key) for key in keys] == [[1.5, None], None, [1.0, None]]
 
 
-def test_bandwidths_are_those_of_the_paper():
-    close = [
-        bandwidth.is_close(bandwidth.needed(method, model, share), figures[name][i])
-        for i, share in enumerate(bandwidth.TARGETS)
-        for name, model in bandwidth.MODELS.items()
-        for method, figures in bandwidth.PAPER.items()
-    ]
-    assert (sum(close), len(close)) == (65, 75)
-
-
-def test_bandwidths_are_printed(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bandwidth.py"])
-    bandwidth.main()
-    printed = capsys.readouterr().out
-    assert rows(printed) == 15
-    assert "14 of 15 figures agree within 10 %" in printed
-
-
 def test_results_of_equal_tokens_belong_to_their_text():
     options = argparse.Namespace(**dict.fromkeys(equal_tokens.SIZES, 1))
     keys = []
@@ -120,9 +114,9 @@ def test_results_of_equal_tokens_belong_to_their_text():
 
 
 def test_a_job_without_a_fault_is_a_row_of_the_table(monkeypatch):
-    monkeypatch.setattr(told, "LIMIT", 0.1)
-    row = told.measure(lambda command: lambda: None, argparse.Namespace(group=2), 1, 9, 15)
-    assert row == "the job did not start | - | -"
+    monkeypatch.setattr(faults, "watch", lambda *_, **__: Ended(None, [], 0))
+    options = argparse.Namespace(group=2, processes=16)
+    assert faults.measure_told(options, 1, 9) == ["the job did not start", "-", "-"]
 
 
 @pytest.mark.slow

@@ -96,8 +96,11 @@ def test_programs_of_commands_exist(file):
 
 def anchors(path: Path) -> set[str]:
     """The anchors that GitHub and MyST make of the headings of a page."""
-    headings = re.findall(r"^#+ +(.*)$", path.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+    return {anchor_of(title) for title in re.findall(r"^#+ +(.*)$", path.read_text(), re.MULTILINE)}
+
+
+def anchor_of(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 @pytest.mark.parametrize("file", FILES, ids=id_of)
@@ -133,6 +136,16 @@ def test_tables_of_measured_exist():
         # Not a command of jdaso, which the text may mention besides.
         assert re.match(r"(python|mpiexec|mpirun) .*(bench|examples)/|make demo", command), title
     assert bench_tables.machine()
+
+
+def test_the_ten_figures_are_in_the_sections_that_they_link_to():
+    intro, *parts = re.split(r"^## +(.*)$", bench_tables.BENCH.read_text(), flags=re.MULTILINE)
+    sections = {anchor_of(title): body for title, body in zip(parts[::2], parts[1::2], strict=True)}
+    rows = re.findall(r"^\| .*\| (.*) \| \[.*\]\(#(.*)\) \|$", intro, re.MULTILINE)
+    assert len(rows) == 10
+    for figures, anchor in rows:
+        for number in re.findall(r"(?<![\w.])\d+\.\d+(?![\w.])", figures):
+            assert number in sections[anchor], f"{number} is not in the section {anchor}"
 
 
 def test_readme_is_short():

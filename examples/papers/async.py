@@ -1,6 +1,6 @@
 """Repeats Figure 2 of the EASGD paper in small: the loss of the center of asynchronous workers.
 
-    python bench/async.py [--steps 1000] [--runs runs/async] [--limit 500]
+    python examples/papers/async.py [--steps 1000] [--runs runs/async] [--limit 500]
 
 Trains on digits with the seven methods of the figure, at periods of 1, 4, 16 and 64 steps. There
 are 4 workers, each an MPI process, and MSGD has one. MDOWNPOUR and MSGD have no period. As in the
@@ -30,12 +30,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from machine import machine
+import study
 
 import jdaso
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-import study
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+from machine import header, machine, row
 
 WORKERS, BATCH_SIZE = 4, 32
 PERIODS = (1, 4, 16, 64)
@@ -189,10 +189,8 @@ def show(runs: dict[tuple[str, int], list[dict]], out: Path) -> None:
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    print(
-        "| | period | learning rate | loss, half time | last | largest rise | test error "
-        "| last loss at each learning rate |\n" + 8 * "|---" + "|"
-    )
+    names = ("", "period", "learning rate", "loss, half time", "last", "largest rise")
+    print(header(*names, "test error", "last loss at each learning rate"))
     figure, axes = plt.subplots(1, len(PERIODS), sharey=True, figsize=(14, 4), layout="constrained")
     colors = dict(zip(METHODS, plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
     for (method, period), found in runs.items():
@@ -202,10 +200,8 @@ def show(runs: dict[tuple[str, int], list[dict]], out: Path) -> None:
         rise = (losses / np.minimum.accumulate(losses)).max()
         rates = ", ".join(f"{one['rate']:g}: {one['losses'][-1]:.3g}" for one in found)
         own = METHODS[method][2] != (1,)
-        print(
-            f"| {method} | {period if own else '-'} | {run['rate']} | {half:.4f} "
-            f"| {losses[-1]:.5f} | {rise:.3g} | {1 - run['accuracy']:.4f} | {rates} |"
-        )
+        cells = f"{half:.4f}", f"{losses[-1]:.5f}", f"{rise:.3g}", f"{1 - run['accuracy']:.4f}"
+        print(row(method, period if own else "-", run["rate"], *cells, rates))
         # What has no period is drawn in each part, for comparison.
         for axis in [axes[PERIODS.index(period)]] if own else axes:
             style = {"color": colors[method], "ls": "-" if own else "--"}
@@ -230,7 +226,7 @@ def main() -> None:
     parser.add_argument(
         "--limit", type=float, default=np.inf, help="seconds after which no job is started"
     )
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".png"), help="plot")
+    parser.add_argument("--out", type=Path, default=Path("async.png"), help="plot")
     parser.add_argument("--work", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:

@@ -1,6 +1,6 @@
 """Repeats Figure 1 of the EASGD paper: with workers in turns, ADMM can diverge and EASGD cannot.
 
-    python bench/center_stability.py [--out bench/center_stability.png]
+    python examples/papers/center_stability.py [--out center_stability.png]
 
 On F(x) = x^2/2 a round, in which each worker has one turn, is a linear map. jdaso's simulation
 gives its matrix, column by column, from the unit vectors. The plot shows the largest absolute
@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from step import apply_gradients
 
 import jdaso
 from jdaso.center import SimulatedCluster, init_cluster, round_robin, take_turns
@@ -29,7 +28,7 @@ def one_round(tx, cluster: SimulatedCluster, workers: int) -> SimulatedCluster:
     """Each worker takes one step on x^2/2, whose gradient is x."""
 
     def step(params, opt_state, _):
-        return *apply_gradients(tx, params, opt_state, params), None
+        return *jdaso.apply_gradients(tx, params, opt_state, params), None
 
     return take_turns(step, cluster, round_robin(workers, workers), None)[0]
 
@@ -71,7 +70,7 @@ def radii(matrix, workers: int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".png"), help="plot")
+    parser.add_argument("--out", type=Path, default=Path("center_stability.png"), help="plot")
     args = parser.parse_args()
     jax.config.update("jax_enable_x64", True)  # radii differ from 1 by 1e-4 and less
     import matplotlib

@@ -1,6 +1,6 @@
 """The bandwidth that each method needs, beside the simulation of Streaming DiLoCo (its Table 4).
 
-    python bench/bandwidth.py [--utilization 0.95]
+    python examples/papers/bandwidth.py [--utilization 0.95]
 
 For models of 1 B, 10 B and 100 B parameters on two nodes, jdaso.perf gives the time of an exchange
 and of a step. The table has the smallest bandwidth with which computing takes the given share of

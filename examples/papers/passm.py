@@ -1,6 +1,6 @@
 """Compares time and accuracy of SGD, ASSM, PASSM and PASSM+: Figure 1 of passm in small.
 
-    mpiexec -n 4 python bench/passm.py [--epochs 30] [--seeds 3] [--plot passm.png]
+    mpiexec -n 4 python examples/papers/passm.py [--epochs 30] [--seeds 3] [--plot passm.png]
 
 All methods use the same number of samples, and all but one row use minibatches of the same size.
 The learning rate drops to a tenth after 50 % and 75 % of the samples, as in the paper. SGD uses one
@@ -23,13 +23,13 @@ os.environ.setdefault("NPROC", "16")
 import jax
 import numpy as np
 import optax
-from machine import machine
+import study
 
 import jdaso
 from jdaso import passm
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-import study
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+from machine import machine
 
 WIDTHS = (64, 128, 256)
 RATE, MOMENTUM, DECAY, DAMPENING, DROPS = 0.02, 0.9, 5e-4, 0.1, (0.5, 0.75)
