@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Self
 
 from jdaso.cluster.launchers import detect_launch, start_watchdog
 from jdaso.core.exchange import Exchange
+from jdaso.core.log import record
 
 #: Exit status when a process has died or was silent for too long: EX_UNAVAILABLE of sysexits.h.
 EXIT_NODE_LOST = 69
@@ -67,10 +68,11 @@ def abort(reason: str, status: int, all_abort: bool = True) -> None:
     if not _aborting.acquire(blocking=False):
         threading.Event().wait()  # until the other thread has ended the process
     # First, because a launcher that has noticed a death may kill this process at any moment.
-    if _shown and reason.endswith(_shown):
-        reason = reason.removesuffix(_shown) + "see the error above"
-    _write(f"ending all processes: {reason}")
+    text = f"ending all processes: {reason}"
+    seen = _shown and reason.endswith(_shown)
+    _write(text.removesuffix(_shown) + "see the error above" if seen else text)
     _exit_later(status, _GRACE_SECONDS + _ABORT_SECONDS)  # if the code below hangs
+    record(text)
     exits = status == 1 and all_abort and detect_launch(os.environ).launcher.exits
     if exits:
         _ignore_sigterm()
@@ -98,6 +100,7 @@ def abort_alone(reason: str) -> None:
     with contextlib.suppress(Exception):
         sys.stdout.flush()
     _write(f"ending this process: {reason}")
+    record(f"ending this process: {reason}")
     os._exit(1)
 
 
