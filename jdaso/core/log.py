@@ -5,8 +5,8 @@ it also writes a line for each exchange, with the rank of its process. It does n
 the root logger, because libraries such as orbax configure that one for their own purposes. A
 program that wants the records adds a handler, or sets ``propagate``.
 
-With ``JDASO_LOG=PATH`` in the environment, all that jdaso says also goes to the files ``PATH.HOST``,
-one for each host, because the hosts of a network file system cannot append to one file.
+With ``JDASO_LOG=PATH`` in the environment, all that jdaso says also goes to the file ``PATH.HOST``
+of each host, because the hosts of a network file system cannot append to one file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import os
 import socket
 import sys
 import time
-
 
 _file = os.environ.get("JDASO_LOG") and f"{os.environ['JDASO_LOG']}.{socket.gethostname()}"
 

@@ -1,4 +1,4 @@
-"""Warnings reach stderr without any configuration, JDASO_DEBUG adds exchanges, and JDASO_LOG a file."""
+"""Warnings reach stderr without any configuration. JDASO_DEBUG and JDASO_LOG add to that."""
 
 import socket
 import subprocess
