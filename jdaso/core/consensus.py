@@ -85,7 +85,7 @@ def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyT
         A tree of the same shapes, dtypes and placement.
 
     Raises:
-        ValueError: for a second call in a compiled program, as far as it is traced there, or for a NumPy array of float64, unless
+        ValueError: for a second call in a compiled program, or for a NumPy array of float64, unless
             ``jax_enable_x64`` is set. Inside ``shard_map``, for a leaf that is not among those of
             ``shardings``.
         JdasoError: over MPI, on all nodes, if names, shapes or dtypes of the leaves differ, or the
