@@ -557,6 +557,6 @@ def make_links(comm: Comm, tree: np.ndarray, name: str) -> Links:
     own = (addresses(), listener.getsockname()[1]) if listener is not None else ([], 0)
     places: list[tuple[list[str], int]] = comm.allgather(own)
     ranks = dict.fromkeys([*ancestors(tree, rank), *range(min(rank, _FIRST_RANKS))])
-    contacts = [Contact(r, *places[r], secret_of(secret, r)) for r in ranks]
+    contacts = [Contact(r, places[r][0], places[r][1], secret_of(secret, r)) for r in ranks]
     acceptor = Acceptor(listener, secret_of(secret, rank)) if listener is not None else None
     return Links(rank, len(tree), name, [], contacts, acceptor)
