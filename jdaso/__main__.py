@@ -8,14 +8,15 @@ predicts the scaling. ``sbatch`` writes a job script for Slurm. ``verify`` check
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import functools
 import importlib.metadata
 import os
 import platform
 import socket
-import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -39,20 +40,19 @@ _LIMIT_SECONDS = 30.0
 
 def doctor(arguments: argparse.Namespace) -> None:
     """Runs the command ``doctor``: prints what was found, and makes one exchange."""
-    _end_after(_LIMIT_SECONDS)
     sys.excepthook = _explain
-    if arguments.devices:
-        use_virtual_devices(arguments.devices)
-    topology = discover_topology(arguments.processes_per_node, arguments.join_processes)
-    if problem := launchers.missing_srun(os.environ):
-        raise JdasoError(problem)
-    if topology.comm is None:
-        raise JdasoError("mpi4py cannot be imported. Install it: pip install mpich mpi4py")
-    load()
-    report = "\n\n".join((versions(topology), topology_table(topology), exchanged(topology)))
-    if topology.rank == 0:
-        print(f"{report}\n\nready", flush=True)
-    faulthandler.cancel_dump_traceback_later()
+    with _ends_after(_LIMIT_SECONDS):
+        if arguments.devices:
+            use_virtual_devices(arguments.devices)
+        topology = discover_topology(arguments.processes_per_node, arguments.join_processes)
+        if problem := launchers.missing_srun(os.environ):
+            raise JdasoError(problem)
+        if topology.comm is None:
+            raise JdasoError("mpi4py cannot be imported. Install it: pip install mpich mpi4py")
+        load()
+        report = "\n\n".join((versions(topology), topology_table(topology), exchanged(topology)))
+        if topology.rank == 0:
+            print(f"{report}\n\nready", flush=True)
 
 
 def versions(topology: Topology) -> str:
@@ -135,10 +135,11 @@ def _explain(kind: type[BaseException], error: BaseException, trace: Any) -> Non
     print(f"not ready: {error}", file=sys.stderr, flush=True)
 
 
-def _end_after(seconds: float) -> None:
+@contextlib.contextmanager
+def _ends_after(seconds: float) -> Iterator[None]:
     """Ends a process that hangs, also inside MPI, where no Python code can run.
 
-    It then prints what to do and the traceback. sed prints nothing if no traceback reaches it.
+    It then prints what to do and, a second later, the traceback.
     """
     advice = (
         f"not ready: {socket.gethostname()} still waits after {seconds:g} s. If the traceback ends "
@@ -146,9 +147,10 @@ def _end_after(seconds: float) -> None:
         "launcher belongs to this MPI (docs/guides/launching.md). Otherwise a process or a device "
         "does not respond."
     )
-    sed = subprocess.Popen(["sed", "-u", f"1i {advice}"], stdin=subprocess.PIPE, stdout=2)
-    assert sed.stdin is not None
-    faulthandler.dump_traceback_later(seconds, exit=True, file=sed.stdin)
+    faulthandler.dump_traceback_later(seconds + 1, exit=True)
+    with launchers.said_after(seconds, advice):
+        yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 def main() -> None:

@@ -215,7 +215,7 @@ class FolderLock:
                 return
             if holder is None or max(age, waited) > DEAD_SECONDS or is_dead(holder, self._own):
                 if holder is not None:
-                    self._path.unlink(missing_ok=True)
+                    self._remove(seen, candidate.with_suffix(".removed"))
                 try:
                     os.link(candidate, self._path)  # fails if there is a lock
                     return
@@ -239,17 +239,26 @@ class FolderLock:
                 )
             time.sleep(_POLL_SECONDS)
 
+    def _remove(self, seen: tuple[Holder | None, float], removed: Path) -> None:
+        """Removes the lock that was seen, unless another job has replaced it meanwhile."""
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self._path, removed)
+            if self._read(removed) != seen:
+                with contextlib.suppress(OSError):
+                    os.link(removed, self._path)
+            removed.unlink()
+
     def _renew(self) -> None:
         while not self._released.wait(RENEW_SECONDS):
             with contextlib.suppress(OSError):  # the next time will do
                 if self.held():
                     os.utime(self._path)
 
-    def _read(self) -> tuple[Holder | None, float]:
+    def _read(self, path: Path | None = None) -> tuple[Holder | None, float]:
         """Returns who holds the lock, and when the file system says that it was renewed."""
         try:
             # Opening a file makes NFS ask its server, which its status alone does not.
-            with open(self._path, "rb") as file:
+            with open(path or self._path, "rb") as file:
                 renewed, text = os.fstat(file.fileno()).st_mtime, file.read(_MAX_BYTES)
         except FileNotFoundError:
             return None, 0.0

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Self
 
 from jdaso.cluster.launchers import detect_launch, start_watchdog
 from jdaso.core.exchange import Exchange
+from jdaso.core.log import logger, record
 
 #: Exit status when a process has died or was silent for too long: EX_UNAVAILABLE of sysexits.h.
 EXIT_NODE_LOST = 69
@@ -67,10 +68,11 @@ def abort(reason: str, status: int, all_abort: bool = True) -> None:
     if not _aborting.acquire(blocking=False):
         threading.Event().wait()  # until the other thread has ended the process
     # First, because a launcher that has noticed a death may kill this process at any moment.
-    if _shown and reason.endswith(_shown):
-        reason = reason.removesuffix(_shown) + "see the error above"
-    _write(f"ending all processes: {reason}")
+    text = f"ending all processes: {reason}"
+    seen = _shown and reason.endswith(_shown)
+    _write(text.removesuffix(_shown) + "see the error above" if seen else text)
     _exit_later(status, _GRACE_SECONDS + _ABORT_SECONDS)  # if the code below hangs
+    record(text)
     exits = status == 1 and all_abort and detect_launch(os.environ).launcher.exits
     if exits:
         _ignore_sigterm()
@@ -98,6 +100,7 @@ def abort_alone(reason: str) -> None:
     with contextlib.suppress(Exception):
         sys.stdout.flush()
     _write(f"ending this process: {reason}")
+    record(f"ending this process: {reason}")
     os._exit(1)
 
 
@@ -172,6 +175,14 @@ def on_exception(function: Callable[[BaseException], object]) -> None:
 
 
 _shown = ""  # the error that Python has printed
+_said: set[str] = set()
+
+
+def say_once(name: str, error: str) -> None:
+    """Prints the error of a process at once, which the program may raise later, or never."""
+    if error not in _said:
+        _said.add(error)
+        logger.error("%s failed: %s", name, error)
 
 
 class _ExceptionHook:
@@ -183,13 +194,18 @@ class _ExceptionHook:
         self._function, self._process = function, os.getpid()
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        shown = _plain(error) if self._programs is sys.__excepthook__ else ""
         try:
-            self._programs(kind, error, trace)
+            if shown in _said:
+                text = "".join(traceback.format_exception(error))
+                print(text.replace(shown, "see the error above"), end="", file=sys.stderr)
+            else:
+                self._programs(kind, error, trace)
         except BaseException:  # the job must end nevertheless
             traceback.print_exc()  # has the error as its context
         if os.getpid() == self._process:
             global _shown
-            _shown = _plain(error) if self._programs is sys.__excepthook__ else ""
+            _shown = shown
             self._function(error)
 
 

@@ -152,7 +152,8 @@ def missing_variables(environ: Mapping[str, str], mpich: str | None) -> dict[str
 def cannot_start(launch: Launch, library: str, mpich: str | None) -> bool:
     """Whether MPI_Init would end the process, because the library cannot talk to the launcher.
 
-    Both of Open MPI's mpiexec and ``srun --mpi=pmix`` speak PMIx, which pip's MPICH does not.
+    Both of Open MPI's mpiexec and ``srun --mpi=pmix`` speak PMIx, which pip's MPICH does not. Other
+    libraries that have the same variables, such as Spectrum MPI, do.
 
     >>> launch = Launch(4, Launcher("srun", "pmix"))
     >>> cannot_start(launch, "MPICH Version: 5.0.2", "5.0.2"), cannot_start(launch, "Open MPI", "5")
@@ -160,7 +161,7 @@ def cannot_start(launch: Launch, library: str, mpich: str | None) -> bool:
     """
     manager = launch.launcher.manager
     speaks_pmix = manager == "Open MPI" or (manager.startswith("pmix") and mpich is not None)
-    return speaks_pmix and "Open MPI" not in library
+    return speaks_pmix and library.startswith("MPICH")
 
 
 def explain_single_process(launch: Launch, library: str, host: str) -> str:
@@ -189,27 +190,33 @@ def explain_single_process(launch: Launch, library: str, host: str) -> str:
 
 
 @contextlib.contextmanager
-def said_if_alone(environ: Mapping[str, str]) -> Iterator[None]:
+def said_after(seconds: float, text: str) -> Iterator[None]:
+    """Says a text if the block takes longer, also while it holds the interpreter's lock.
+
+    Therefore another process says it. It ends with this one, which closes the pipe.
+    """
+    program = (
+        f"import select, sys; select.select([0], [], [], {seconds})[0] or sys.exit(sys.argv[1])"
+    )
+    arguments = [sys.executable, "-I", "-S", "-c", program, text]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE):
+        yield
+
+
+def said_if_alone(environ: Mapping[str, str]) -> contextlib.AbstractContextManager[None]:
     """Says so if the block takes more than a few seconds, in which this process waits for others.
 
-    MPI_Init waits for all processes and holds the interpreter's lock, so another process says it.
+    MPI_Init waits for all processes and holds the interpreter's lock.
     """
     if (processes := detect_launch(environ).processes) == 1:
-        yield
-        return
+        return contextlib.nullcontext()
     rank = next((environ[x] for x in _RANKS if x in environ), "?")
     text = (
         f"jdaso: rank {rank} ({socket.gethostname()}) has been waiting in discover_topology for "
         f"{_LATE_SECONDS} s. Those of the {processes} processes that do not say this have not "
         "called it yet, or have not started. All processes must call it."
     )
-    program = f"import sys, time; time.sleep({_LATE_SECONDS}); sys.exit(sys.argv[1])"
-    waiting = subprocess.Popen([sys.executable, "-I", "-S", "-c", program, text])
-    try:
-        yield
-    finally:
-        waiting.kill()
-        waiting.wait()
+    return said_after(_LATE_SECONDS, text)
 
 
 def missing_srun(environ: Mapping[str, str]) -> str | None:

@@ -37,6 +37,7 @@ _BACKLOG = 4 * GROUP
 # candidates.
 CONNECT_SECONDS, _TRY_SECONDS = 20.0, 0.2
 _CONNECT_SECONDS, _REPLY_SECONDS, _PAUSE_SECONDS = 1.0, 5.0, 0.1
+_FIRST_REPLY_SECONDS = 1.0  # doubled with each attempt, because a stranger may have the address
 _CHALLENGE_BYTES, _PROOF_BYTES = 16, 32
 _REQUEST = struct.Struct(f">{_CHALLENGE_BYTES}sI")  # challenge, rank
 _FIRST_BYTE = b"\n"  # of every message
@@ -164,6 +165,11 @@ def _of_interfaces() -> list[str]:
 def new_secret() -> bytes:
     """Returns what processes of a job know, and prove to each other without sending it."""
     return secrets.token_bytes(_PROOF_BYTES)
+
+
+def secret_of(secret: bytes, rank: int) -> bytes:
+    """The secret by which peers know the listener of a rank."""
+    return _proof(secret, b"rank", str(rank).encode())
 
 
 def _proof(secret: bytes, of: bytes, challenges: bytes) -> bytes:
@@ -295,13 +301,13 @@ def connect(
 
     The caller must send a message at once. Returns None after the timeout.
     """
-    deadline = time.monotonic() + seconds
+    deadline, patience = time.monotonic() + seconds, _FIRST_REPLY_SECONDS
     while time.monotonic() < deadline:
         for host in hosts:
             with contextlib.suppress(OSError), contextlib.ExitStack() as on_failure:
                 connection = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
                 on_failure.callback(connection.close)
-                connection.settimeout(_REPLY_SECONDS)
+                connection.settimeout(patience)
                 request = _REQUEST.pack(secrets.token_bytes(_CHALLENGE_BYTES), rank)
                 connection.sendall(request)
                 reply = b""
@@ -317,6 +323,7 @@ def connect(
                     connection.setblocking(False)
                     return connection
         time.sleep(_PAUSE_SECONDS)
+        patience = min(2 * patience, _REPLY_SECONDS)
     return None
 
 
@@ -550,6 +557,6 @@ def make_links(comm: Comm, tree: np.ndarray, name: str) -> Links:
     own = (addresses(), listener.getsockname()[1]) if listener is not None else ([], 0)
     places: list[tuple[list[str], int]] = comm.allgather(own)
     ranks = dict.fromkeys([*ancestors(tree, rank), *range(min(rank, _FIRST_RANKS))])
-    contacts = [Contact(r, places[r][0], places[r][1], secret) for r in ranks]
-    acceptor = Acceptor(listener, secret) if listener is not None else None
+    contacts = [Contact(r, places[r][0], places[r][1], secret_of(secret, r)) for r in ranks]
+    acceptor = Acceptor(listener, secret_of(secret, rank)) if listener is not None else None
     return Links(rank, len(tree), name, [], contacts, acceptor)

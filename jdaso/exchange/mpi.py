@@ -320,13 +320,21 @@ class _OncePerProgram:
 
     def check(self) -> None:
         """Raises ValueError if the program that is traced has called this before."""
-        trace = get_opaque_trace_state(convention="jdaso")
-        if trace == self._traced:
+        trace: Any = get_opaque_trace_state(convention="jdaso")._trace_ref()
+        while _is_jit(trace) and _is_jit(trace.parent_trace):
+            trace = trace.parent_trace
+        if trace._weakref == self._traced:
             raise ValueError(
                 "a program calls consensus or drift twice for one exchange, and the calls have no "
                 "order: pass one tree with all arrays, or compile two programs."
             )
-        self._traced = trace
+        self._traced = trace._weakref
+
+
+def _is_jit(trace: Any) -> bool:
+    """Whether this is the trace of jit. Each branch of a conditional may have its own consensus."""
+    debug_info = getattr(getattr(trace, "frame", None), "debug_info", None)
+    return getattr(debug_info, "traced_for", "") == "jit"
 
 
 def _single_node(topology: Topology, wire: str | None, shardings: Shardings | None) -> Exchange:

@@ -246,3 +246,30 @@ def test_a_reader_needs_no_lock(tmp_path, at_once):
     assert reader.restore(STATE).step == 1
     reader.close()
     assert json.loads((tmp_path / "lock").read_text())["host"] == "elsewhere"
+
+
+def test_of_two_jobs_that_find_a_dead_lock_one_takes_it(tmp_path, monkeypatch):
+    dead = Holder(run=1, host="gone", kernel="other", pid=1)
+    (tmp_path / "lock").write_text(json.dumps(dead._asdict()))
+    first, second = FolderLock(tmp_path, 2), FolderLock(tmp_path, 3)
+    # Those of two processes.
+    first._own, second._own = (
+        lock._own._replace(pid=pid) for lock, pid in ((first, 1), (second, 2))
+    )
+
+    def finds(holder, own):
+        if holder.run == 1 and own == first._own:
+            second.acquire()  # after the first one has seen the dead lock
+        return holder.run == 1
+
+    def renewed(fake, seconds):
+        fake.now += seconds
+        os.utime(tmp_path / "lock")
+
+    monkeypatch.setattr(folder, "is_dead", finds)
+    clock(monkeypatch, renewed)
+    with pytest.raises(JdasoError, match="process 2 on"):
+        first.acquire()
+    assert second.held()
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    second.release()

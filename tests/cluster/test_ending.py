@@ -62,6 +62,25 @@ def test_process_whose_abort_hangs_ends_with_the_status():
     assert done.stderr == "jdaso: ending all processes: a node is lost\n"
 
 
+SHOWN = """
+from jdaso.cluster import ending
+
+ending._abort_mpi = lambda status: None
+ending.on_exception(lambda error: ending.abort(f"rank 0 failed: {ending._plain(error)}", 1))
+raise ValueError("too small")
+"""
+
+
+def test_the_log_has_the_error_that_python_has_printed(tmp_path):
+    environment = os.environ | {"JDASO_LOG": str(tmp_path / "log")}
+    run = [sys.executable, "-c", SHOWN]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.stderr.endswith("jdaso: ending all processes: rank 0 failed: see the error above\n")
+    (log,) = tmp_path.iterdir()
+    said = log.read_text().partition(": ")[2]
+    assert said == "ending all processes: rank 0 failed: ValueError: too small\n"
+
+
 def test_the_reason_is_written_before_anything_that_may_take_time(monkeypatch, capfd):
     """A launcher that has noticed a death may kill this process at any moment."""
 

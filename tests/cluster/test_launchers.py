@@ -225,3 +225,49 @@ def test_another_process_with_the_number_of_a_launcher_is_not_killed():
     finally:
         bystander.kill()
         bystander.wait()
+
+
+@pytest.mark.parametrize(
+    ("library", "refused"),
+    [
+        ("MPICH Version: 5.0.2", True),
+        ("Open MPI v5.0.8, package: Debian", False),
+        ("IBM Spectrum MPI, 10.4.0", False),
+        ("MVAPICH2 Version : 2.3.7", False),
+        ("MPI VERSION : CRAY MPICH version 8.1.28", False),
+        ("Intel(R) MPI Library 2021.11 for Linux* OS", False),
+    ],
+)
+def test_only_a_library_that_cannot_talk_to_the_launcher_is_refused(library, refused):
+    for environment in (MPIRUN, STEP | {"PMIX_NAMESPACE": "x"}):
+        assert launchers.cannot_start(detect_launch(environment), library, "5.0.2") == refused
+
+
+ENDS = """
+import os, signal, sys
+from jdaso.cluster import launchers
+
+with launchers.said_after(float(sys.argv[1]), "still waits"):
+    if sys.argv[2] == "ends":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.stdin.readline() if sys.argv[2] == "waits" else None
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("ends", ""), ("goes on", ""), ("waits", "still waits\n")]
+)
+def test_what_takes_long_is_said_while_the_process_lives(how, said):
+    words = [sys.executable, "-c", ENDS, "0.5", how]
+    process = subprocess.Popen(
+        words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        if how == "waits":
+            assert process.stderr.readline() == said
+            process.communicate("go on\n", timeout=TIMEOUT)
+        else:  # until the other process has ended as well
+            assert process.communicate(timeout=TIMEOUT)[1] == said
+    finally:
+        process.kill()
+        process.wait()

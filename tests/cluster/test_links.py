@@ -19,6 +19,7 @@ from jdaso.cluster.links import (
     connect,
     connected,
     listen,
+    make_links,
     new_secret,
     parents,
     without,
@@ -215,6 +216,65 @@ def test_unknown_peers_are_closed_and_delay_nobody():
     acceptor.close()
     for stranger in strangers:
         stranger.close()
+
+
+class Comm:
+    """The communicator of one of two processes, whose places are known."""
+
+    def __init__(self, rank, secret, places):
+        self.rank, self.secret, self.places = rank, secret, places
+
+    def Get_rank(self):
+        return self.rank
+
+    def bcast(self, own):
+        return self.secret
+
+    def allgather(self, own):
+        self.own = own
+        return self.places
+
+
+def test_the_listener_of_another_rank_is_not_taken_for_that_of_the_parent(monkeypatch):
+    monkeypatch.setattr(module, "CONNECT_SECONDS", 0.1)
+    secret, tree = new_secret(), np.array([0, 0, 0])
+    comm = Comm(1, secret, [([], 0)] * 3)
+    other = make_links(comm, tree, "rank 1")
+    place = ["127.0.0.1"], comm.own[1]
+    links = make_links(Comm(2, secret, [place] * 3), tree, "rank 2")  # 0 has the port of 1
+    of_first, of_second = links.contacts
+    assert connect(*of_first[1:], rank=2, seconds=0.3) is None
+
+    found = []
+    thread = threading.Thread(
+        target=lambda: found.append(connect(*of_second[1:], rank=2, seconds=TIMEOUT))
+    )
+    thread.start()
+    while thread.is_alive():
+        other.wait(0.05, [])
+    assert found[0] is not None
+    found[0].close()
+    for each in (links, other):
+        each.close()
+
+
+def test_a_stranger_who_says_nothing_does_not_keep_a_peer_from_the_next_address(monkeypatch):
+    monkeypatch.setattr(module, "_REPLY_SECONDS", 1000 * TIMEOUT)
+    listener, port = listening()
+    secret, connected = new_secret(), {}
+    acceptor = Acceptor(listener, secret)
+
+    def run():
+        connected[1] = connect(["127.0.0.2", "127.0.0.1"], port, secret, 1, TIMEOUT)
+        connected[1].sendall(FIRST)
+
+    with socket.create_server(("127.0.0.2", port)):
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        assert accept(acceptor, {1}).keys() == {1}
+        thread.join()
+    connected[1].close()
+    acceptor.close()
 
 
 @settings(max_examples=30, deadline=None)

@@ -1,5 +1,6 @@
-"""Warnings reach stderr without any configuration, and JDASO_DEBUG adds the exchanges."""
+"""Warnings reach stderr without any configuration. JDASO_DEBUG and JDASO_LOG add to that."""
 
+import socket
 import subprocess
 import sys
 
@@ -37,3 +38,21 @@ def test_jdaso_debug_adds_debug_records(value, seen):
 
 def test_a_closed_stderr_is_no_error():
     assert run("import sys; sys.stderr.close();" + LOG) == ""
+
+
+def test_all_that_is_said_also_goes_to_the_file_of_the_host(tmp_path):
+    code = LOG + "; from jdaso.cluster.ending import abort_alone; import threading;"
+    code += "threading.Thread(target=abort_alone, args=['the reason']).start()"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env={"JDASO_LOG": f"{tmp_path}/log"}, timeout=60
+    )
+    assert ended.returncode == 1
+    lines = (tmp_path / f"log.{socket.gethostname()}").read_text().splitlines()
+    said = [line.partition(": ")[2] for line in lines]
+    assert said == ["x is late", "ending this process: the reason"]
+
+
+def test_a_file_that_cannot_be_written_is_said():
+    said = run(LOG, JDASO_LOG="/nonexistent/log")
+    assert said.startswith("jdaso: JDASO_LOG: /nonexistent/log.")
+    assert said.endswith("cannot be written: No such file or directory.\njdaso: x is late\n")

@@ -39,6 +39,11 @@ def test_steps_that_nobody_awaits_are_executed_before_the_end(devices):
     assert "failed" not in ended.output
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_closed_exchanges_leave_no_compiled_programs(devices):
+    passes(mpiexec(2, "closing.py", "programs", devices))
+
+
 def test_a_program_may_finalize_mpi_with_exchanges_open():
     ended = mpiexec(2, "closing.py", "finalized")
     passes(ended)

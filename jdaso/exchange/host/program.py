@@ -85,6 +85,7 @@ class Program:
         self._forget()
         self.complete()
         self.table.close()
+        self.mesh.compiled.clear()  # with host callbacks, a cycle that Python cannot collect
 
     def register(self, params: PyTree) -> list[str]:
         """Finds and checks the shardings of parameters; see :meth:`Shardings.register`."""
@@ -393,8 +394,9 @@ class NodeMesh:
         self.size = shardings.mesh.size
         self.platform = shardings.mesh.devices.flat[0].platform
         self.local_size = len(shardings.mesh.local_devices)  # those of this process
-        # Outside jit, a function that is compiled again for every call would be slow.
-        self._compiled: dict[Any, Callable] = {}
+        # Outside jit, a function that is compiled again for every call would be slow, and JAX would
+        # keep what it compiles of each exchange.
+        self.compiled: dict[Any, Callable] = {}
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -454,15 +456,19 @@ class NodeMesh:
             in_specs: ``PartitionSpec`` of the arguments.
             out_specs: ``PartitionSpec`` of the results.
         """
-        if self.device_index() is not None:
+        inside = self.device_index() is not None
+        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
+        if inside and (traced or self.size > 1):
             return function(*args)
-        self._check_axes(args)
-        if key not in self._compiled:
-            self._compiled[key] = jax.jit(self._mapped(function, in_specs, out_specs))
-        if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+        if not inside:
+            self._check_axes(args)
+        if key not in self.compiled:
+            mapped = function if inside else self._mapped(function, in_specs, out_specs)
+            self.compiled[key] = jax.jit(mapped)
+        if not (inside or traced):
             mesh = self._shardings.mesh
             args = jax.device_put(args, jax.tree.map(lambda s: NamedSharding(mesh, s), in_specs))
-        return self._compiled[key](*args)
+        return self.compiled[key](*args)
 
     def _check_axes(self, args: PyTree) -> None:
         """Raises ValueError in a program, or for explicit arrays, of a mesh with other axes."""

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jdaso.cluster.ending import at_exit
+from jdaso.cluster.ending import at_exit, say_once
 from jdaso.cluster.mpi_types import MpiRequest
 from jdaso.cluster.roll_call import Answer, Call, name_ranks
 from jdaso.cluster.topology import Topology
@@ -455,11 +455,6 @@ logging.getLogger("jax._src.callback").addFilter(
 )
 
 
-@functools.cache
-def _print_once(reason: str) -> None:
-    logger.error("%s", reason)
-
-
 class Progress:
     """One thread that advances all operations of one exchange.
 
@@ -582,10 +577,9 @@ class Progress:
         therefore never raise the error. A program of one device raises it when it fetches a result,
         perhaps many steps later, in the words of XLA.
         """
-        reason = f"{self._peers.own_name} failed: {error}"
         if self._peers.topology.mesh.size > 1:
-            self._abort(reason)
-        _print_once(reason)
+            self._abort(f"{self._peers.own_name} failed: {error}")
+        say_once(self._peers.own_name, error)
 
     def has_failed(self) -> bool:
         """Whether an operation has failed, so that messages of it may still arrive."""

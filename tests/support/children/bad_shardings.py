@@ -32,8 +32,12 @@ def inside_shard_map(topology, mesh, given, params):
             fails("broadcast inside shard_map", send, params)
     if topology.num_nodes > 1:
         mean = functools.partial(jdaso.consensus, exchange)
-        with pytest.raises(ValueError, match="calls consensus or drift twice for one exchange"):
-            jax.jit(lambda a, b: (mean(a), mean(b))).lower(params, params)
+        for nest in ((False, False), (True, False), (False, True), (True, True)):
+            means = [jax.jit(lambda tree: mean(tree)) if each else mean for each in nest]
+            with pytest.raises(ValueError, match="calls consensus or drift twice for one exchange"):
+                jax.jit(functools.partial(lambda fs, a: [f(a) for f in fs], means)).lower(params)
+        jax.jit(mean).lower(params)  # another program
+        jax.jit(lambda tree: jax.lax.cond(True, mean, mean, tree)).lower(params)
     exchange.close()
 
 

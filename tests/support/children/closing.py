@@ -1,10 +1,12 @@
 """Exchanges that are closed give everything back; one too many that are not is an error.
 
-closing.py closed|open|"other order"|"at exit"|"one alone"|"steps not awaited"|finalized
+closing.py closed|open|"other order"|"at exit"|"one alone"|"steps not awaited"|finalized|programs
 [DEVICES|"an exchange"|"a center"]
 """
 
 import copy
+import functools
+import gc
 import sys
 import threading
 import time
@@ -50,6 +52,23 @@ if sys.argv[1] == "steps not awaited":
     if topology.rank == 0:
         assert np.isfinite(last).all()
     del last
+    sys.exit()
+if sys.argv[1] == "programs":
+    for native in (True, False):
+        counts = []
+        for _ in range(4):
+            with jdaso.mpi_exchange(topology, native=native) as exchange:
+                tx = jdaso.chain(optax.sgd(0.1), jdaso.local_sgd(exchange, 1))
+                params = jdaso.broadcast(exchange, jnp.zeros(3))
+                step = jax.jit(functools.partial(jdaso.apply_gradients, tx))
+                params, state = step(jnp.ones(3), tx.init(params), params)
+                params, state = jdaso.drain(tx, state, params)
+                jdaso.consensus(exchange, {"params": params}, state)
+                jdaso.drift(exchange, params)
+            del exchange, tx, step
+            gc.collect()
+            counts.append(len(jax.devices()[0].client.live_executables()))
+        assert counts[1:] == counts[1:2] * 3, counts
     sys.exit()
 if sys.argv[1] == "finalized":
     from mpi4py import MPI
