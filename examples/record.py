@@ -71,8 +71,9 @@ class Record:
         if nodes > 1:
             print(
                 f"{last['exchanges']:.0f} exchanges sent {last['bytes_sent'] / 1e6:.0f} MB from "
-                f"each node. They were in flight for {last['seconds_in_flight']:.1f} s,\nand the "
-                f"training waited for {last['seconds_blocked']:.1f} s of it."
+                f"each node.\nThe training waited for them for {last['seconds_blocked']:.1f} s. "
+                f"Compare this with the {last['seconds_in_flight']:.1f} s for which they were in "
+                "flight:\nhad each of them blocked, it would have waited for about as long."
             )
         waits = waits_per_step(self.lines)
         if nodes > 1 and {"cool-down", "cycling"} <= waits.keys():
