@@ -118,9 +118,10 @@ def draw(lines: list[dict[str, Any]], path: Path) -> None:
             axes.plot(steps, values, marker=".", label=words(key))
         for line, begin in zip(lines, [0, *steps], strict=False):  # the phases
             axes.axvspan(begin, line["step"], color=COLORS[line["phase"]], alpha=0.1, lw=0)
-        axes.set(xlabel="step", ylabel=words(keys[0]) if len(keys) == 1 else "of each epoch")
+        axes.set(xlabel="step", ylabel=words(keys[0]) if len(keys) == 1 else "since the last point")
         if len(keys) > 1:
             axes.legend()
-    phases = [Patch(color=color, alpha=0.1, label=phase) for phase, color in COLORS.items()]
-    figure.legend(handles=phases, loc="outside upper center", ncols=3)
+    phases = dict.fromkeys(line["phase"] for line in lines)
+    patches = [Patch(color=COLORS[phase], alpha=0.1, label=phase) for phase in phases]
+    figure.legend(handles=patches, loc="outside upper center", ncols=3)
     figure.savefig(path, dpi=120)
