@@ -71,8 +71,9 @@ class Record:
         if nodes > 1:
             print(
                 f"{last['exchanges']:.0f} exchanges sent {last['bytes_sent'] / 1e6:.0f} MB from "
-                f"each node. They were in flight for {last['seconds_in_flight']:.1f} s,\nand the "
-                f"training waited for {last['seconds_blocked']:.1f} s of it."
+                f"each node.\nThe training waited for them for {last['seconds_blocked']:.1f} s. "
+                f"Compare this with the {last['seconds_in_flight']:.1f} s for which they were in "
+                "flight:\nhad each of them blocked, it would have waited for about as long."
             )
         waits = waits_per_step(self.lines)
         if nodes > 1 and {"cool-down", "cycling"} <= waits.keys():
@@ -117,9 +118,10 @@ def draw(lines: list[dict[str, Any]], path: Path) -> None:
             axes.plot(steps, values, marker=".", label=words(key))
         for line, begin in zip(lines, [0, *steps], strict=False):  # the phases
             axes.axvspan(begin, line["step"], color=COLORS[line["phase"]], alpha=0.1, lw=0)
-        axes.set(xlabel="step", ylabel=words(keys[0]) if len(keys) == 1 else "of each epoch")
+        axes.set(xlabel="step", ylabel=words(keys[0]) if len(keys) == 1 else "since the last point")
         if len(keys) > 1:
             axes.legend()
-    phases = [Patch(color=color, alpha=0.1, label=phase) for phase, color in COLORS.items()]
-    figure.legend(handles=phases, loc="outside upper center", ncols=3)
+    phases = dict.fromkeys(line["phase"] for line in lines)
+    patches = [Patch(color=COLORS[phase], alpha=0.1, label=phase) for phase in phases]
+    figure.legend(handles=patches, loc="outside upper center", ncols=3)
     figure.savefig(path, dpi=120)

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "docs" / "ext"))
 import api_coverage  # noqa: E402
 import bench_tables  # noqa: E402
 
-FILES = [*pages.pages(), ROOT / "bench" / "README.md"]
+FILES = [*pages.pages(), ROOT / "bench" / "README.md", ROOT / "examples" / "papers" / "README.md"]
 NAME = re.compile(r"(?<![\w./~-])jdaso((?:\.[A-Za-z_]\w*)+)")
 IMPORT = re.compile(r"^from (jdaso[\w.]*) import ([\w, ]+)$", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s#]*)(?:#([^)\s]+))?\)")
