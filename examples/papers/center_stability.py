@@ -28,7 +28,8 @@ def one_round(tx, cluster: SimulatedCluster, workers: int) -> SimulatedCluster:
     """Each worker takes one step on x^2/2, whose gradient is x."""
 
     def step(params, opt_state, _):
-        return *jdaso.apply_gradients(tx, params, opt_state, params), None
+        updates, opt_state = tx.update(params, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, None
 
     return take_turns(step, cluster, round_robin(workers, workers), None)[0]
 
@@ -80,9 +81,8 @@ def main() -> None:
 
     figure, axes = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
     etas, rhos = (np.arange(1, GRID + 1) / GRID * most for most in (0.01, 10))
-    print(
-        "| | eta 0.001, rho 2.5 | largest on the grid | unstable, of the grid |\n|---|---|---|---|"
-    )
+    print("| | eta 0.001, rho 2.5 | largest on the grid | unstable, of the grid |")
+    print("|---|---|---|---|")
     for axis, workers in zip(axes, (3, 8), strict=False):
         found = radii(admm, workers, etas, rhos)
         at = radii(admm, workers, np.array([0.001]), np.array([2.5])).item()
