@@ -320,15 +320,19 @@ class _OncePerProgram:
 
     def check(self) -> None:
         """Raises ValueError if the program that is traced has called this before."""
-        trace: Any = get_opaque_trace_state(convention="jdaso")._trace_ref()
+        state: Any = get_opaque_trace_state(convention="jdaso")
+        # A jit inside another one belongs to the same program. What JAX does not promise may be
+        # missing in later versions, and the program is then that of the innermost jit.
+        trace = getattr(state, "_trace_ref", lambda: None)()
         while _is_jit(trace) and _is_jit(trace.parent_trace):
             trace = trace.parent_trace
-        if trace._weakref == self._traced:
+        program = getattr(trace, "_weakref", state)
+        if program == self._traced:
             raise ValueError(
                 "a program calls consensus or drift twice for one exchange, and the calls have no "
                 "order: pass one tree with all arrays, or compile two programs."
             )
-        self._traced = trace._weakref
+        self._traced = program
 
 
 def _is_jit(trace: Any) -> bool:
