@@ -323,7 +323,7 @@ class _OncePerProgram:
         state: Any = get_opaque_trace_state(convention="jdaso")
         # A jit inside another one belongs to the same program. What JAX does not promise may be
         # missing in later versions, and the program is then that of the innermost jit.
-        trace = getattr(state, "_trace_ref", lambda: None)()
+        trace: Any = getattr(state, "_trace_ref", lambda: None)()
         while _is_jit(trace) and _is_jit(trace.parent_trace):
             trace = trace.parent_trace
         program = getattr(trace, "_weakref", state)
