@@ -1,5 +1,5 @@
 # make demo   sets up .venv (MPI runtime included) and trains a ResNet with DASO on two processes
-# make demo-lm  trains a small language model with DiLoCo on two processes
+# make demo-lm  trains a small language model with Streaming DiLoCo on two processes
 # make test-fast  runs the tests that need one process
 # make test   runs the tests; see tests/README.md
 # make test-accelerators  compiles training steps for an H100 and a TPU, which need not be there
