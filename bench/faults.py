@@ -105,7 +105,7 @@ CASES = {
         "LINK_DOWN", KILLED, "nothing came from rank .* .silent", 1e6, in_lab=True, within=GIVEN_UP
     ),
     "NAN": Case("NAN", GOES_ON, "skipped: 1"),
-    "WRONG_SHAPE": Case("WRONG_SHAPE", ENDS, "out of step|the program copies"),
+    "WRONG_SHAPE": Case("WRONG_SHAPE", ENDS, "out of step|the program (copies|posts)"),
     "KILL_IN_CHECKPOINT": Case("KILL_IN_CHECKPOINT", LOST, DEAD, unnoticed=True),
     "DISK_FULL": Case("DISK_FULL", ENDS, "could not be written by rank 1"),
     "SIGTERM": Case("SIGTERM", SAVES, "rank 0 ended"),
