@@ -5,7 +5,7 @@
 
 Each process is a node with all its devices, and trains a transformer with AdamW on its own part of
 the text. The layers are dealt to fragments. Once in a period each fragment is sent, in 4 bits for
-each parameter. The mean arrives 5 steps later. An outer optimizer moves an anchor towards it, and
+each parameter. The mean arrives 5 steps later. An outer optimizer moves an anchor toward it, and
 each node goes half the way to the anchor. A training continues from the last checkpoint in --out.
 """
 
@@ -220,9 +220,9 @@ def main() -> int:
                 jax.block_until_ready(loss)  # not further ahead of the devices
             evaluates = step % args.evaluate_every == 0 or step == args.steps
             if evaluates:
-                mean = jdaso.consensus(exchange, params)
+                anchor = jdaso.diloco_anchor(opt_state, params)  # the same on all nodes
                 loss = jdaso.consensus(exchange, jnp.stack(losses).mean())
-                bits = held_out_loss(mean, tests) / math.log(2)
+                bits = held_out_loss(anchor, tests) / math.log(2)
                 record.epoch(step, jax.device_get(metrics), loss=loss, test_bits_per_byte=bits)
                 losses = []
             stop = preemption.requested(exchange) and step < args.steps
@@ -234,12 +234,12 @@ def main() -> int:
     if stop:
         return jdaso.cluster.EXIT_TRY_AGAIN  # asks the job script to start it again
     params, opt_state = jdaso.drain(tx, opt_state, params)  # merges what is in flight
-    mean = jdaso.consensus(exchange, params)
+    anchor = jdaso.diloco_anchor(opt_state, params)
     if node == 0:
         with StandardCheckpointer() as writer:
-            writer.save(args.out.absolute() / "model", mean, force=True)
+            writer.save(args.out.absolute() / "model", anchor, force=True)
         window, keys = jnp.int32(held_out[: args.context]), jax.random.split(jax.random.key(1), 300)
-        sample = bytes(continued(mean, window, keys).tolist()).decode(errors="replace")
+        sample = bytes(continued(anchor, window, keys).tolist()).decode(errors="replace")
         print(f"\nThe model continues a text that it has not seen:\n\n{sample}")
     record.finish()
     return 0
