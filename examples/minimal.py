@@ -3,7 +3,7 @@
     mpiexec -n 2 python examples/minimal.py
 
 Each process is a node and trains on its own share of the images. Every 4 steps the nodes send
-their parameters. What arrives 3 steps later corrects each node towards the mean, and no node waits
+their parameters. What arrives 3 steps later corrects each node toward the mean, and no node waits
 in between. Without mpiexec there is one node, which has all images.
 """
 
