@@ -34,6 +34,8 @@ def load(data: str | Path, pixels: int) -> tuple[Images, Images, int, int]:
         draw = functools.partial(synthetic_image, images)
         return Images(50_000, draw), Images(1000, draw), 1000, 3
     folders = [Path(data) / "train", Path(data) / "val"]
+    if not folders[1].is_dir():
+        folders[1] = Path(data) / "test"
     classes = sorted(path.name for path in folders[0].glob("*") if path.is_dir())
     if not classes:
         raise ValueError(f"data must be digits, synthetic, or a folder with train/, got {data}.")

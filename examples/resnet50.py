@@ -1,7 +1,8 @@
 """Trains ResNet-50 on ImageNet with DASO: nodes average parameters every fourth step, with a delay.
 
     srun -K python examples/resnet50.py --data /data/imagenet --out runs/imagenet
-    mpiexec -n 2 python examples/resnet50.py --model resnet20 --data digits --devices 2
+    mpiexec -n 2 python examples/resnet50.py --model resnet20 --data digits --devices 2 \\
+        --batch-size 16 --learning-rate 0.025 --epochs 12 --warmup-epochs 2 --cooldown-epochs 2
 
 Each process is a node with all its devices, over which gradients and BatchNorm are averaged at
 every step. In the first and the last epochs (warm-up and cool-down) the nodes average parameters at
@@ -172,7 +173,9 @@ def main() -> int:
         return loss, new
 
     specs = (P(), P("local"), P("local"))  # BatchNorm's statistics are the same on all devices
-    value_and_grad = jdaso.local_value_and_grad(loss_fn, topology.mesh, True, specs)
+    value_and_grad = jdaso.local_value_and_grad(
+        loss_fn, topology.mesh, has_aux=True, in_specs=specs
+    )
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state, pixels, labels):
