@@ -214,15 +214,8 @@ class FolderLock:
                 os.replace(candidate, self._path)  # of a process of this job that has died
                 return
             if holder is None or max(age, waited) > DEAD_SECONDS or is_dead(holder, self._own):
-                if holder is not None:
-                    self._remove(seen, candidate.with_suffix(".removed"))
-                try:
-                    os.link(candidate, self._path)  # fails if there is a lock
-                    return
-                except FileExistsError:
-                    pass
-                except OSError:  # this file system has no hard links
-                    os.replace(candidate, self._path)
+                removed = candidate.with_suffix(".removed")
+                if (holder is None or self._remove(seen, removed)) and self._place(candidate):
                     return
             elif first is None:
                 first = seen
@@ -239,14 +232,25 @@ class FolderLock:
                 )
             time.sleep(_POLL_SECONDS)
 
-    def _remove(self, seen: tuple[Holder | None, float], removed: Path) -> None:
+    def _remove(self, seen: tuple[Holder | None, float], removed: Path) -> bool:
         """Removes the lock that was seen, unless another job has replaced it meanwhile."""
         with contextlib.suppress(FileNotFoundError):
             os.rename(self._path, removed)
-            if self._read(removed) != seen:
-                with contextlib.suppress(OSError):
-                    os.link(removed, self._path)
-            removed.unlink()
+            if not (was_seen := self._read(removed) == seen):
+                self._place(removed)
+            removed.unlink(missing_ok=True)
+            return was_seen
+        return False
+
+    def _place(self, file: Path) -> bool:
+        """Makes a file the lock, unless there is one."""
+        try:
+            os.link(file, self._path)
+        except FileExistsError:
+            return False
+        except OSError:  # this file system has no hard links
+            os.replace(file, self._path)
+        return True
 
     def _renew(self) -> None:
         while not self._released.wait(RENEW_SECONDS):

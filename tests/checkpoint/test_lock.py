@@ -214,11 +214,12 @@ def test_another_process_of_the_same_job_continues_after_the_death_of_rank_0(tmp
     own.release()
 
 
-def test_a_file_system_without_hard_links_will_do(tmp_path, monkeypatch):
-    def link(*_):
-        raise PermissionError("this file system has no hard links")
+def no_link(*_):
+    raise PermissionError("this file system has no hard links")
 
-    monkeypatch.setattr(os, "link", link)
+
+def test_a_file_system_without_hard_links_will_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "link", no_link)
     checkpoints = opened(tmp_path)
     checkpoints.save(1, STATE)
     assert (tmp_path / "lock").exists()
@@ -248,7 +249,10 @@ def test_a_reader_needs_no_lock(tmp_path, at_once):
     assert json.loads((tmp_path / "lock").read_text())["host"] == "elsewhere"
 
 
-def test_of_two_jobs_that_find_a_dead_lock_one_takes_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize("hard_links", [True, False])
+def test_of_two_jobs_that_find_a_dead_lock_one_takes_it(tmp_path, monkeypatch, hard_links):
+    if not hard_links:
+        monkeypatch.setattr(os, "link", no_link)
     dead = Holder(run=1, host="gone", kernel="other", pid=1)
     (tmp_path / "lock").write_text(json.dumps(dead._asdict()))
     first, second = FolderLock(tmp_path, 2), FolderLock(tmp_path, 3)
