@@ -19,7 +19,8 @@ class Record:
     """The metrics of a training, which all nodes collect and the first one writes.
 
     A training that continues at the step ``begin`` keeps the lines up to this step, and goes on
-    counting where they end. ``per_step`` are the items of all nodes, such as 128 ``"images"``.
+    counting where they end. ``per_step`` are the items of all nodes, such as 128 ``"images"``. If
+    other nodes have saved the step with another number, ``saved``, the lines count as it does now.
     """
 
     def __init__(
@@ -30,13 +31,16 @@ class Record:
         begin: int,
         per_step: int,
         items: str,
+        saved: int = 0,
     ):
         self.path, self.topology, self.exchange = out / "metrics.jsonl", topology, exchange
         self.per_step, self.speed = per_step, f"{items}_per_second"
         self.start, self.lines = time.perf_counter(), []
-        if begin and self.path.exists():
-            lines = map(json.loads, self.path.read_text().splitlines())
-            self.lines = [line for line in lines if line["step"] <= begin]
+        saved = saved or begin
+        if begin and topology.node == 0 and self.path.exists():
+            for line in map(json.loads, self.path.read_text().splitlines()):
+                if line["step"] <= saved:
+                    self.lines.append(line | {"step": line["step"] * begin // saved})
         self.before = {key: self.lines[-1][key] if self.lines else 0 for key in TOTALS}
         if topology.node == 0:
             out.mkdir(parents=True, exist_ok=True)

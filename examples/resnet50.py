@@ -198,15 +198,15 @@ def main() -> int:
     # Checkpoints hold the state of each node and what is in flight between them.
     checkpoints = jdaso.checkpoint.Checkpoints(args.out / "checkpoints", topology, exchange)
     checkpoints.claim()
-    state, step = (params, stats, opt_state), 0
+    state, step, saved = (params, stats, opt_state), 0, 0
     if restored := checkpoints.restore((state, epoch)):
-        (state, its_epoch), step = restored.state, restored.step
+        (state, its_epoch), step, saved = restored.state, restored.step, restored.step
         if its_epoch != epoch:  # another number of nodes or devices, and so of steps
             step = step * epoch // its_epoch
             state = optax.tree.set(jdaso.checkpoint.at_step(state, step), count=jnp.int32(step))
         if node == 0:
             print(f"continues at step {step} of {total}")
-    record = Record(args.out, topology, exchange, step, batch_size * nodes, "images")
+    record = Record(args.out, topology, exchange, step, batch_size * nodes, "images", saved)
     losses, stop = [], False
     batches = images.batches(train, node, nodes, batch_size, args.epochs, args.seed, step)
     numbered = enumerate(batches, step + 1)

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -128,3 +129,17 @@ def test_nodes_share_a_folder_of_images(images, tmp_path):
     assert sorted(np.concatenate(tested).tolist()) == [-1, -1, 0, 0, 0, 1, 1, 1]
     with pytest.raises(ValueError, match="data must be digits, synthetic"):
         images.load(tmp_path / "val", 16)
+
+
+def test_the_record_of_other_nodes_continues_with_the_steps_of_these(tmp_path, monkeypatch):
+    """Three nodes continue after two epochs of 11 steps on two nodes, and have 7 in an epoch."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    record = importlib.import_module("record")
+    line = dict.fromkeys(record.TOTALS, 1.0)
+    old = "".join(json.dumps({"step": step, **line}) + "\n" for step in (11, 22, 33))
+    (tmp_path / "metrics.jsonl").write_text(old)
+    nodes = [types.SimpleNamespace(node=node) for node in range(2)]
+    own, other = (record.Record(tmp_path, node, None, 14, 1, "images", 22) for node in nodes)
+    assert [line["step"] for line in lines(tmp_path)] == [7, 14]
+    assert own.before["seconds"] == 1.0
+    assert other.lines == []  # only the first node reads what it writes again
