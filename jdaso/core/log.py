@@ -18,7 +18,9 @@ import socket
 import sys
 import time
 
-_file = os.environ.get("JDASO_LOG") and f"{os.environ['JDASO_LOG']}.{socket.gethostname()}"
+_file = os.environ.get("JDASO_LOG", "")
+if _file:  # absolute, because the program may change its folder
+    _file = f"{os.path.abspath(_file)}.{socket.gethostname()}"
 
 
 def record(text: str) -> None:

@@ -1,5 +1,6 @@
 """Warnings reach stderr without any configuration. JDASO_DEBUG and JDASO_LOG add to that."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -50,6 +51,11 @@ def test_all_that_is_said_also_goes_to_the_file_of_the_host(tmp_path):
     lines = (tmp_path / f"log.{socket.gethostname()}").read_text().splitlines()
     said = [line.partition(": ")[2] for line in lines]
     assert said == ["x is late", "ending this process: the reason"]
+
+
+def test_the_file_stays_the_same_when_the_program_changes_its_folder(tmp_path):
+    run("import os, jdaso; os.chdir('/');" + LOG, JDASO_LOG=os.path.relpath(tmp_path / "log"))
+    assert (tmp_path / f"log.{socket.gethostname()}").read_text().endswith(": x is late\n")
 
 
 def test_a_file_that_cannot_be_written_is_said():
