@@ -321,10 +321,10 @@ class _OncePerProgram:
     def check(self) -> None:
         """Raises ValueError if the program that is traced has called this before."""
         state: Any = get_opaque_trace_state(convention="jdaso")
-        # A jit inside another one belongs to the same program. What JAX does not promise may be
-        # missing in later versions, and the program is then that of the innermost jit.
+        # A jit inside another one, or inside a branch of a conditional, belongs to that. What JAX
+        # does not promise may be missing in later versions, and the innermost jit then counts.
         trace: Any = getattr(state, "_trace_ref", lambda: None)()
-        while _is_jit(trace) and _is_jit(trace.parent_trace):
+        while _is_jit(trace) and hasattr(trace.parent_trace, "frame"):
             trace = trace.parent_trace
         program = getattr(trace, "_weakref", state)
         if program == self._traced:

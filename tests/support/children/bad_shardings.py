@@ -36,6 +36,12 @@ def inside_shard_map(topology, mesh, given, params):
             means = [jax.jit(lambda tree: mean(tree)) if each else mean for each in nest]
             with pytest.raises(ValueError, match="calls consensus or drift twice for one exchange"):
                 jax.jit(functools.partial(lambda fs, a: [f(a) for f in fs], means)).lower(params)
+
+        def branch(tree):
+            return [jax.jit(lambda tree: mean(tree))(tree) for _ in range(2)]
+
+        with pytest.raises(ValueError, match="calls consensus or drift twice for one exchange"):
+            jax.jit(lambda tree: jax.lax.cond(True, branch, branch, tree)).lower(params)
         jax.jit(mean).lower(params)  # another program
         jax.jit(lambda tree: jax.lax.cond(True, mean, mean, tree)).lower(params)
     exchange.close()
