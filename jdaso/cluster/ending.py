@@ -198,7 +198,8 @@ class _ExceptionHook:
         try:
             if shown in _said:
                 text = "".join(traceback.format_exception(error))
-                print(text.replace(shown, "see the error above"), end="", file=sys.stderr)
+                seen = f"{shown.partition(':')[0]}: see the error above"
+                print(text.replace(shown, seen), end="", file=sys.stderr)
             else:
                 self._programs(kind, error, trace)
         except BaseException:  # the job must end nevertheless

@@ -320,6 +320,18 @@ def test_an_error_is_printed_once(hook, last):
     assert done.stderr.splitlines()[-1] == last
 
 
+def test_the_traceback_of_an_error_that_was_said_keeps_its_type(capsys, monkeypatch):
+    monkeypatch.setattr(ending, "_said", set())
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(ending, "_shown", "")
+    ending.on_exception(lambda error: None)
+    ending.say_once("rank 1", "JdasoError: too late")
+    error = jdaso.JdasoError("too late")
+    sys.excepthook(type(error), error, None)
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == "jdaso.core.types.JdasoError: see the error above"
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_the_programs_excepthook_is_called_once_before_the_abort(monkeypatch, times):
     calls = []
