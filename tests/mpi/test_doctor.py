@@ -52,7 +52,7 @@ PROBLEMS = {
     "no compiled code": (
         "import importlib.util as util; find = util.find_spec\n"
         "util.find_spec = lambda name, *_: None if '_copies' in name else find(name, *_)",
-        "a C++17 compiler builds it",
+        "a C++17 compiler",
     ),
 }
 
