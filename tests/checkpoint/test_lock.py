@@ -195,6 +195,7 @@ def test_a_process_may_open_a_folder_again(tmp_path, at_once):
     """As the cell of a notebook does that is run twice."""
     first = opened(tmp_path)
     first.save(1, STATE)
+    first.wait()  # until it is written, so that the second one finds it
     second = opened(tmp_path)
     second.restore(STATE)
     second.save(2, STATE)

@@ -103,7 +103,7 @@ def test_joined_processes_with_several_devices_each_are_an_error():
 
 
 def test_no_processes_per_node_is_an_error():
-    with pytest.raises(ValueError, match=r"processes_per_node must be .* at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"processes_per_node must be .* >= 1, got 0"):
         discover_topology(0)
 
 
