@@ -391,7 +391,6 @@ def run(options: argparse.Namespace, results: Results) -> None:
         task = make()
         for nodes in options.nodes:
             key = {"task": name, "nodes": nodes, "steps": options.steps}
-            own = {"rates": "all"} if options.own else {}
             longer = int(options.steps * LONGER)
             trainers = {n: Trainer(task, n) for n in (1, nodes)}
             trainer = trainers[nodes]
@@ -412,8 +411,8 @@ def run(options: argparse.Namespace, results: Results) -> None:
                 left_out = (full and not options.full) or (own_only and not options.own)
                 if left_out or not re.search(options.only, setting):
                     continue
-                described = {**key, "setting": setting, "seeds": options.seeds, **own}
-                if results.get(described) is not None:
+                identity = described(setting, name, nodes, options)
+                if results.get(identity) is not None:
                     continue
                 if reference is None:
                     at = np.full(len(given[0]), best[0]) if options.own else given[0]
@@ -426,11 +425,17 @@ def run(options: argparse.Namespace, results: Results) -> None:
                 means = " ".join(f"{np.mean(x):.2f}" for x in shaped)
                 if options.own:
                     shaped = [[r, *of_rate] for r, of_rate in zip(of_setting, shaped, strict=True)]
-                results.add(described, shaped)
+                results.add(identity, shaped)
                 print(
                     f"{name} {nodes} {setting}: {means} ({time.monotonic() - start:.0f} s)",
                     flush=True,
                 )
+
+
+def described(setting: str, name: str, nodes: int, options: argparse.Namespace) -> dict[str, Any]:
+    """What identifies the result of a setting on a task."""
+    key = {"task": name, "nodes": nodes, "steps": options.steps, "setting": setting}
+    return {**key, "seeds": options.seeds, **({"rates": "all"} if options.own else {})}
 
 
 def measured(
@@ -439,9 +444,7 @@ def measured(
     """The progress of each setting and task, by rate and seed."""
     found: dict[str, dict[str, np.ndarray]] = {}
     for setting, name in itertools.product(SETTINGS, tasks(Path())):
-        key = {"task": name, "nodes": nodes, "steps": options.steps}
-        own = {"rates": "all"} if options.own else {}
-        result = results.get({**key, "setting": setting, "seeds": options.seeds, **own})
+        result = results.get(described(setting, name, nodes, options))
         if result is not None:
             found.setdefault(setting, {})[name] = np.array(result)
     return found
