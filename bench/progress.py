@@ -44,6 +44,7 @@ from image_folders import digits, folder
 from language import text, transformer
 
 import jdaso
+from jdaso.algorithms.daso import mean_weight
 from jdaso.core import Arrival, Merge
 
 AXIS = "node"
@@ -238,7 +239,7 @@ def extrapolated(period: int, weight: Callable[[Arrival], Any]) -> Merge:
 
 def by_age(arrival: Arrival):
     """DASO's weight."""
-    return arrival.members / (2.0 * arrival.age + arrival.members)
+    return mean_weight(arrival.members, arrival.age)
 
 
 def predicted(exchange, period, delay, weight=by_age):
