@@ -548,8 +548,9 @@ def main() -> None:
             print("\n" + "\n".join(own_table(found, nodes)))
             continue
         print("\n" + "\n".join(table(found, nodes)))
-        coefficients, error = fit(found, nodes)
-        print(f"\n{nodes} nodes: {np.round(coefficients, 3).tolist()}, error {error:.2f}")
+        if not options.only:
+            coefficients, error = fit(found, nodes)
+            print(f"\n{nodes} nodes: {np.round(coefficients, 3).tolist()}, error {error:.2f}")
 
 
 if __name__ == "__main__":
