@@ -1,5 +1,6 @@
 """Schedules decide when to exchange. They are pure functions of step and loss on every node."""
 
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -194,7 +195,8 @@ def cycling(
         cooldown: Optimizer steps of the cool-down phase, at the end.
         total: Optimizer steps of the whole run. Every further step is one of the cool-down, and
             blocks. The first one is logged as a warning.
-        epoch: Optimizer steps of an epoch. None: no epochs, and therefore no plateaus.
+        epoch: Optimizer steps of an epoch. None: no epochs, and therefore no plateaus. A warning
+            tells if an epoch is shorter than the period.
         delay: S, optimizer steps between posting and merging in the cycling phase. None selects
             ``max(1, B // 4)``, which the authors found to be best (daso-preprint Sec. 3).
         threshold: Smallest relative improvement of the loss that counts, in [0, 1).
@@ -218,6 +220,13 @@ def cycling(
     if threshold < 0 or threshold >= 1:
         raise ValueError(f"threshold must be in [0, 1), got {threshold}.")
     check_whole("patience", patience, 0)
+    if epoch is not None and epoch < period and warmup + cooldown < total:
+        warnings.warn(
+            f"cycling with epoch={epoch} and period={period} waits for the mean at the end of each "
+            "epoch, more often than it exchanges in the background. Choose a period that is "
+            "shorter than an epoch, or epoch=None, which has no such mean and no plateaus.",
+            stacklevel=2,
+        )
     cooldown_start = total - cooldown
 
     def init() -> CyclingState:

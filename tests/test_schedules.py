@@ -98,6 +98,16 @@ def heard(schedule, losses):
     return pairs
 
 
+def test_an_epoch_shorter_than_the_period_warns(recwarn):
+    jdaso.cycling(period=4, warmup=2, cooldown=2, total=40, epoch=4)
+    jdaso.cycling(period=4, warmup=20, cooldown=20, total=40, epoch=3)  # no cycling phase
+    assert not recwarn
+    jdaso.cycling(period=4, warmup=2, cooldown=2, total=40, epoch=3)
+    (warning,) = recwarn
+    assert "epoch=3 and period=4" in str(warning.message)
+    assert warning.filename == __file__
+
+
 def cycling_forever(period, delay, patience, threshold=0.05):
     return jdaso.cycling(period, 0, 0, 10**6, 10, delay, threshold, patience)
 

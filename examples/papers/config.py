@@ -383,10 +383,10 @@ def _check_together(config: Config) -> None:
 
 _KINDS = {
     bool: "True or False",
-    int: "a whole number",
+    int: "an integer",
     float: "a number",
     str: "a string",
-    tuple[int, ...]: "whole numbers",
+    tuple[int, ...]: "integers",
 }
 
 
