@@ -14,11 +14,18 @@ compares the smallest delay at which training never waits with the recommended o
 time the script measures a step without exchanges and the transfer of an exchange during training.
 It passes both to jdaso.perf.hiding_schedule, and trains with the recommended delay and its
 neighbours. A step counts as not waiting if the wait is less than a hundredth of the step.
+
+    python bench/lab/lab.py run --pin -- python bench/predicted.py choice --task transformer
+
+compares what ``tune`` chooses for a task of bench/progress.py with other settings, by the seconds
+until they reach the loss with which synchronous training ends. All have the same learning rate, the
+best of synchronous training. ``--task CNN`` needs ``--cifar FOLDER``.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -33,13 +40,16 @@ sys.path += [str(Path(__file__).parent / folder) for folder in ("lab", "peers")]
 import jax
 import jax.numpy as jnp
 import lab
+import numpy as np
 import optax
 import workload
 from machine import header, keep_memory, machine, row
-from step import make_step, matmuls_for
+from step import apply_gradients, make_step, matmuls_for
 
 import jdaso
 from jdaso import perf
+from jdaso.perf import tune_command
+from jdaso.perf.model import COMPARED_WIRES
 
 PEER = Path(__file__).parent / "peers" / "jdaso_peer.py"
 PERIOD, DELAY = 4, 3
@@ -187,9 +197,122 @@ def print_delays(options: argparse.Namespace) -> None:
         say(row(*times, recommended, listed, found), flush=True)
 
 
+# ------------------------------------------------------------ The choice of tune, and other settings
+
+#: The best learning rates of synchronous training on two nodes, by bench/progress.py.
+RATES = {"CNN": 0.04, "transformer": 0.01, "MLP": 0.08}
+#: Algorithm, merge, wire, period and delay.
+OTHERS = [
+    ("allreduce_gradients", "", "float32", 1, 0),
+    ("allreduce_gradients", "", "bfloat16", 1, 0),
+    *[("local_sgd", "mean", "float32", period, 0) for period in (2, 4, 8)],
+    *[("daso", "delta", "float32", *setting) for setting in ((2, 1), (4, 1), (4, 3), (8, 7))],
+    ("daso", "delta", "bfloat16", 4, 1),
+    ("daso", "mean", "float32", 4, 3),
+    ("dasgd", "mean", "float32", 4, 3),
+]
+
+
+def averaging(exchange: jdaso.Exchange, setting: tuple) -> jdaso.Averaging:
+    algorithm, merge, wire, period, delay = setting
+    if algorithm == "allreduce_gradients":
+        return jdaso.allreduce_gradients(exchange, wire=wire)
+    return getattr(jdaso, algorithm)(exchange, period, delay, merge=merge, wire=wire)
+
+
+def chosen(topology: jdaso.Topology, parameters: int, step_time: float) -> list[tuple]:
+    """The settings that tune recommends, the best first. All nodes get those of the first."""
+    options = argparse.Namespace(
+        parameters=parameters, repeats=9, moments=0, moments_wire="float32", seconds=60.0
+    )
+    exchange, costs = jdaso.mpi_exchange(topology), {}
+    for wire in COMPARED_WIRES:
+        found = tune_command.sweep(options, topology.group, exchange, wire, [parameters], 15.0)
+        costs[wire] = perf.WireCosts(
+            statistics.median(found.times()), found.overhead, found.slowdown
+        )
+    found = perf.recommend(step_time, costs, topology.num_nodes)
+    return topology.comm.bcast([setting[:5] for setting in found])
+
+
+def print_choice(options: argparse.Namespace) -> None:
+    """For each setting, the seconds until the loss of synchronous training."""
+    from progress import EVERY, Trainer, tasks
+
+    keep_memory()
+    task = tasks(options.cifar)[options.task]()
+    topology = jdaso.discover_topology(processes_per_node=1)
+    comm, node = topology.comm, topology.node
+    say = print if topology.rank == 0 else lambda *_, **__: None
+    trainer, rate = Trainer(task, topology.num_nodes), RATES[options.task]
+    longest = int(options.longer * options.steps)
+
+    def program(tx):
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def step(params, state, seed, number):
+            loss, grads = trainer.gradients_of_node(params, seed, node, number)
+            return apply_gradients(tx, grads, state, params, value=loss)
+
+        return step
+
+    def train(tx, step, seed: int, steps: int) -> tuple[np.ndarray, float]:
+        """Returns the losses of the mean of the nodes, and the seconds of a step."""
+        params = trainer.start(jnp.array([seed]))[0]
+        state, kept = tx.init(params), []
+        comm.Barrier()
+        start = time.perf_counter()
+        for number in range(1, steps + 1):
+            params, state = jax.block_until_ready(step(params, state, seed, number))
+            if number % EVERY == 0:
+                kept.append(np.array(params))
+        seconds = max(comm.allgather(time.perf_counter() - start)) / steps
+        means = comm.allreduce(np.stack(kept)) / topology.num_nodes
+        return np.array(trainer.evaluate(means[:, None])), seconds
+
+    sgd = task.optimizer(rate)
+    count, alone = trainer.start(jnp.array([0]))[0].size, program(sgd)
+    train(sgd, alone, 0, 20)  # compiles
+    step_time = statistics.median(train(sgd, alone, 0, 60)[1] for _ in range(5))
+    best, *alternatives = chosen(topology, count, step_time)
+    settings = list(dict.fromkeys([*OTHERS, best, *alternatives]))
+    exchange = jdaso.mpi_exchange(topology)
+    prepared = {}
+    for setting in settings:
+        tx = jdaso.chain(sgd, averaging(exchange, setting))
+        prepared[setting] = tx, program(tx)
+        train(*prepared[setting], 0, 20)  # compiles
+    found: dict[tuple, list] = {setting: [] for setting in settings}
+    for seed in range(options.seeds):
+        for setting in settings:
+            losses, seconds = train(*prepared[setting], seed, longest)
+            if setting == settings[0]:  # synchronous training
+                target = np.median(losses[: options.steps // EVERY][-5:])
+            above = int((losses > target).sum())  # also right where a loss rises in between
+            steps = EVERY * (above + 1) if above < len(losses) else np.inf
+            found[setting].append((steps, seconds))
+    means = {setting: np.mean(values, axis=0) for setting, values in found.items()}
+    totals = {s: np.mean([a * b for a, b in values]) for s, values in found.items()}
+    shortest = min(totals.values())
+    say(machine())
+    say(
+        f"{options.task}, {count} parameters, {topology.num_nodes} nodes; a step alone takes "
+        f"{1e3 * step_time:.2f} ms; {options.seeds} seeds; the loss after {options.steps} "
+        "synchronous steps\n"
+    )
+    say(header("setting", "step, ms", "steps", "seconds", "over the shortest", "tune"))
+    for setting in sorted(settings, key=totals.get):
+        algorithm, merge, wire, period, delay = setting
+        name = f"{algorithm} {period}/{delay}{', delta' * (merge == 'delta')}, {wire}"
+        place = "chosen" if setting == best else "next" if setting in alternatives else ""
+        steps, seconds = means[setting]
+        total = totals[setting]
+        cells = f"{1e3 * seconds:.2f}", f"{steps:.0f}", f"{total:.2f}", f"{total / shortest:.2f}"
+        say(row(name, *cells, place))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", nargs="?", choices=("steps", "delays"), default="steps")
+    parser.add_argument("part", nargs="?", choices=("steps", "delays", "choice"), default="steps")
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rates", nargs="+", default=["100mbit", "200mbit", "1gbit"])
     parser.add_argument("--delay", default="1ms", help="of a link, one way")
@@ -199,8 +322,15 @@ def main() -> None:
     seconds = [0.8, 0.4, 0.25, 0.15, 0.1]
     parser.add_argument("--seconds", type=float, nargs="+", default=seconds, help="times of a step")
     parser.add_argument("--exchanges", type=int, default=12, help="exchanges of a run, with delays")
+    parser.add_argument("--task", default="transformer", choices=RATES, help="with choice")
+    parser.add_argument("--cifar", type=Path, help="folder with train/<class>/*.jpg")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of each setting")
+    parser.add_argument("--steps", type=int, default=240, help="of synchronous training")
+    longer = "steps of the others, in those of synchronous training"
+    parser.add_argument("--longer", type=float, default=2.5, help=longer)
     options = parser.parse_args()
-    {"steps": print_steps, "delays": print_delays}[options.part](options)
+    parts = {"steps": print_steps, "delays": print_delays, "choice": print_choice}
+    parts[options.part](options)
 
 
 if __name__ == "__main__":

@@ -320,6 +320,7 @@ class Trainer:
             over_trainings = jax.vmap(over_nodes, in_axes=(0, 0, None, None))
             return over_trainings(params, seeds, jnp.arange(nodes), step)
 
+        self.gradients_of_node = gradients
         gradients_of_one = jax.jit(gradients)
 
         def one_by_one(params, seeds, step):
