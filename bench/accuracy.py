@@ -49,6 +49,7 @@ def methods(steps: int, epochs: int) -> dict[str, Callable[[jdaso.Exchange], jda
     return {
         SYNCHRONOUS: lambda x: jdaso.allreduce_gradients(x, wire="float32"),
         BLOCKING: lambda x: jdaso.local_sgd(x, 4),
+        "DASO 4/1, delta": lambda x: jdaso.daso(x, 4, 1, merge="delta"),
         "DASO 4/3, delta": lambda x: jdaso.daso(x, 4, 3, merge="delta"),
         "DASO, cycling 4": lambda x: jdaso.daso(x, schedule=cycling),
         "DASO 2/1": lambda x: jdaso.daso(x, 2, 1),

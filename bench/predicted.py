@@ -197,7 +197,7 @@ def print_delays(options: argparse.Namespace) -> None:
         say(row(*times, recommended, listed, found), flush=True)
 
 
-# ------------------------------------------------------------ The choice of tune, and other settings
+# ------------------------------------------------------------ The choice of tune among settings
 
 #: The best learning rates of synchronous training on two nodes, by bench/progress.py.
 RATES = {"CNN": 0.04, "transformer": 0.01, "MLP": 0.08}
@@ -273,6 +273,13 @@ def print_choice(options: argparse.Namespace) -> None:
     count, alone = trainer.start(jnp.array([0]))[0].size, program(sgd)
     train(sgd, alone, 0, 20)  # compiles
     step_time = statistics.median(train(sgd, alone, 0, 60)[1] for _ in range(5))
+    say(machine())
+    say(
+        f"{options.task}, {count} parameters, {topology.num_nodes} nodes; a step alone takes "
+        f"{1e3 * step_time:.2f} ms; {options.seeds} seeds; the loss after {options.steps} "
+        "synchronous steps\n",
+        flush=True,
+    )
     best, *alternatives = chosen(topology, count, step_time)
     settings = list(dict.fromkeys([*OTHERS, best, *alternatives]))
     exchange = jdaso.mpi_exchange(topology)
@@ -293,12 +300,6 @@ def print_choice(options: argparse.Namespace) -> None:
     means = {setting: np.mean(values, axis=0) for setting, values in found.items()}
     totals = {s: np.mean([a * b for a, b in values]) for s, values in found.items()}
     shortest = min(totals.values())
-    say(machine())
-    say(
-        f"{options.task}, {count} parameters, {topology.num_nodes} nodes; a step alone takes "
-        f"{1e3 * step_time:.2f} ms; {options.seeds} seeds; the loss after {options.steps} "
-        "synchronous steps\n"
-    )
     say(header("setting", "step, ms", "steps", "seconds", "over the shortest", "tune"))
     for setting in sorted(settings, key=totals.get):
         algorithm, merge, wire, period, delay = setting

@@ -3,7 +3,7 @@
     mpiexec -n 2 python examples/minimal.py
 
 Each process is a node and trains on its own share of the images. Every 4 steps the nodes send
-their parameters. What arrives 3 steps later corrects each node toward the mean, and no node waits
+their parameters. What arrives a step later corrects each node toward the mean, and no node waits
 in between. Without mpiexec there is one node, which has all images.
 """
 
@@ -21,7 +21,7 @@ EPOCHS, BATCH = 10, 16
 
 topology = jdaso.discover_topology()  # the nodes of this job and their devices
 exchange = jdaso.mpi_exchange(topology)  # sends arrays between nodes, in the background
-averaging = jdaso.daso(exchange, period=4, delay=3, merge="delta")
+averaging = jdaso.daso(exchange, period=4, delay=1, merge="delta")
 tx = jdaso.chain(optax.sgd(0.02, momentum=0.9), averaging)
 
 pixels, labels = load_digits(return_X_y=True)
