@@ -575,10 +575,10 @@ def discarded(
 def progress(algorithm: str, period: int, delay: int, nodes: int, merge: str = "mean") -> float:
     """Returns the steps of synchronous training that a step is worth, as measured on average.
 
-    The measurements are those of ``bench/progress.py``: six small trainings on 2 nodes, and five of
-    them on 8, at the best learning rate of synchronous training, half of it, and a quarter of it.
-    Periods were at most 8. A formula of three coefficients interpolates them, see
-    ``jdaso/algorithms/progress.py``. Trainings differ by more than most settings do.
+    The measurements are those of ``bench/progress.py``: six small trainings on 2 and on 8 nodes, at
+    the best learning rate of synchronous training, half of it, and a quarter of it. Periods were at
+    most 8. A formula of three coefficients interpolates them, see ``jdaso/algorithms/progress.py``.
+    Trainings differ by more than most settings do.
 
     Args:
         algorithm: ``local_sgd``, ``daso`` or ``dasgd``.
