@@ -13,7 +13,7 @@ bench/peers/jdaso_peer.py measures it.
 compares the smallest delay at which training never waits with the recommended one. For each step
 time the script measures a step without exchanges and the transfer of an exchange during training.
 It passes both to jdaso.perf.hiding_schedule, and trains with the recommended delay and its
-neighbours. A step counts as not waiting if the wait is less than a hundredth of the step.
+neighbors. A step counts as not waiting if the wait is less than a hundredth of the step.
 
     python bench/lab/lab.py run --pin -- python bench/predicted.py choice --task transformer
 

@@ -3,8 +3,8 @@
     mpiexec -n 2 python examples/minimal.py
 
 Each process is a node and trains on its own share of the images. Every 4 steps the nodes send
-their parameters. What arrives a step later corrects each node toward the mean, and no node waits
-in between. Without mpiexec there is one node, which has all images.
+their parameters. One step later the mean corrects each node. A node waits only for an exchange
+that takes longer than this step. Without mpiexec there is one node, which has all images.
 """
 
 import functools

@@ -195,8 +195,8 @@ def cycling(
         cooldown: Optimizer steps of the cool-down phase, at the end.
         total: Optimizer steps of the whole run. Every further step is one of the cool-down, and
             blocks. The first one is logged as a warning.
-        epoch: Optimizer steps of an epoch. None: no epochs, and therefore no plateaus. A warning
-            tells if an epoch is shorter than the period.
+        epoch: Optimizer steps of an epoch. None: no epochs, and therefore no plateaus. An epoch
+            that is shorter than the period causes a warning.
         delay: S, optimizer steps between posting and merging in the cycling phase. None selects
             ``max(1, B // 4)``, which the authors found to be best (daso-preprint Sec. 3).
         threshold: Smallest relative improvement of the loss that counts, in [0, 1).

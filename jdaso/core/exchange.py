@@ -263,7 +263,8 @@ class Exchange:
         It decides how a program changes arrays in their places, and no result.
         """
         device = jax.sharding.get_abstract_mesh().abstract_device
-        return getattr(device, "platform", jax.default_backend())  # JAX 0.10.0 has no platform
+        # None has no platform, nor have the devices of JAX 0.10.0.
+        return getattr(device, "platform", jax.default_backend())
 
     def all_devices(self, flag: jax.Array) -> jax.Array:
         """Whether a flag holds on all devices of the node."""
