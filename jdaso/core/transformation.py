@@ -233,16 +233,27 @@ def apply_step(
     old, averaging = state
     target = engine.sync_target
     finite = guard(engine, grads, averaging)
-    change = functools.partial(_if, engine.exchange.platform, finite)
 
-    def local(tree, params, old, grads):
+    def local(tree, params, old):
         """The tree after an update that is computed at ``params``, the state, and the update."""
         updates, new = optimizer.update(grads, old, params, **extra_args)
         return (add_updates(tree, updates) if params is not None else None), new, updates
 
+    def local_if_finite(tree):
+        """Tree and state after the update, or both unchanged if the gradients are not finite."""
+        like = jax.eval_shape(local, tree, params, old)[1]
+        # An optimizer may widen its state at the first step.
+        state = jax.tree.map(lambda x, y: x.astype(y.dtype), old, like)
+
+        def change(tree, state):
+            return local(tree, params, state)[:2]
+
+        with helpful_errors("jdaso.chain"):
+            return change_unless_skipped(engine.exchange.platform, finite, change, tree, state)
+
     if target.of_gradients:
         grads, averaging = move(engine, grads, averaging, finite, value, params)
-        params, new, updates = local(params, params, old, grads)
+        params, new, updates = local(params, params, old)
         return Step(params, new, averaging, updates)
     if params is None:
         raise ValueError(f"{engine.name} moves parameters: call update(updates, state, params).")
@@ -252,14 +263,14 @@ def apply_step(
     if target is BEFORE_UPDATE and not updates_needed:
         # The update is added to the merged parameters, so that it needs no memory of its own.
         tree, averaging = move(engine, params, averaging, finite, value)
-        params, new = change(local, tree, params, old, grads)
+        params, new = local_if_finite(tree)
         return Step(params, new, averaging, None)
     origin = params if updates_needed else None
     if updates_needed:
-        _, new, updates = local(params, params, old, grads)
+        _, new, updates = local(params, params, old)
         tree, new = _where_finite(finite, updates, params), where_tree(finite, new, old)
     else:
-        tree, new = change(local, params, params, old, grads)
+        tree, new = local_if_finite(params)
     if average_moments:
         moments = read_moments(optimizer, new, params)
         tree = ParamsWithMoments(tree, moments)
@@ -315,28 +326,6 @@ def _shapes(tree: PyTree) -> dict[str, tuple[int, ...] | None]:
         jax.tree_util.keystr(path): None if leaf is None else jnp.shape(leaf)
         for path, leaf in leaves
     }
-
-
-def _if(
-    platform: str,
-    condition: jax.Array,
-    local: Callable,
-    tree: PyTree,
-    params: PyTree,
-    state: PyTree,
-    grads: PyTree,
-) -> tuple[PyTree, PyTree]:
-    """Tree and state of ``local(tree, params, state, grads)``, or both unchanged."""
-    like = jax.eval_shape(local, tree, params, state, grads)[1]
-    # An optimizer may widen its state at the first step.
-    state = jax.tree.map(lambda x, y: x.astype(y.dtype), state, like)
-
-    def change(tree, state):
-        own = tree if params is tree else params
-        return local(tree, own, state, grads)[:2]
-
-    with helpful_errors("jdaso.chain"):
-        return change_unless_skipped(platform, condition, change, tree, state)
 
 
 def _where_finite(finite: jax.Array, updates: PyTree, params: PyTree) -> PyTree:
