@@ -84,9 +84,6 @@ def chain(
     optimizer = optax.with_extra_args_support(optimizer)
     averages = moments == "average"
 
-    def reset(*args: Any) -> PyTree:
-        return reset_moments_if(engine.exchange.platform, *args)
-
     def with_moments(params: PyTree, state: PyTree) -> PyTree:
         if not averages:
             return params
@@ -114,7 +111,8 @@ def chain(
         )
         new = result.optimizer
         if moments == "reset":
-            new = reset(result.averaging.merged, optimizer, new, result.params)
+            merged, platform = result.averaging.merged, engine.exchange.platform
+            new = reset_moments_if(platform, merged, optimizer, new, result.params)
         return result, ChainState(new, result.averaging)
 
     def apply(grads, state, params, **extra_args):
@@ -133,7 +131,8 @@ def chain(
             old = replace_moments(optimizer, old, merged.moments)
             return merged.params, ChainState(old, inner)
         if moments == "reset":
-            old = reset(in_flight & inner.merged, optimizer, old, merged)
+            changed = in_flight & inner.merged
+            old = reset_moments_if(engine.exchange.platform, changed, optimizer, old, merged)
         return merged, ChainState(old, inner)
 
     return Averaging(init, update, finish, ChainState, averaging.exchange, apply)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -37,21 +38,16 @@ from jdaso.core.types import Leaves, PyTree
 from jdaso.core.wire import round_to
 
 _caller: ContextVar[str] = ContextVar("_caller", default="")
-_Function = TypeVar("_Function", bound=Callable)
 
 
-def _named(function: _Function) -> _Function:
-    """The function, whose name :func:`caller` returns while it runs."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        token = _caller.set(caller() or f"jdaso.{function.__name__}")
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _caller.reset(token)
-
-    return cast(_Function, call)
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Decorates a function whose name :func:`caller` returns while it runs."""
+    token = _caller.set(caller() or name)
+    try:
+        yield
+    finally:
+        _caller.reset(token)
 
 
 def caller() -> str:
@@ -59,7 +55,7 @@ def caller() -> str:
     return _caller.get()
 
 
-@_named
+@_named("jdaso.consensus")
 def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyTree:
     """Computes the mean of a tree over all nodes, with the same bits on every node.
 
@@ -134,7 +130,7 @@ def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyT
     return replace([place_like(mean, x) for mean, x in zip(means, floats, strict=True)])
 
 
-@_named
+@_named("jdaso.broadcast")
 def broadcast(exchange: Exchange, tree: PyTree, root: int = 0) -> PyTree:
     """Sends the tree of one node to all nodes, bit for bit.
 
@@ -176,7 +172,7 @@ def broadcast(exchange: Exchange, tree: PyTree, root: int = 0) -> PyTree:
     return jax.tree.unflatten(treedef, map(_like_given, paths, sent, given))
 
 
-@_named
+@_named("jdaso.drift")
 def drift(exchange: Exchange, params: PyTree) -> jax.Array:
     """Computes the distance of this node's parameters from the mean of all nodes.
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
+from jdaso.core.state import find_states
 from jdaso.core.tree import change_if, is_float, is_masked, widened
 from jdaso.core.types import PyTree
 
@@ -147,11 +148,7 @@ def _tuples(state: PyTree) -> list[Any]:
 
 def check_reset(state: PyTree) -> None:
     """Raises ValueError for a state whose moments cannot be reset."""
-
-    def unclear(node: Any) -> bool:
-        return isinstance(node, _ONE_COUNT)
-
-    for node in filter(unclear, jax.tree.leaves(state, is_leaf=unclear)):
+    for node in find_states(_ONE_COUNT, state):
         raise ValueError(
             f"moments='reset' does not go with the optimizer that has a {type(node).__name__}: "
             "its moments and its learning-rate schedule have one step count, and a reset would "

@@ -87,8 +87,8 @@ def find_state(kind: type, opt_state: PyTree, params: PyTree = None) -> Any:
     return found[0]
 
 
-def find_states(kind: type, opt_state: PyTree) -> list[Any]:
-    """All states of a type in an optimizer's state, without those inside one another."""
+def find_states(kind: type | tuple[type, ...], opt_state: PyTree) -> list[Any]:
+    """All states of a type, or of several, in an optimizer's state. None is inside another."""
 
     def is_kind(node):
         return isinstance(node, kind)

@@ -172,11 +172,11 @@ def describe_narrow_wires(dtypes) -> str:
     >>> describe_narrow_wires([np.dtype(np.float32)])
     ''
     """
-    narrow = [dtype for dtype in dict.fromkeys(dtypes) if has_short_range(dtype)]
     return "".join(
         f", or above {float(jnp.finfo(dtype).max):g} in magnitude, which the wire {dtype.name} "
         "cannot hold: use the wire bfloat16"
-        for dtype in narrow
+        for dtype in dict.fromkeys(dtypes)
+        if has_short_range(dtype)
     )
 
 
