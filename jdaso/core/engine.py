@@ -27,12 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jdaso.core.error_feedback import (
-    FIRST_WIRE,
-    decompress_part,
-    init_feedback,
-    start_with_feedback,
-)
+from jdaso.core.error_feedback import FIRST_WIRE, compress, decompress_part, init_feedback
 from jdaso.core.exchange import (
     AGREEMENT_NAMES,
     FINITE,
@@ -43,6 +38,7 @@ from jdaso.core.exchange import (
     BoundExchange,
     Exchange,
     agreement_numbers,
+    is_usable,
 )
 from jdaso.core.state import AveragingState, FragmentState
 from jdaso.core.tree import (
@@ -60,15 +56,14 @@ from jdaso.core.tree import (
     is_placeholder,
     named_floats,
     near_equal,
-    num_parameters,
     part_of,
-    raise_unless_finite,
     split_state,
     where_tree,
     widened,
 )
 from jdaso.core.types import (
     Arrival,
+    JdasoError,
     Leaves,
     Merge,
     Number,
@@ -124,7 +119,10 @@ def _bind(engine: Engine, tree: PyTree, positions: list[int]) -> Engine:
     """The configuration for the leaves of a fragment."""
     named = jax.tree_util.tree_leaves_with_path(tree)
     names = tuple(jax.tree_util.keystr(named[i][0]) for i in positions)
-    count = sum(i < num_parameters(tree) for i in positions)
+    # Those of the parameters come first.
+    own = tree.params if isinstance(tree, ParamsWithMoments) else tree
+    num_own = len(jax.tree.leaves(own))
+    count = sum(i < num_own for i in positions)
     leaves: list[Any] = [named[i][1] for i in positions]
     # Moments are posted in the dtype of their sum.
     leaves[count:] = [jax.ShapeDtypeStruct(x.shape, sum_dtype(x.dtype)) for x in leaves[count:]]
@@ -143,11 +141,10 @@ def init_state(engine: Engine, params: PyTree) -> AveragingState:
         raise ValueError(
             f"{engine.name}: params must have at least one floating-point leaf to average."
         )
-    own = params.params if isinstance(params, ParamsWithMoments) else params
+    own, moments = params if isinstance(params, ParamsWithMoments) else (params, ())
     if not target.of_gradients:  # a gradient of a parameter that is not finite may be finite
         check_finite(name, "parameter", own, num_nodes)
-        if isinstance(params, ParamsWithMoments):
-            check_finite(name, "moment", params.moments, num_nodes)
+        check_finite(name, "moment", moments, num_nodes)
     parts = [part_of(params, positions) for positions in cut(params, engine.fragments)]
     check_fragments(len(parts), engine.schedule)
 
@@ -157,17 +154,18 @@ def init_state(engine: Engine, params: PyTree) -> AveragingState:
     fragments = []
     for part in parts:
         of_part = part.params if isinstance(part, ParamsWithMoments) else part
-        fragment = FragmentState(
-            posted=no,
-            age=zero,
-            delay=zero,
-            number=zero,
-            healthy=yes,
-            exchange=engine.exchange.init(part),
-            merge=engine.merge.init(of_part),
-            feedback=init_feedback(of_part, uses_anchor) if rounds else (),
+        fragments.append(
+            FragmentState(
+                posted=no,
+                age=zero,
+                delay=zero,
+                number=zero,
+                healthy=yes,
+                exchange=engine.exchange.init(part),
+                merge=engine.merge.init(of_part),
+                feedback=init_feedback(of_part, uses_anchor) if rounds else (),
+            )
         )
-        fragments.append(fragment)
     schedule = engine.schedule.init()
     state = AveragingState(
         step=zero,
@@ -207,9 +205,27 @@ def guard(engine: Engine, grads: PyTree, state: AveragingState) -> jax.Array:
 
 
 def _all_finite(engine: Engine, finite, step, names=(), narrow="") -> jax.Array:
-    """Whether all of ``finite`` hold. If not, it is an error if ``nonfinite`` is ``raise``."""
+    """Whether all of ``finite`` hold. If not, it is an error if ``nonfinite`` is ``raise``.
+
+    ``names`` are those of the leaves to which ``finite`` belongs, and ``narrow`` is what
+    :func:`jdaso.core.wire.describe_narrow_wires` says.
+    """
+
+    def check(finite, step):
+        if finite.all():
+            return
+        each = zip(names, np.atleast_1d(finite), strict=False)  # no names for a sum
+        lost = [leaf or "the array" for leaf, of in each if not of]
+        which = f", namely {', '.join(lost[:4])}{', ...' * (len(lost) > 4)}" if lost else ""
+        raise JdasoError(
+            f"{engine.name}: updates or parameters are not finite at step {int(step)}{which}"
+            f"{narrow}, or their sum over the nodes is not. Lower the learning rate, or use "
+            "nonfinite='skip' to skip the step and leave this node out of the next exchange."
+        )
+
     if engine.nonfinite == "raise":
-        raise_unless_finite(engine.name, finite, step, names, narrow)
+        # io_callback raises in a cond under vmap, so debug.callback.
+        lax.cond(jnp.all(finite), lambda: None, lambda: jax.debug.callback(check, finite, step))
     return jnp.all(finite)
 
 
@@ -349,10 +365,6 @@ _NO_ARRIVAL = np.zeros(HEADER_SIZE, np.float32)
 _NO_ARRIVAL[FINITE] = 1
 
 
-def _is_usable(header: jax.Array) -> jax.Array:
-    return (header[FINITE] > 0) & (header[MEMBERS] > 0)
-
-
 def _step_fragment(
     engine: Engine, step: _Step, leaves: Leaves, fragment: FragmentState, counts: _Counts
 ) -> tuple[Leaves, FragmentState, _Counts]:
@@ -431,14 +443,14 @@ def _step_fragment(
         leaves = where_tree(due, merged, leaves)
 
     left_out = counts.left_out + (header[FINITE] == 0) + (post & ~fragment.healthy)
-    merged, losses = counts.merged | _is_usable(header), counts.losses
+    merged, losses = counts.merged | is_usable(header), counts.losses
     fragment = fragment._replace(
         posted=(fragment.posted & ~due) | post, healthy=fragment.healthy | repaired
     )
     if schedule.may_block:
         leaves, fragment, header = collect(at_once, leaves, fragment)
         left_out = left_out + (header[FINITE] == 0)
-        merged, losses = merged | _is_usable(header), header[LOSSES]  # the same of all fragments
+        merged, losses = merged | is_usable(header), header[LOSSES]  # the same of all fragments
         fragment = fragment._replace(
             posted=fragment.posted & ~at_once, healthy=fragment.healthy | at_once
         )
@@ -522,21 +534,26 @@ def _post(
         agreement = agreement_numbers(step.plan, step.schedule, shared)
     header = jnp.concatenate([contributes.astype(jnp.float32)[None], step.losses, agreement])
 
-    sent = number, step.step, message, header
+    # With feedback, a relative rule subtracts on the device, see _collect.
+    options: dict[str, Any] = {"relative": True} if rule.relative and not feedback else {}
+    anchors = _anchors(engine, fragment) if feedback else []
+
+    def start(wire, of_leaves, state, residual):
+        sent = message
+        if feedback:  # moments have none
+            compress_on = functools.partial(compress, wire, rule.relative)
+            run = engine.bound.per_shard(compress_on, slice(0, count))
+            rounded, residual = run(header[0] > 0, message[:count], residual, anchors)
+            sent = [*rounded, *message[count:]]
+        call = (state, number, step.step, sent, header, of_leaves)
+        return *engine.bound.start(*call, **options), residual
+
+    starts = [functools.partial(start, *pair) for pair in zip(wires, of_leaves, strict=True)]
+    residual = feedback.residual if feedback else ()
+    state, following, residual = lax.switch(choice, starts, fragment.exchange, residual)
     if feedback:
-        state, following, feedback = start_with_feedback(
-            *(engine.bound, fragment.exchange, sent, wires, of_leaves, choice, feedback),
-            _anchors(engine, fragment),
-            rule.relative,
-        )
-    else:
-        options: dict[str, Any] = {"relative": True} if rule.relative else {}
-
-        def start(wire, state):
-            return engine.bound.start(state, *sent, wire, **options)
-
-        starts = [functools.partial(start, wire) for wire in of_leaves]
-        state, following = lax.switch(choice, starts, fragment.exchange)
+        bits = jnp.array([block_bits(wire) for wire in wires], jnp.int32)[choice]
+        feedback = feedback._replace(residual=residual, block_bits=bits)
     if engine.bound.in_parts:
         # ``after`` makes the leaves depend on the post, so that later moves change them in place.
         state, [leaves] = engine.bound.after(state, slice(0, len(leaves)), [leaves])
@@ -679,8 +696,8 @@ def _collect(
         *lists, residual, anchor = lists
         feedback = feedback._replace(
             residual=residual,
-            anchor=anchor[: len(feedback.anchor)],
-            anchor_ready=feedback.anchor_ready | _is_usable(header),
+            anchor=anchor,
+            anchor_ready=feedback.anchor_ready | is_usable(header),
         )
     return lists, header, fragment._replace(exchange=state, feedback=feedback)
 
@@ -705,7 +722,7 @@ def _apply(
     The first ``count`` leaves are parameters, the others are moments. Nothing changes if the sums
     are not usable.
     """
-    rule, usable = engine.merge, _is_usable(header)
+    rule, usable = engine.merge, is_usable(header)
     wide = [x.astype(m.dtype) for x, m in zip(leaves, arrival.mean, strict=True)]
     if not rule.relative:
         # A node whose parameters are not finite continues from the mean of the others.
@@ -742,7 +759,7 @@ def finish(engine: Engine, params: PyTree, state: AveragingState) -> tuple[PyTre
         leaves, fragment, header = change_if(
             engine.exchange.platform, fragment.posted, merge_all, *operands
         )
-        left_out, merged = left_out + (header[FINITE] == 0), merged | _is_usable(header)
+        left_out, merged = left_out + (header[FINITE] == 0), merged | is_usable(header)
         fragments.append(
             fragment._replace(
                 posted=jnp.zeros((), bool), healthy=fragment.healthy | fragment.posted

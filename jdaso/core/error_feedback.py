@@ -41,18 +41,16 @@ References:
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jdaso.core.block_format import FORMATS
-from jdaso.core.exchange import FINITE, MEMBERS, BoundExchange
+from jdaso.core.exchange import MEMBERS, BoundExchange, is_usable
 from jdaso.core.tree import float_leaves, where_tree
-from jdaso.core.types import Leaves, Number, PyTree
-from jdaso.core.wire import Wire, block_bits, round_to, rounded, sum_dtype, wire_dtype
+from jdaso.core.types import Leaves, PyTree
+from jdaso.core.wire import block_bits, round_to, rounded, sum_dtype, wire_dtype
 
 FIRST_WIRE = "float32"
 
@@ -117,43 +115,6 @@ def compress(
     return message, kept
 
 
-def start_with_feedback(
-    exchange: BoundExchange,
-    state: PyTree,
-    sent: tuple[jax.Array, jax.Array, Leaves, jax.Array],
-    wires: list[str | None],
-    of_leaves: list[Wire],
-    choice: jax.Array,
-    feedback: Feedback,
-    anchor: Leaves,
-    relative: bool,
-) -> tuple[PyTree, Number, Feedback]:
-    """Posts a message on the chosen one of ``wires``, with what the residuals add to it.
-
-    Args:
-        state: of the exchange.
-        sent: number, step, leaves and header, as ``start`` of :class:`BoundExchange` takes them.
-        wires: those of the parameters, of which ``choice`` is an index.
-        of_leaves: for each of ``wires``, the wire of all leaves, or one for each.
-
-    Returns:
-        The state of the exchange, the number of the next one, and the new feedback.
-    """
-    number, step, message, header = sent
-    count = len(feedback.residual)  # of the parameters; moments have no feedback
-
-    def start(wire, of_leaves, state, residual):
-        run = exchange.per_shard(functools.partial(compress, wire, relative), slice(0, count))
-        rounded, residual = run(header[0] > 0, message[:count], residual, anchor)
-        rounded = [*rounded, *message[count:]]
-        return *exchange.start(state, number, step, rounded, header, of_leaves), residual
-
-    starts = [functools.partial(start, *pair) for pair in zip(wires, of_leaves, strict=True)]
-    state, following, residual = lax.switch(choice, starts, state, feedback.residual)
-    bits = jnp.array([block_bits(wire) for wire in wires], jnp.int32)[choice]
-    return state, following, feedback._replace(residual=residual, block_bits=bits)
-
-
 def decompress(
     total: Leaves, members: jax.Array, bits: jax.Array, residual: Leaves, anchor: Leaves
 ) -> tuple[Leaves, Leaves, Leaves]:
@@ -202,8 +163,7 @@ def decompress_part(
     )
     new = [new_residual, moved[: len(own_anchor)]]
     # Neither a sum that is not finite nor what no node has sent must stay in the feedback.
-    arrived = (header[FINITE] > 0) & (header[MEMBERS] > 0)
-    return means, where_tree(arrived, new, [residual, own_anchor])
+    return means, where_tree(is_usable(header), new, [residual, own_anchor])
 
 
 def _finite_or_zero(error: jax.Array) -> jax.Array:

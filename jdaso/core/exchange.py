@@ -25,9 +25,7 @@ AGREEMENT_NAMES = ("period", "delay", "phase", "the schedule's state", "the shar
 #: that does not contribute has -k, if leaf k is the first that is not finite, counted from 1, and 0
 #: if all are finite, but a step since the last merge was skipped. These count as 0 in the sum.
 HEADER_SIZE = 3 + len(AGREEMENT_NAMES)
-#: Where the header of an exchange that has ended has the number of nodes that have contributed, the
-#: sum and the number of their losses, whether all sums are finite (1 or 0), and whether this node
-#: has contributed.
+#: Places in the header of an exchange that has ended, which :meth:`BoundExchange.finish` explains.
 MEMBERS, LOSSES, FINITE, OWN = 0, slice(1, 3), 3, 4
 #: Number of an exchange that is finished immediately and does not count.
 UNCOUNTED = -1
@@ -393,6 +391,14 @@ def changed(exchange: _T, **attributes: Any) -> _T:
     result = object.__new__(type(exchange))
     vars(result).update(vars(exchange) | attributes)
     return result
+
+
+def is_usable(header: jax.Array) -> jax.Array:
+    """Whether an exchange that has ended has a mean: nodes have contributed, no sum has overflowed.
+
+    ``header`` is the one that :meth:`BoundExchange.finish` returns.
+    """
+    return (header[FINITE] > 0) & (header[MEMBERS] > 0)
 
 
 # Gives each axis weights of its own.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from jdaso.core.types import JdasoError, Leaves, ParamsWithMoments, PyTree
+from jdaso.core.types import Leaves, ParamsWithMoments, PyTree
 from jdaso.core.wire import round_to, sum_dtype
 
 
@@ -122,31 +122,6 @@ def check_finite(name: str, kind: str, tree: PyTree, num_nodes: int) -> None:
                 f"sum over {num_nodes} nodes, so no exchange could average it. Start from finite "
                 f"numbers. {KEEP_OUT}"
             )
-
-
-def raise_unless_finite(
-    name: str, finite: jax.Array, step: jax.Array, names: Sequence[str] = (), narrow: str = ""
-) -> None:
-    """Raises JdasoError in a compiled program unless all of ``finite`` hold.
-
-    ``names`` are those of the leaves to which ``finite`` belongs, and ``narrow`` is what
-    :func:`jdaso.core.wire.describe_narrow_wires` says.
-    """
-
-    def check(finite, step):
-        if finite.all():
-            return
-        each = zip(names, np.atleast_1d(finite), strict=False)  # no names for a sum
-        lost = [leaf or "the array" for leaf, of in each if not of]
-        which = f", namely {', '.join(lost[:4])}{', ...' * (len(lost) > 4)}" if lost else ""
-        raise JdasoError(
-            f"{name}: updates or parameters are not finite at step {int(step)}{which}{narrow}, or "
-            "their sum over the nodes is not. Lower the learning rate, or use nonfinite='skip' to "
-            "skip the step and leave this node out of the next exchange."
-        )
-
-    # io_callback raises in a cond under vmap, so debug.callback.
-    lax.cond(jnp.all(finite), lambda: None, lambda: jax.debug.callback(check, finite, step))
 
 
 #: What to do about a leaf that is not finite by design.
@@ -397,33 +372,27 @@ def cut(tree: PyTree, fragments: Fragments) -> list[list[int]]:
     """
     if isinstance(tree, ParamsWithMoments):
         return _with_moments(cut(tree.params, fragments), tree)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     leaves = jax.tree.leaves(tree)
     floats = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
     rest = [i for i in range(len(leaves)) if i not in set(floats)]
     if callable(fragments):
-        return _by_path(tree, fragments, floats, rest)
-    if len(floats) < fragments and leaves:
-        raise ValueError(
-            f"fragments must be at most {len(floats)}, the number of floating-point leaves, got "
-            f"{fragments}."
-        )
-    sizes = np.array([leaves[i].size * leaves[i].dtype.itemsize for i in floats])
-    parts = [floats[a:b] for a, b in near_equal(sizes, fragments)]
-    return [parts[0] + rest, *parts[1:]]
-
-
-def _by_path(
-    tree: PyTree, fragments: Callable[[Any], int], floats: list[int], rest: list[int]
-) -> list[list[int]]:
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    index = {i: fragments(paths[i]) for i in floats}
-    used = sorted(set(index.values()))
-    if used != list(range(len(used))):
-        raise ValueError(
-            "fragments: the function must return each index from 0 to the number of fragments - 1 "
-            f"for at least one floating-point leaf, got the indices {used[:9]}."
-        )
-    parts = [[i for i in floats if index[i] == k] for k in used] or [[]]
+        index = {i: fragments(paths[i]) for i in floats}
+        used = sorted(set(index.values()))
+        if used != list(range(len(used))):
+            raise ValueError(
+                "fragments: the function must return each index from 0 to the number of fragments "
+                f"- 1 for at least one floating-point leaf, got the indices {used[:9]}."
+            )
+        parts = [[i for i in floats if index[i] == k] for k in used] or [[]]
+    else:
+        if len(floats) < fragments and leaves:
+            raise ValueError(
+                f"fragments must be at most {len(floats)}, the number of floating-point leaves, "
+                f"got {fragments}."
+            )
+        sizes = np.array([leaves[i].size * leaves[i].dtype.itemsize for i in floats])
+        parts = [floats[a:b] for a, b in near_equal(sizes, fragments)]
     return [parts[0] + rest, *parts[1:]]
 
 
@@ -431,11 +400,6 @@ def float_positions(tree: PyTree, fragments: Fragments) -> list[list[int]]:
     """The positions of each fragment's floating-point leaves."""
     leaves = jax.tree.leaves(tree)
     return [[i for i in positions if is_float(leaves[i])] for positions in cut(tree, fragments)]
-
-
-def num_parameters(tree: PyTree) -> int:
-    """How many of a tree's leaves, the first ones, are parameters."""
-    return len(jax.tree.leaves(tree.params if isinstance(tree, ParamsWithMoments) else tree))
 
 
 def near_equal(sizes: np.ndarray, count: int) -> list[tuple[int, int]]:
