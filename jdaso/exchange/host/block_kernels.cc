@@ -44,12 +44,6 @@ JDASO_INLINE float FromBits(uint32_t bits) {
 
 JDASO_INLINE float PowerOfTwo(int exponent) { return FromBits(static_cast<uint32_t>(127 + exponent) << 23); }
 
-JDASO_INLINE uint16_t RoundedToBFloat16(uint32_t bits) {
-  const bool nan = (bits & 0x7fffffff) > 0x7f800000;
-  const uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
-  return static_cast<uint16_t>((nan ? bits | 0x400000 : rounded) >> 16);
-}
-
 // The format int8 of core/block_format.py. A code is an integer.
 struct Int8 {
   static constexpr float kLimit = 127;
@@ -147,7 +141,11 @@ JDASO_INLINE void UnpackAll(const uint8_t* packed, size_t rows, float* numbers) 
 
 JDASO_VECTORIZED
 void ToBFloat16(const float* from, uint16_t* to, size_t size) {
-  for (size_t i = 0; i < size; ++i) to[i] = RoundedToBFloat16(BitsOf(from[i]));
+  for (size_t i = 0; i < size; ++i) {
+    const uint32_t bits = BitsOf(from[i]), rounded = bits + 0x7fff + ((bits >> 16) & 1);
+    const bool nan = (bits & 0x7fffffff) > 0x7f800000;
+    to[i] = static_cast<uint16_t>((nan ? bits | 0x400000 : rounded) >> 16);
+  }
 }
 
 extern "C" {

@@ -4,26 +4,12 @@
 //     takes a free slot,  -->  handshake and all-reduce  -->  waits until the slot is done,
 //     copies the leaves        in the slot's memory           copies the sums, frees it
 //
-// No handler calls Python or takes the interpreter lock.
-//
-// One mutex per exchange guards the states of its slots. The bytes need no lock: the state says
-// whose they are, and each change of it goes through the mutex, which makes the writes of the last
-// owner visible to the next one.
-//
-//     state     owner of the bytes                       becomes
-//     free      nobody                                   filling, when the first device posts
-//     filling   the devices that post, each its part     filled, when the last one has posted
-//     filled    the progress thread                      done, when the sums are there, or failed
-//     done      those who read: collects, checkpoints    free, when all devices have collected
-//     failed    the messages that may still arrive       free, when numbers start again
+// No handler calls Python or takes the interpreter lock. docs/develop/threads.md says whose the bytes
+// of a slot are in each state, who waits for whom, and why waits cannot deadlock.
 //
 // A slot holds what this node has sent until it is collected, because a checkpoint saves it. A slot
 // is forgotten when a program has gone back to an earlier state. It is then not found any more, and
 // is freed when its owner is done with it.
-//
-// Waits cannot deadlock. A handler waits only for what comes before it in the program, and for the
-// progress thread, which is none of XLA's and has a deadline for each exchange. No post waits for a
-// collect: if all slots are in use, there is another one. In steady state a list of leaves has two.
 
 #include "slots.h"
 
@@ -80,10 +66,10 @@ int32_t Table::Register(Layout layout) {
   return static_cast<int32_t>(layouts_.size()) - 1;
 }
 
-// Makes free slots with pinned memory, so that programs need not wait for it.
-void Table::Reserve(int32_t layout, int32_t count) {
+// Makes two free slots with pinned memory, so that programs need not wait for it.
+void Table::Reserve(int32_t layout) {
   const Layout& of = LayoutAt(layout);
-  while (count-- > 0) {
+  for (int i = 0; i < 2; ++i) {
     auto block = std::make_shared<Block>(of.bytes, true);
     std::lock_guard<std::mutex> lock(mutex_);
     Slot& slot = slots_.emplace_back();
@@ -308,8 +294,8 @@ int32_t Table::AwaitPosted() {
   return pending;
 }
 
-// Waits until the progress thread owns no slot. Returns whether all have succeeded.
-bool Table::AwaitDone(std::string* error) {
+// Waits until the progress thread owns no slot. Fails with the error of one that has failed.
+void Table::AwaitDone() {
   std::unique_lock<std::mutex> lock(mutex_);
   ++waiting_;
   for (Slot& slot : slots_) slot.awaited |= slot.state == kFilled;
@@ -322,9 +308,8 @@ bool Table::AwaitDone(std::string* error) {
   });
   --waiting_;
   for (const Slot& slot : slots_) {
-    if (slot.state == kFailed) return *error = slot.error, false;
+    if (slot.state == kFailed) throw Failure(slot.error);
   }
-  return true;
 }
 
 // The slots that are posted and not collected, by number. Each needs a Release.
@@ -478,7 +463,7 @@ const Place* CheckedSums(const Layout& layout, const Slot* slot, int32_t device,
   }
   const Place* places = layout.of(device) + first;
   for (size_t i = 0; i < results.size(); ++i) {
-    const auto size = static_cast<int64_t>(results[i].BytesOf(places[i]));
+    const auto size = static_cast<int64_t>(results[i].bytes / (results[i].Widens(places[i]) ? 2 : 1));
     if (size < places[i].least_bytes || size > places[i].most_bytes) {
       throw Failure("leaf " + std::to_string(first + i) + " of " + exchange + " has " +
                     std::to_string(places[i].most_bytes) + " bytes, the program copies " +
@@ -621,8 +606,8 @@ int32_t jdaso_layout(int32_t id, int32_t senders, int32_t leaves, int64_t bytes,
   return At(id)->Register({senders, leaves, bytes, family, {places, places + count}});
 }
 
-bool jdaso_reserve(int32_t id, int32_t layout, int32_t count, char* error, size_t size) {
-  return Guarded(error, size, [&] { return At(id)->Reserve(layout, count), true; });
+bool jdaso_reserve(int32_t id, int32_t layout, char* error, size_t size) {
+  return Guarded(error, size, [&] { return At(id)->Reserve(layout), true; });
 }
 
 Slot* jdaso_begin_post(int32_t id, int32_t number, int32_t step, const float* header,
@@ -664,10 +649,7 @@ void jdaso_wake(int32_t id) { At(id)->Wake(); }
 int32_t jdaso_hurry(int32_t id, int32_t change) { return At(id)->Hurry(change); }
 int32_t jdaso_await_posted(int32_t id) { return At(id)->AwaitPosted(); }
 bool jdaso_await_done(int32_t id, char* error, size_t size) {
-  std::string text;
-  const bool done = At(id)->AwaitDone(&text);
-  std::strncpy(error, text.c_str(), size - 1);
-  return done;
+  return Guarded(error, size, [&] { return At(id)->AwaitDone(), true; });
 }
 int32_t jdaso_in_flight(int32_t id, Slot** slots, int32_t most) {
   const std::vector<Slot*> found = At(id)->InFlight();

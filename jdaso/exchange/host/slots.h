@@ -95,7 +95,7 @@ class Table {
         talks_(talks) {}
 
   int32_t Register(Layout layout);
-  void Reserve(int32_t layout, int32_t count);
+  void Reserve(int32_t layout);
   const Layout& LayoutAt(int32_t index);
 
   // ---- What programs call. They raise Failure.
@@ -118,7 +118,7 @@ class Table {
   void Report(const std::string& problem);
   int32_t Hurry(int32_t change);
   int32_t AwaitPosted();
-  bool AwaitDone(std::string* error);
+  void AwaitDone();
   std::vector<Slot*> InFlight();
   void Release(Slot* slot);
   void Restart();
@@ -160,7 +160,6 @@ struct Result {
   size_t bytes;
   bool doubles;  // float64, otherwise float32
   bool Widens(const Place& place) const { return doubles && place.item == sizeof(float); }
-  size_t BytesOf(const Place& place) const { return Widens(place) ? bytes / 2 : bytes; }
 };
 std::vector<Result> ResultsOf(ffi::RemainingRets rets);
 

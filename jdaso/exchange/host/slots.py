@@ -62,11 +62,6 @@ class Record(ctypes.Structure):
         ("copy_to_device", ctypes.c_double * 2),
     )
 
-    def as_tuple(self) -> ExchangeRecord:
-        numbers = self.number, self.step, self.bytes_sent
-        pairs = self.copy_to_host, self.transfer, self.wait, self.copy_to_device
-        return ExchangeRecord(*numbers, *((start, end) for start, end in pairs))
-
 
 _i32, _i64, _f64, _bool = ctypes.c_int32, ctypes.c_int64, ctypes.c_double, ctypes.c_bool
 _pointer, _text, _size, _slot = (
@@ -77,7 +72,7 @@ _FUNCTIONS: dict[str, tuple] = {
     "open": (_i32, _text, _text, _f64, _bool),
     "free": (None, _i32),
     "layout": (_i32, _i32, _i32, _i32, _i64, _i64, _pointer, _i64),
-    "reserve": (_bool, _i32, _i32, _i32, _text, _size),
+    "reserve": (_bool, _i32, _i32, _text, _size),
     "begin_post": (_slot, _i32, _i32, _i32, _pointer, _i32, _text, _size),
     "end_post": (None, _i32, _slot),
     "discard": (None, _i32, _slot),
@@ -261,10 +256,6 @@ def _address(array: np.ndarray) -> int:
     return array.ctypes.data
 
 
-# The longest wait for another device of this node, or for copies; as in slots.cc.
-_SECONDS = 30.0
-
-
 class Table:
     """The slots of one exchange, in compiled code.
 
@@ -288,7 +279,7 @@ class Table:
     - ``clear()`` forgets all posted exchanges. Numbers may start again.
     """
 
-    def __init__(self, posted_twice: str = "", not_in_flight: str = "", patience: float = _SECONDS):
+    def __init__(self, posted_twice: str = "", not_in_flight: str = "", patience: float = 30.0):
         loaded = load()
         texts = posted_twice.encode(), not_in_flight.encode()
         self.id = loaded.jdaso_open(*texts, patience, logger.isEnabledFor(logging.DEBUG))
@@ -320,7 +311,7 @@ class Table:
             index = self._layouts[layout]
             if pinned and index not in self._pinned:
                 self._pinned.add(index)
-                self._checked("reserve", index, 2)
+                self._checked("reserve", index)
             return index
 
     def memory(self, slot: Slot) -> Memory:
@@ -364,7 +355,13 @@ class Table:
 
     def await_posted(self) -> None:
         """Waits until no slot is being filled."""
-        _check_posted(self._library.jdaso_await_posted(self.id), self._patience)
+        pending = self._library.jdaso_await_posted(self.id)
+        if pending >= UNCOUNTED:
+            raise JdasoError(
+                f"exchange {pending} was reserved but not posted within {self._patience:g} s: "
+                "copying the parameters to the host has failed or hangs. Look for an earlier error "
+                "of this process."
+            )
 
     def await_done(self) -> None:
         """Waits until all posted exchanges are done. Raises the error of one that has failed."""
@@ -383,16 +380,29 @@ class Table:
 
     def records(self) -> list[ExchangeRecord]:
         """The last thousand exchanges that were collected."""
-        return self._records()[0]
+        return self._measured()[0]
 
     def report(self) -> dict[str, float]:
         """Exchanges collected, bytes sent, seconds that training waited, and seconds in flight."""
-        return _report(self._records()[1])
+        _, (exchanges, bytes_sent, blocked, in_flight) = self._measured()
+        return {
+            "exchanges": int(exchanges),
+            "bytes_sent": int(bytes_sent),
+            "seconds_blocked": blocked,
+            "seconds_in_flight": in_flight,
+        }
 
-    def _records(self) -> tuple[list[ExchangeRecord], Sequence[float]]:
+    def _measured(self) -> tuple[list[ExchangeRecord], list[float]]:
         records, totals = (Record * 1000)(), (ctypes.c_double * 4)()
         count = self._library.jdaso_records(self.id, records, totals)
-        return [record.as_tuple() for record in records[:count]], list(totals)
+        found = [
+            ExchangeRecord(
+                *(each.number, each.step, each.bytes_sent),
+                *map(tuple, (each.copy_to_host, each.transfer, each.wait, each.copy_to_device)),
+            )
+            for each in records[:count]
+        ]
+        return found, list(totals)
 
     def _checked(self, name: str, *arguments: Any) -> Any:
         """The result of a function that can fail."""
@@ -403,14 +413,6 @@ class Table:
         return found
 
 
-def _check_posted(pending: int, seconds: float) -> None:
-    if pending >= UNCOUNTED:
-        raise JdasoError(
-            f"exchange {pending} was reserved but not posted within {seconds:g} s: copying the "
-            "parameters to the host has failed or hangs. Look for an earlier error of this process."
-        )
-
-
 @functools.cache
 def _warn_unpinned() -> None:
     warnings.warn(
@@ -418,11 +420,6 @@ def _warn_unpinned() -> None:
         "the limit of locked memory (ulimit -l).",
         stacklevel=2,
     )
-
-
-def _report(totals: Sequence[float]) -> dict[str, float]:
-    names = "exchanges", "bytes_sent", "seconds_blocked", "seconds_in_flight"
-    return dict(zip(names, (*map(int, totals[:2]), *totals[2:]), strict=True))
 
 
 def exchange_name(number: int) -> str:
