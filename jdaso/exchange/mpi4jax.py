@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -70,7 +69,7 @@ def mpi4jax_exchange(topology: Topology, wire: str | None = None) -> Exchange:
     def all_reduce(arrays: Leaves) -> Leaves:
         if any(format_of(x.dtype) for x in arrays):
             raise ValueError(_NO_BLOCKS)
-        return _fused(functools.partial(_all_reduce, mpi4jax, comm, size), arrays)
+        return _all_reduce(mpi4jax, comm, size, arrays)
 
     def broadcast(leaves: Leaves, root: int) -> Leaves:
         return [_from_bits(mpi4jax.bcast(_bits(x), root, comm=comm), x.dtype) for x in leaves]
@@ -105,28 +104,23 @@ def _library() -> Any:
     return mpi4jax
 
 
-def _fused(all_reduce: Callable[[jax.Array], jax.Array], arrays: Leaves) -> Leaves:
-    """Applies an all-reduce of vectors to the concatenated arrays of each dtype."""
+def _all_reduce(mpi4jax: Any, comm: Comm, size: int, arrays: Leaves) -> Leaves:
+    """As ``mpi_exchange``: shards of all arrays of a dtype go to their owners, and sums to all."""
     result: list[Any] = [None] * len(arrays)
     for dtype in dict.fromkeys(x.dtype for x in arrays):
         places = [i for i, x in enumerate(arrays) if x.dtype == dtype]
         vector = jnp.concatenate([arrays[i].reshape(-1) for i in places])
+        shards = jnp.pad(vector, (0, -vector.size % size)).reshape(size, -1)
+        pieces = _from_bits(mpi4jax.alltoall(_bits(shards), comm=comm), dtype)
+        # The bits of the result depend on the order of the ranks.
+        total = functools.reduce(operator.add, list(pieces.astype(sum_dtype(dtype))))
+        back = _bits(pack_sum(total, dtype, size))
+        sums = unpack_sum(_from_bits(mpi4jax.allgather(back, comm=comm), dtype), size)
         ends = np.cumsum([arrays[i].size for i in places])
-        for i, part in zip(places, jnp.split(all_reduce(vector), ends[:-1]), strict=True):
+        each = jnp.split(sums.reshape(-1)[: vector.size], ends[:-1])
+        for i, part in zip(places, each, strict=True):
             result[i] = part.reshape(arrays[i].shape)
     return result
-
-
-def _all_reduce(mpi4jax: Any, comm: Comm, size: int, vector: jax.Array) -> jax.Array:
-    """As ``mpi_exchange``: shards go to their owners, and sums to all."""
-    dtype, length = vector.dtype, vector.size
-    shards = jnp.pad(vector, (0, -length % size)).reshape(size, -1)
-    pieces = _from_bits(mpi4jax.alltoall(_bits(shards), comm=comm), dtype)
-    # The bits of the result depend on the order of the ranks.
-    total = functools.reduce(operator.add, list(pieces.astype(sum_dtype(dtype))))
-    back = _bits(pack_sum(total, dtype, size))
-    sums = unpack_sum(_from_bits(mpi4jax.allgather(back, comm=comm), dtype), size)
-    return sums.reshape(-1)[:length]
 
 
 def _bits(x: jax.Array) -> jax.Array:
