@@ -35,12 +35,13 @@ import jax.numpy as jnp
 import mpi_job
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 from machine import header, machine, resident_bytes, row
 
 import jdaso
 from jdaso.cluster.topology import Placement, Process
 from jdaso.core.exchange import HEADER_SIZE
-from jdaso.exchange.host.layout import LeafSpec, unsharded
+from jdaso.exchange.host.layout import make_layout
 from jdaso.exchange.transport.mpi_transport import Membership, MpiTransport, mpi_table
 from jdaso.exchange.transport.progress import Progress
 
@@ -156,14 +157,15 @@ def stand_in(size: int, kilobytes: float, rounds: int) -> str:
     table = mpi_table(topology)
     progress = Progress(topology, 60.0, lambda progress: None, topology.abort, table)
     MpiTransport(membership, progress)
-    layout = unsharded([LeafSpec((int(kilobytes * 250),), np.dtype("float32"))])
+    shape, float32 = (int(kilobytes * 250),), np.dtype("float32")
+    layout = make_layout((shape,), (float32,), (PartitionSpec(),), topology.mesh)
     index, header = table.register(layout), np.ones(HEADER_SIZE, np.float32)
     start = 0.0
     for number in range(rounds + 5):
         if number == 5:
             start = time.process_time()
         slot = table.begin_post(number, number, header, index)
-        table.memory(slot).fill([np.ones(layout.specs[0].shape)])
+        table.memory(slot).fill([np.ones(shape)])
         table.end_post(slot)
         table.end_collect(table.begin_collect(number, 1), 1, True)
     seconds = (time.process_time() - start) / rounds

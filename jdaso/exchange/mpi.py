@@ -31,7 +31,7 @@ from jdaso.core.validation import check_number, check_whole
 from jdaso.core.wire import Wire, check_wire
 from jdaso.exchange.axis import one_node
 from jdaso.exchange.host.layout import Shardings
-from jdaso.exchange.host.program import Program, ProgramLeaves, is_uncounted
+from jdaso.exchange.host.program import Program, ProgramLeaves, call_back, is_uncounted
 from jdaso.exchange.host.slots import use_native
 from jdaso.exchange.transport.collectives import different
 from jdaso.exchange.transport.mpi_transport import (
@@ -135,9 +135,13 @@ def mpi_exchange(
             f"{type(topology).__name__}: call mpi_exchange(topology, ...)."
         )
     wire = check_wire("wire", wire)
-    settings = _Settings(wire, chunk_bytes, same_bits, name)
     check_number("timeout", timeout, above=True)
-    _check_settings(settings)
+    if not (isinstance(name, str) and name.isprintable()) or set(name) & {*"{}%"}:
+        raise ValueError(f"name must be a line of text without {{}} and %, got {name!r}.")
+    check_whole("chunk_bytes", chunk_bytes, 16)
+    if wire in FORMATS:
+        _check_feedback(wire, same_bits)
+    settings = _Settings(wire, chunk_bytes, same_bits, name)
     sharded = Shardings(shardings, topology.mesh)
     # What only one process may lack comes before it waits for the others.
     native = topology.num_nodes > 1 and use_native(native, topology.devices)
@@ -168,17 +172,6 @@ class _Settings(NamedTuple):
     name: str
 
 
-def _check_settings(settings: _Settings) -> None:
-    """Raises ValueError for arguments that a process can see to be invalid."""
-    if not (isinstance(settings.name, str) and settings.name.isprintable()) or (
-        set(settings.name) & {*"{}%"}
-    ):
-        raise ValueError(f"name must be a line of text without {{}} and %, got {settings.name!r}.")
-    check_whole("chunk_bytes", settings.chunk_bytes, 16)
-    if settings.wire in FORMATS:
-        _check_feedback(settings.wire, settings.same_bits)
-
-
 def _check_feedback(wire: str, same_bits: bool) -> None:
     """Raises ValueError for arguments with which the wires int8 and float4 cannot be used."""
     if not same_bits:
@@ -203,6 +196,10 @@ def _check_same_settings(topology: Topology, settings: _Settings) -> None:
     )
 
 
+# Keys, unique in this process. A checkpoint stores the position of the exchange instead.
+_numbers = itertools.count()
+
+
 class _MpiExchange(Exchange):
     """Combines the program's side, the transport, and the host's collectives."""
 
@@ -225,7 +222,10 @@ class _MpiExchange(Exchange):
         self.same_bits = settings.same_bits
         self._topology, self._program = topology, program
         self._transport, self._collectives = transport, collectives
-        self._keys, self._means = _Keys(), _OncePerProgram()
+        #: The key of each different list of leaves. It says which exchange, and which leaves, an
+        #: optimizer state belongs to.
+        self._keys: dict[tuple[SentLeaf, ...], int] = {}
+        self._means = _OncePerProgram()
 
     def init(self, params: PyTree, sharded: bool = True) -> HostState:
         texts = self._program.register(params) if sharded else []
@@ -234,7 +234,13 @@ class _MpiExchange(Exchange):
             jax.block_until_ready(params)
         if not is_placeholder(params):
             self._collectives.compare([*outline(params), *texts])
-        return HostState(jnp.asarray(self._keys.key(params), jnp.int32))
+        sent = tuple(
+            SentLeaf(name, jnp.shape(leaf), jnp.result_type(leaf))
+            for name, leaf in named_floats(params)
+        )
+        if sent not in self._keys:
+            self._keys[sent] = next(_numbers)
+        return HostState(jnp.asarray(self._keys[sent], jnp.int32))
 
     def bind(self, names: Sequence[str], leaves: Leaves) -> BoundExchange:
         return ProgramLeaves(self._program, names, leaves, self._check_start)
@@ -252,8 +258,12 @@ class _MpiExchange(Exchange):
 
         mesh = self._program.mesh
         if self._topology.joined:
-            specs, _ = self._program.bind(names, leaves)
-            return mesh.call_host(("broadcast", root), send, leaves, specs)
+            specs = ProgramLeaves(self._program, names, leaves).specs
+
+            def on_device(*shards):
+                return call_back(send, shards, *shards)
+
+            return mesh.run(("broadcast", root, specs), on_device, specs, list(specs), *leaves)
         if mesh.inside():
             raise ValueError(
                 "broadcast inside shard_map would run once on each device: call it outside."
@@ -291,7 +301,10 @@ class _MpiExchange(Exchange):
         return self._collectives.any_node(flag)
 
     def sent_leaves(self, state: HostState) -> list[SentLeaf] | None:
-        return self._keys.sent_leaves(state)
+        if isinstance(state.key, jax.core.Tracer):
+            return None
+        wanted = int(state.key)
+        return next((list(sent) for sent, key in self._keys.items() if key == wanted), None)
 
     def posted(self) -> dict[int, PostedExchange]:
         return self._transport.posted()
@@ -305,14 +318,16 @@ class _MpiExchange(Exchange):
     def post_again(
         self, posted: dict[int, PostedExchange], sent: dict[int, list[SentLeaf]]
     ) -> None:
-        layouts = {n: self._program.posted_layout(sent[n], each) for n, each in posted.items()}
-        self._transport.post_again({n: (layouts[n], each) for n, each in posted.items()})
+        self._transport.post_again(
+            {n: (self._program.posted_layout(sent[n], each), each) for n, each in posted.items()}
+        )
 
 
 class _OncePerProgram:
     """Refuses a second consensus in one compiled program.
 
-    The calls have no order in it, so nodes could sum different trees.
+    The calls have no order in it, so nodes could sum different trees. It is an object of its own
+    because what :func:`jdaso.core.exchange.changed` returns shares it.
     """
 
     def __init__(self) -> None:
@@ -377,38 +392,3 @@ def _say_alone(processes: int) -> None:
             "several hosts, or leave out join_processes and jax.distributed.initialize."
         )
     logger.warning("1 node: nothing to exchange with. %s", advice)
-
-
-# Unique in this process. A checkpoint stores the position of the exchange instead.
-_numbers = itertools.count()
-
-
-class _Keys:
-    """The keys of one exchange, one for each different list of leaves.
-
-    A key says which exchange, and which leaves, an optimizer state belongs to.
-
-    >>> keys = _Keys()
-    >>> keys.key({"w": jnp.ones(2)}) == keys.key({"w": jnp.zeros(2)})
-    True
-    """
-
-    def __init__(self) -> None:
-        self._of_leaves: dict[tuple[SentLeaf, ...], int] = {}
-
-    def key(self, params: PyTree) -> int:
-        """The key of the floating-point leaves of a tree."""
-        sent = tuple(
-            SentLeaf(name, jnp.shape(leaf), jnp.result_type(leaf))
-            for name, leaf in named_floats(params)
-        )
-        if sent not in self._of_leaves:
-            self._of_leaves[sent] = next(_numbers)
-        return self._of_leaves[sent]
-
-    def sent_leaves(self, state: HostState) -> list[SentLeaf] | None:
-        """The leaves of a state; None if it belongs to another exchange, or is traced."""
-        if isinstance(state.key, jax.core.Tracer):
-            return None
-        wanted = int(state.key)
-        return next((list(sent) for sent, key in self._of_leaves.items() if key == wanted), None)

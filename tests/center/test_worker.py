@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from one_process import unsharded
 
 import jdaso
 from jdaso.center.async_easgd import elastic_rule
 from jdaso.center.frames import END
 from jdaso.center.mpi_center import Worker, _MpiCenter
 from jdaso.core.exchange import HEADER_SIZE, UNCOUNTED
-from jdaso.exchange.host.layout import LeafSpec, Shardings, unsharded
+from jdaso.exchange.host.layout import LeafSpec, Shardings
 from jdaso.exchange.host.program import Program
 from jdaso.exchange.host.slots import Table
 

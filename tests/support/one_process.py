@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jdaso.core import wire
 from jdaso.core.exchange import HEADER_SIZE
 from jdaso.exchange.host import slots
+from jdaso.exchange.host.layout import HeldShard, Layout, LeafSpec, Memory, Plan
 
 HEADER = np.ones(HEADER_SIZE, np.float32)
 
@@ -29,6 +30,18 @@ def use_stand_in(path: str, devices: int) -> ctypes.CDLL:
         library.jdaso_prepare(device, error := ctypes.create_string_buffer(99), 99)
         assert not error.value, error.value
     return library
+
+
+def unsharded(specs: Sequence[LeafSpec]) -> Layout:
+    """The layout of leaves on one device, given by their shapes on the wire."""
+    placements = tuple(HeldShard(i, 0, 1) for i in range(len(specs)))
+    bounds = tuple((i, tuple((0, n) for n in spec.shape)) for i, spec in enumerate(specs))
+    return Layout(tuple(specs), (placements,), bounds, tuple(spec.shape for spec in specs))
+
+
+def memory_of(specs: Sequence[LeafSpec]) -> Memory:
+    """New memory for leaves on one device."""
+    return Memory(Plan(unsharded(specs)))
 
 
 def served_table(on_problem: Callable[[str], None] = print) -> slots.Table:

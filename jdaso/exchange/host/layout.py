@@ -12,7 +12,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -49,8 +49,8 @@ class Shardings:
         self._known: dict[Any, PartitionSpec] = {(REPLICATED_NAME, (0,)): PartitionSpec()}
         self._find: Callable[[Any, Any], Any]
         if given is None:
-            self._find = lambda path, leaf: PartitionSpec()
-        elif _is_sharding(given):
+            given = PartitionSpec()
+        if _is_sharding(given):
             self._spec("shardings", given)
             self._find = lambda path, leaf: given
         elif callable(given) and jax.tree_util.all_leaves([given]):  # not a model of specs
@@ -104,8 +104,14 @@ class Shardings:
         return texts
 
     def _from_tree(self, tree: PyTree) -> Callable[[Any, Any], Any]:
-        """A function of path and leaf that looks the sharding up in a tree."""
-        by_name = _by_name(tree)
+        """A function of path and leaf that looks the sharding up in a tree.
+
+        None stands for a leaf that is replicated.
+        """
+        leaves = jax.tree_util.tree_leaves_with_path(
+            tree, is_leaf=lambda x: x is None or _is_sharding(x)
+        )
+        by_name = {_name(path): PartitionSpec() if x is None else x for path, x in leaves}
         # The specs without a mesh are of the mesh of the others.
         for name, leaf in sorted(by_name.items(), key=lambda x: isinstance(x[1], PartitionSpec)):
             self._spec(name, leaf)
@@ -147,7 +153,12 @@ class Shardings:
         known = {(name, len(shape)): spec for (name, shape), spec in self._known.items()}
         of_leaf = [(name, np.ndim(leaf)) for name, leaf in zip(names, leaves, strict=True)]
         if self.given and (unknown := [each for each in of_leaf if each not in known]):
-            raise ValueError(_unknown_inside(*unknown[0]))
+            name, axes = unknown[0]
+            raise ValueError(
+                f"inside shard_map, jdaso does not know how {name or 'the array'} of {axes} axes "
+                "is sharded: pass a tree with the names that tx.init has seen, or call it outside "
+                "of shard_map."
+            )
         return [known.get(each, PartitionSpec()) for each in of_leaf]
 
     def _spec(self, name: str, sharding: Any) -> PartitionSpec:
@@ -155,8 +166,19 @@ class Shardings:
         if isinstance(sharding, PartitionSpec):
             spec = sharding
         elif isinstance(sharding, NamedSharding):
-            spec = sharding.spec
-            self._use(name, sharding.mesh)
+            spec, mesh = sharding.spec, cast(Mesh, sharding.mesh)
+            devices, own = set(mesh.devices.flat), set(self._devices_mesh.devices.flat)
+            if devices != own:
+                raise ValueError(
+                    f"the mesh of {name or 'params'} has the devices {_ids(devices)}, and the node "
+                    f"has {_ids(own)}: make the mesh of all topology.devices of the node."
+                )
+            if self._has_mesh and mesh != self.mesh:
+                raise ValueError(
+                    f"the mesh of {name or 'params'} is {mesh}, and that of another leaf is "
+                    f"{self.mesh}: use one mesh for all parameters."
+                )
+            self.mesh, self._has_mesh = mesh, True
         else:
             raise ValueError(
                 f"the sharding of {name or 'params'} must be a PartitionSpec or a NamedSharding, "
@@ -170,42 +192,12 @@ class Shardings:
             )
         return spec
 
-    def _use(self, name: str, mesh: Any) -> None:
-        devices, own = set(mesh.devices.flat), set(self._devices_mesh.devices.flat)
-        if devices != own:
-            raise ValueError(
-                f"the mesh of {name or 'params'} has the devices {_ids(devices)}, and the node has "
-                f"{_ids(own)}: make the mesh of all topology.devices of the node."
-            )
-        if self._has_mesh and mesh != self.mesh:
-            raise ValueError(
-                f"the mesh of {name or 'params'} is {mesh}, and that of another leaf is "
-                f"{self.mesh}: use one mesh for all parameters."
-            )
-        self.mesh, self._has_mesh = mesh, True
-
     def _spec_of(self, leaf: Any) -> PartitionSpec:
         """How an array is sharded on the mesh. Tracers and arrays elsewhere count as unsharded."""
         sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and sharding.mesh == self.mesh:
             return sharding.spec
         return PartitionSpec()
-
-
-def _by_name(tree: PyTree) -> dict[str, Any]:
-    """The shardings of a tree. None stands for a leaf that is replicated."""
-    leaves = jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda x: x is None or _is_sharding(x)
-    )
-    return {_name(path): PartitionSpec() if x is None else x for path, x in leaves}
-
-
-def _unknown_inside(name: str, axes: int) -> str:
-    return (
-        f"inside shard_map, jdaso does not know how {name or 'the array'} of {axes} axes is "
-        "sharded: pass a tree with the names that tx.init has seen, or call it outside of "
-        "shard_map."
-    )
 
 
 def _name(path: Any) -> str:
@@ -225,7 +217,6 @@ def _ids(devices: set[jax.Device]) -> list[int]:
     return sorted(device.id for device in devices)
 
 
-Group = tuple[np.dtype, tuple[int, ...]]
 # `Place` of slots.h. Offsets are in the memory of a slot.
 _PLACE = np.dtype([(name, "<i8") for name in (
     "sent", "wire_bytes", "sums", "least_bytes", "most_bytes", "bfloat16", "item", "copy", "copies"
@@ -246,7 +237,7 @@ class LeafSpec(NamedTuple):
     holders: tuple[int, ...] = ()
 
     @property
-    def group(self) -> Group:
+    def group(self) -> tuple[np.dtype, tuple[int, ...]]:
         """What is equal for the shards of one vector."""
         return self.dtype, self.holders
 
@@ -365,26 +356,9 @@ def _slices(bounds: Bounds) -> tuple[slice, ...]:
     return tuple(slice(*pair) for pair in bounds)
 
 
-def unsharded(specs: Sequence[LeafSpec]) -> Layout:
-    """The layout of leaves on one device, given by their shapes on the wire.
-
-    >>> layout = unsharded([LeafSpec((3,), np.dtype("float32"))])
-    >>> layout.senders, layout.shards_of(0), layout.sent_by(0, number=5)
-    (1, [0], [True])
-    """
-    placements = tuple(HeldShard(i, 0, 1) for i in range(len(specs)))
-    bounds = tuple((i, tuple((0, n) for n in spec.shape)) for i, spec in enumerate(specs))
-    shapes = tuple(spec.shape for spec in specs)
-    return Layout(tuple(specs), (placements,), bounds, shapes, _checksum(specs, bounds))
-
-
 def sender(holders: Sequence[int], number: int) -> int:
     """The process that sends a shard in exchange ``number``."""
     return holders[max(number, 0) % len(holders)]
-
-
-def _checksum(specs: Sequence[LeafSpec], bounds: Sequence[tuple[int, Bounds]]) -> int:
-    return zlib.crc32(repr([*bounds, *(spec[:2] for spec in specs)]).encode())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -404,6 +378,11 @@ def make_layout(
         specs: of the leaves, on ``mesh``.
         relative: see :class:`Layout`.
         names: see :class:`Layout`.
+
+    >>> mesh = Mesh(jax.devices()[:1], ("local",))
+    >>> layout = make_layout(((3,),), (np.dtype("float32"),), (PartitionSpec(),), mesh)
+    >>> layout.senders, layout.shards_of(0), layout.sent_by(0, number=5)
+    (1, [0], [True])
     """
     devices, own_process = list(mesh.devices.flat), jax.process_index()
     processes = [device.process_index for device in devices]
@@ -432,12 +411,13 @@ def make_layout(
                     placements[device].append(HeldShard(len(leaf_specs), copy, len(copies)))
             leaf_specs.append(all_specs[-1])
             leaf_bounds.append(all_bounds[-1])
+    fingerprint = zlib.crc32(repr([*all_bounds, *(spec[:2] for spec in all_specs)]).encode())
     return Layout(
         tuple(leaf_specs),
         tuple(map(tuple, placements)),
         tuple(leaf_bounds),
         shapes,
-        _checksum(all_specs, all_bounds) ^ relative,
+        fingerprint ^ relative,
         relative,
         names,
     )
@@ -464,10 +444,12 @@ class Plan:
     def __init__(self, layout: Layout):
         self.layout = layout
         rows: dict[Any, int] = {}
-        starts = []
+        places = []
         for spec in layout.specs:
-            starts.append(rows.get(spec.group, 0))
-            rows[spec.group] = starts[-1] + math.prod(spec.shape) // math.prod(_row(spec.dtype))
+            start = rows.get(spec.group, 0)
+            end = start + math.prod(spec.shape) // math.prod(_row(spec.dtype))
+            rows[spec.group] = end
+            places.append(slice(start, end))
         self.vectors, self.bytes = [], 0
         for (dtype, holders), count in rows.items():
             item, wide = math.prod(_row(dtype)) * dtype.itemsize, sum_dtype(dtype)
@@ -475,22 +457,18 @@ class Plan:
             sums = self._next(count * math.prod(sum_shape(_row(dtype), dtype)) * wide.itemsize)
             arrived = sums if wide == dtype else self._next(count * item)
             self.vectors.append(_Vectors(dtype, holders, count, sent, sums, arrived))
+        sums_of = (sum_shape(spec.shape, spec.dtype) for spec in layout.specs)
+        #: Equal for the wires of one list of leaves: the number of blocks of each.
+        self.family = hash(tuple(map(num_blocks, sums_of)))
         order = {group: i for i, group in enumerate(rows)}
         #: For each shard its vectors, and its rows in them.
-        self.shards = []
-        for spec, start in zip(layout.specs, starts, strict=True):
-            end = start + math.prod(spec.shape) // math.prod(_row(spec.dtype))
-            self.shards.append((order[spec.group], slice(start, end)))
+        self.shards = [
+            (order[spec.group], place) for spec, place in zip(layout.specs, places, strict=True)
+        ]
 
     def _next(self, size: int) -> int:
         start, self.bytes = self.bytes, self.bytes + -(-size // _ALIGNED) * _ALIGNED
         return start
-
-    @property
-    def family(self) -> int:
-        """Equal for the wires of one list of leaves: the number of blocks of each."""
-        specs = self.layout.specs
-        return hash(tuple(num_blocks(sum_shape(spec.shape, spec.dtype)) for spec in specs))
 
     def places(self) -> np.ndarray:
         """_PLACE[devices, leaves], what each device sends and reads. Others' devices have none."""
@@ -519,8 +497,9 @@ class Memory:
         plan: Where it holds what.
         buffer: uint8 array of at least ``plan.bytes``; None for a new one.
 
-    >>> specs = [LeafSpec((2,), np.dtype("float32")), LeafSpec((), np.dtype("float32"))]
-    >>> memory = Memory(Plan(unsharded(specs)))
+    >>> mesh, float32 = Mesh(jax.devices()[:1], ("local",)), np.dtype("float32")
+    >>> layout = make_layout(((2,), ()), (float32, float32), (PartitionSpec(),) * 2, mesh)
+    >>> memory = Memory(Plan(layout))
     >>> memory.fill([np.array([1.0, 2.0]), np.array(3.0)])
     >>> [vector.tolist() for vector, _ in memory.pairs]
     [[1.0, 2.0, 3.0]]
@@ -576,13 +555,6 @@ class Memory:
         for place, leaf in zip(self.leaves, leaves, strict=True):
             np.copyto(place, leaf)
 
-    def fill_from(self, device: int, number: int, leaves: Sequence[np.ndarray]) -> None:
-        """Copies the leaves that a device sends in an exchange."""
-        shards, sends = self.layout.shards_of(device), self.layout.sent_by(device, number)
-        for shard, sent, leaf in zip(shards, sends, leaves, strict=True):
-            if sent:
-                np.copyto(self.leaves[shard], leaf)
-
     def sums_of(self, device: int) -> list[np.ndarray]:
         """The sums of a device's shards."""
         return [self.sums[shard] for shard in self.layout.shards_of(device)]
@@ -595,11 +567,6 @@ class Memory:
             if not format_of(vector.dtype)
             for start in range(0, len(sums), _CHECKED_AT_ONCE)
         )
-
-
-def memory_of(specs: Sequence[LeafSpec]) -> Memory:
-    """New memory for leaves on one device."""
-    return Memory(Plan(unsharded(specs)))
 
 
 def _row(dtype: np.dtype) -> tuple[int, ...]:

@@ -8,10 +8,10 @@ and read the same slots.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -49,6 +49,9 @@ REPLICATED = PartitionSpec()
 Specs = tuple[PartitionSpec, ...]
 _TOKEN = jax.ShapeDtypeStruct((), jnp.int32)
 _HEADER = jax.ShapeDtypeStruct((HEADER_SIZE,), jnp.float32)
+# The most arrays of a call that orders them. To compile one with n aliases, XLA takes a time like
+# n^3.
+_ALIASES = 64
 
 
 class Program:
@@ -67,14 +70,12 @@ class Program:
         table: Table,
         compiled: bool,
         shardings: Shardings,
-        guard: Callable[[], AbstractContextManager[None]],
+        guard: Callable[[], contextlib.AbstractContextManager[None]],
     ):
         self.table, self.guard, self.compiled = table, guard, compiled
-        self._shardings = shardings
-        platform = shardings.mesh.devices.flat[0].platform
-        self.rounds = slots.rounds(platform)
-        self.pins = compiled and platform == "gpu"
-        self.mesh = NodeMesh(shardings)
+        self.shardings, self.mesh = shardings, NodeMesh(shardings)
+        self.rounds = slots.rounds(self.mesh.platform)
+        self.pins = compiled and self.mesh.platform == "gpu"
         #: Waits for all programs that were dispatched.
         self.complete = functools.partial(await_programs, shardings.mesh.local_devices)
         # Registered after the objects that programs call, so it runs before their exit functions.
@@ -89,27 +90,12 @@ class Program:
 
     def register(self, params: PyTree) -> list[str]:
         """Finds and checks the shardings of parameters; see :meth:`Shardings.register`."""
-        if self._shardings.given and self.mesh.inside():
+        if self.shardings.given and self.mesh.inside():
             raise ValueError(
                 "init inside shard_map gets shards, and shardings are of whole parameters: call "
                 "it outside of shard_map."
             )
-        return self._shardings.register(params)
-
-    def bind(self, names: Sequence[str], leaves: Leaves) -> tuple[Specs, list[tuple[int, ...]]]:
-        """The shardings of leaves, by their names, and their whole shapes.
-
-        Without names they are replicated.
-        """
-        inside = self.mesh.inside()
-        specs = (REPLICATED,) * len(leaves)
-        if names:
-            specs = tuple(self._shardings.specs(names, leaves, inside))
-        shapes = [x.shape for x in leaves]
-        if inside:
-            whole = self.mesh.whole_shape
-            shapes = [whole(*each) for each in zip(shapes, specs, strict=True)]
-        return specs, shapes
+        return self.shardings.register(params)
 
     def posted_layout(self, sent: Sequence[SentLeaf], posted: PostedExchange) -> Layout:
         """The layout of leaves that a checkpoint has saved."""
@@ -117,20 +103,17 @@ class Program:
         names, shapes, _ = zip(*sent, strict=True)
         wires = tuple(WIRE_OF_BITS[bits] for bits in posted.block_bits)
         dtypes = wire_dtypes([leaf.dtype for leaf in posted.leaves], wires)
-        specs = tuple(self._shardings.specs(names, whole))
-        return self.layout(shapes, dtypes, specs, posted.relative, names)
-
-    def layout(
-        self, shapes: Sequence, dtypes: Sequence, specs: Specs, relative: bool, names: Sequence[str]
-    ) -> Layout:
-        mesh = self._shardings.mesh
-        return make_layout(tuple(shapes), tuple(dtypes), specs, mesh, relative, tuple(names))
+        specs = tuple(self.shardings.specs(names, whole))
+        return make_layout(shapes, dtypes, specs, self.shardings.mesh, posted.relative, names)
 
 
 class ProgramLeaves(BoundExchange):
     """The calls of an exchange of some leaves, whose state has one leaf: a token, an int32 scalar.
 
     The token orders the calls of a program. ``check(number, leaves, wire)`` may refuse a start.
+
+    Attributes:
+        specs: the shardings of the leaves. Without names they are replicated.
     """
 
     def __init__(
@@ -142,7 +125,14 @@ class ProgramLeaves(BoundExchange):
     ):
         self._program, self.mesh, self._table = program, program.mesh, program.table
         self.in_parts, self._check = program.compiled, check
-        self._specs, self._shapes = program.bind(names, leaves)
+        inside = self.mesh.inside()
+        self.specs: Specs = (REPLICATED,) * len(leaves)
+        if names:
+            self.specs = tuple(program.shardings.specs(names, leaves, inside))
+        self._shapes = tuple(x.shape for x in leaves)
+        if inside:
+            each = zip(self._shapes, self.specs, strict=True)
+            self._shapes = tuple(self.mesh.whole_shape(*pair) for pair in each)
         self._dtypes, self._names = [x.dtype for x in leaves], tuple(names)
 
     def start(
@@ -158,8 +148,9 @@ class ProgramLeaves(BoundExchange):
         if header.shape != (HEADER_SIZE,):
             raise ValueError(f"header must be float32[{HEADER_SIZE}], got {header.shape}.")
         self._check(number, leaves, wire)
-        specs, dtypes = self._specs, wire_dtypes(self._dtypes, wire)
-        layout = self._program.layout(self._shapes, dtypes, specs, relative, self._names)
+        specs, mesh = self.specs, self._program.shardings.mesh
+        dtypes = wire_dtypes(self._dtypes, wire)
+        layout = make_layout(self._shapes, dtypes, specs, mesh, relative, self._names)
         pinned = self._program.pins and not is_uncounted(number)  # whose memory is used once
         self._table.register(layout, pinned)
         (token,) = jax.tree.leaves(state)
@@ -176,13 +167,27 @@ class ProgramLeaves(BoundExchange):
 
     def _post(self, layout: Layout, token, number, step, header, leaves: Leaves) -> jax.Array:
         """Posts the leaves of one device. Returns the token."""
-        device, size = self.mesh.device_index(), self.mesh.size
+        program, device, size = self._program, self.mesh.device_index(), self.mesh.size
         assert device is not None
         index = self._table.register(layout)
-        send = self._post_native if self._program.compiled else self._post_by_callback
+
+        def packed(x, dtype):
+            if program.compiled:
+                # A leaf that stays in its dtype is copied as it lies in memory.
+                rounded = program.rounds and x.dtype == jnp.float32 and dtype == jnp.bfloat16
+                if rounded or x.dtype == dtype:
+                    return x
+            return pack(x, dtype)
 
         def post(token, header):
-            return send(layout, index, token, device, number, step, header, leaves)
+            arrays = [packed(*each) for each in zip(leaves, layout.dtypes, strict=True)]
+            if not program.compiled:
+                return self._post_by_callback(index, token, device, number, step, header, arrays)
+            # XLA is told of no side effects. The token orders the calls.
+            call = jax.ffi.ffi_call(slots.POST, _TOKEN)
+            scalars = (jnp.asarray(x, jnp.int32) for x in (token, device, number, step))
+            attributes = {"table": np.int32(self._table.id), "layout": np.int32(index)}
+            return call(*scalars, header, *arrays, **attributes)
 
         if size == 1:
             return post(token, header)
@@ -193,59 +198,47 @@ class ProgramLeaves(BoundExchange):
             # All processes post, also those that send nothing: they receive the sums.
             token = post(token, _same_header(header, device, self.mesh.axes))
         # Another device may be the first to post the next exchange. It has to wait for this one.
-        return self.mesh.last(token)
-
-    def _post_native(
-        self, layout: Layout, index: int, token, device, number, step, header, leaves: Leaves
-    ) -> jax.Array:
-        def prepared(x, dtype):
-            # A leaf that stays in its dtype is copied as it lies in memory.
-            rounded = self._program.rounds and x.dtype == jnp.float32 and dtype == jnp.bfloat16
-            return x if rounded or x.dtype == dtype else pack(x, dtype)
-
-        leaves = [prepared(*each) for each in zip(leaves, layout.dtypes, strict=True)]
-        # XLA is told of no side effects. The token orders the calls.
-        call = jax.ffi.ffi_call(slots.POST, _TOKEN)
-        scalars = (jnp.asarray(x, jnp.int32) for x in (token, device, number, step))
-        attributes = {"table": np.int32(self._table.id), "layout": np.int32(index)}
-        return call(*scalars, header, *leaves, **attributes)
+        return lax.pmax(token, self.mesh.axes)
 
     def _post_by_callback(
-        self, layout: Layout, index: int, token, device, number, step, header, leaves: Leaves
+        self, index: int, token, device, number, step, header, arrays: Leaves
     ) -> jax.Array:
         table = self._table
 
-        def call(token, device, number, step, header, *leaves):
+        def call(token, device, number, step, header, *arrays):
             device, number = int(device), int(number)
             with self._program.guard():
                 # NumPy, because JAX's operations would wait for the program that waits here.
                 header = np.asarray(header)
-                zeros = [np.zeros((), leaf.dtype) for leaf in leaves]
                 slot = table.begin_post(number, int(step), header, index)
                 try:
                     memory = table.memory(slot)
-                    memory.fill_from(device, number, leaves if header[0] > 0 else zeros)
+                    shards = memory.layout.shards_of(device)
+                    sends = memory.layout.sent_by(device, number)
+                    for shard, sent, array in zip(shards, sends, arrays, strict=True):
+                        if sent:
+                            memory.leaves[shard][...] = np.asarray(array) if header[0] > 0 else 0
                 except BaseException:
                     table.discard(slot)
                     raise
                 table.end_post(slot)
             return token
 
-        cast = [pack(x, dtype) for x, dtype in zip(leaves, layout.dtypes, strict=True)]
-        return io_callback(call, token, token, device, number, step, header, *cast)
+        return io_callback(call, token, token, device, number, step, header, *arrays)
 
     def finish(
         self, state: PyTree, number: Number, like: Leaves, part: slice | None = None
     ) -> tuple[Leaves, jax.Array, PyTree]:
-        part = part or slice(0, len(self._specs))
-        specs, shapes = self._specs[part], [x.shape for x in like]
+        part = part or slice(0, len(self.specs))
+        specs, shapes = self.specs[part], [x.shape for x in like]
         if self.mesh.device_index() is None:
-            shapes = [self.mesh.shard_shape(*each) for each in zip(shapes, specs, strict=True)]
+            mesh, each = self._program.shardings.mesh, zip(shapes, specs, strict=True)
+            shapes = [NamedSharding(mesh, spec).shard_shape(shape) for shape, spec in each]
         sums = tuple(
             jax.ShapeDtypeStruct(shape, sum_dtype(x.dtype))
             for shape, x in zip(shapes, like, strict=True)
         )
-        uncounted, last = is_uncounted(number), part.stop == len(self._specs)
+        uncounted, last = is_uncounted(number), part.stop == len(self.specs)
         (token,) = jax.tree.leaves(state)
         found, header, token = self.mesh.run(
             ("collect", sums, specs, part.start, last, uncounted),
@@ -270,8 +263,10 @@ class ProgramLeaves(BoundExchange):
             token, header, *total = call(token, jnp.asarray(device, jnp.int32), number, **integers)
         else:
             total, header, token = self._collect_by_callback(sums, token, device, number)
-        # The next consensus has the same number.
-        return list(total), header, self.mesh.last(token) if uncounted else token
+        if uncounted and self.mesh.size > 1:
+            # The next consensus has the same number. It begins when all devices have this one.
+            token = lax.pmax(token, self.mesh.axes)
+        return list(total), header, token
 
     def _collect_by_callback(
         self, shapes: Sequence, token, device, number
@@ -293,26 +288,55 @@ class ProgramLeaves(BoundExchange):
                     table.end_collect(slot, readers, read)
             return [*sums, header, token]
 
-        *sums, header, token = _call_back(call, [*shapes, _HEADER, token], token, device, number)
+        *sums, header, token = call_back(call, [*shapes, _HEADER, token], token, device, number)
         return sums, header, token
 
     def after(
         self, state: PyTree, part: slice, lists: list[Leaves], into: list[Leaves] | None = None
     ) -> tuple[PyTree, list[Leaves]]:
-        specs = [list(self._specs[part][: len(arrays)]) for arrays in lists]
-        of_into = None if into is None else specs
+        specs = [list(self.specs[part][: len(arrays)]) for arrays in lists]
+
+        def order(token, lists, into):
+            places, treedef = jax.tree.flatten(lists if into is None else into)
+            copied = [] if into is None else jax.tree.leaves(lists)
+            ordered: list[jax.Array] = []
+            for first in range(0, len(places), _ALIASES):
+                run = [token, *places[first : first + _ALIASES]]
+                shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in run]
+                aliases = {i: i for i in range(len(run))}
+                call = jax.ffi.ffi_call(slots.ORDER, shapes, input_output_aliases=aliases)
+                token, *results = call(*run, *copied[first : first + _ALIASES])
+                ordered += results
+            return token, jax.tree.unflatten(treedef, ordered)
+
         (token,) = jax.tree.leaves(state)
         token, lists = self.mesh.run(
             ("order", tuple(map(tuple, specs)), into is None),
-            _order,
-            (REPLICATED, specs, of_into),
+            order,
+            (REPLICATED, specs, None if into is None else specs),
             (REPLICATED, specs),
             *(token, lists, into),
         )
         return _with(state, token), lists
 
     def per_shard(self, function: Callable, part: slice) -> Callable:
-        return self.mesh.per_shard(function, self._specs[part])
+        if self.mesh.device_index() is not None:
+            return function
+        leaves = list(self.specs[part])
+
+        def is_leaves(node: PyTree) -> bool:
+            return isinstance(node, list) and len(node) == len(leaves)
+
+        def specs_of(tree: PyTree) -> PyTree:
+            return jax.tree.map(
+                lambda node: leaves if is_leaves(node) else REPLICATED, tree, is_leaf=is_leaves
+            )
+
+        def call(*args):
+            results = specs_of(jax.eval_shape(function, *args))
+            return self.mesh.mapped(function, specs_of(args), results)(*args)
+
+        return call
 
 
 def _with(state: PyTree, token: jax.Array) -> PyTree:
@@ -323,29 +347,7 @@ def is_uncounted(number: Number) -> bool:
     return isinstance(number, int) and number == UNCOUNTED
 
 
-# The most arrays of a call that orders them. To compile one with n aliases, XLA takes a time like
-# n^3.
-_ALIASES = 64
-
-
-def _order(
-    token: jax.Array, lists: list[Leaves], into: list[Leaves] | None = None
-) -> tuple[jax.Array, list[Leaves]]:
-    """As ``after`` of :class:`jdaso.core.exchange.BoundExchange`."""
-    places, treedef = jax.tree.flatten(lists if into is None else into)
-    copied = [] if into is None else jax.tree.leaves(lists)
-    ordered: list[jax.Array] = []
-    for first in range(0, len(places), _ALIASES):
-        run = [token, *places[first : first + _ALIASES]]
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in run]
-        aliases = {i: i for i in range(len(run))}
-        call = jax.ffi.ffi_call(slots.ORDER, shapes, input_output_aliases=aliases)
-        token, *results = call(*run, *copied[first : first + _ALIASES])
-        ordered += results
-    return token, jax.tree.unflatten(treedef, ordered)
-
-
-def _call_back(call: Callable, like: Sequence, *args: Any) -> Leaves:
+def call_back(call: Callable, like: Sequence, *args: Any) -> Leaves:
     """The arrays that a function of the host returns, which have given shapes and dtypes.
 
     They cross as vectors. In a program for several TPUs, JAX gives the sharding of the first result
@@ -410,7 +412,11 @@ class NodeMesh:
         """
         if self.size == 1:
             return 0
-        bound = [axis for axis in self.axes if _is_bound(axis)]
+        bound = []
+        for axis in self.axes:
+            with contextlib.suppress(NameError):  # raised outside of shard_map over the axis
+                lax.axis_index(axis)
+                bound.append(axis)
         if not bound:
             return None
         if len(bound) < len(self.axes):
@@ -426,17 +432,9 @@ class NodeMesh:
 
     def all_devices(self, flag: jax.Array) -> jax.Array:
         """Whether a flag holds on all devices. Outside ``shard_map`` they have the same flag."""
-        if self.size == 1 or self.device_index() is None:
+        if not self.inside():
             return flag
         return lax.pmin(flag.astype(jnp.int32), self.axes) > 0
-
-    def last(self, token: jax.Array) -> jax.Array:
-        """A token that a device gets after all others have theirs, inside ``shard_map``."""
-        return token if self.size == 1 else lax.pmax(token, self.axes)
-
-    def shard_shape(self, shape: tuple[int, ...], spec: PartitionSpec) -> tuple[int, ...]:
-        """The shape of the shards of a leaf."""
-        return NamedSharding(self._shardings.mesh, spec).shard_shape(shape)
 
     def whole_shape(self, shape: tuple[int, ...], spec: PartitionSpec) -> tuple[int, ...]:
         """The shape of a leaf whose shards have this shape."""
@@ -463,7 +461,7 @@ class NodeMesh:
         if not inside:
             self._check_axes(args)
         if key not in self.compiled:
-            mapped = function if inside else self._mapped(function, in_specs, out_specs)
+            mapped = function if inside else self.mapped(function, in_specs, out_specs)
             self.compiled[key] = jax.jit(mapped)
         if not (inside or traced):
             mesh = self._shardings.mesh
@@ -483,50 +481,9 @@ class NodeMesh:
                     "they are replicated. For jax.pmap, pass axis_name='local'."
                 )
 
-    def call_host(self, key: Any, call: Callable, leaves: Leaves, specs: Specs) -> Leaves:
-        """Calls a function of the host with the shards of each device, and returns its results."""
-
-        def on_device(*shards):
-            return _call_back(call, shards, *shards)
-
-        return self.run((key, specs), on_device, specs, list(specs), *leaves)
-
-    def per_shard(self, function: Callable, specs: Specs) -> Callable:
-        """A function on whole leaves that is applied to the shards of each device.
-
-        Lists with one array per leaf have the shardings of the leaves, in arguments and results.
-        All other arrays are replicated.
-        """
-        if self.device_index() is not None:
-            return function
-
-        def call(*args):
-            results = jax.eval_shape(function, *args)
-            in_specs, out_specs = (_specs_of(tree, specs) for tree in (args, results))
-            return self._mapped(function, in_specs, out_specs)(*args)
-
-        return call
-
-    def _mapped(self, function: Callable, in_specs: PyTree, out_specs: PyTree) -> Callable:
+    def mapped(self, function: Callable, in_specs: PyTree, out_specs: PyTree) -> Callable:
         # JAX cannot know that exchanged values are equal on all nodes, so check_vma=False.
         mesh = self._shardings.mesh
         return jax.shard_map(
             function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
-
-
-def _specs_of(tree: PyTree, specs: Sequence[PartitionSpec]) -> PyTree:
-    def is_leaves(node: PyTree) -> bool:
-        return isinstance(node, list) and len(node) == len(specs)
-
-    return jax.tree.map(
-        lambda node: list(specs) if is_leaves(node) else REPLICATED, tree, is_leaf=is_leaves
-    )
-
-
-def _is_bound(axis: str) -> bool:
-    try:
-        lax.axis_index(axis)
-    except NameError:
-        return False
-    return True

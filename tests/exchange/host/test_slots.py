@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
+from one_process import memory_of, unsharded
 
 from jdaso.core import wire
 from jdaso.core.block_format import FORMATS
@@ -27,8 +28,6 @@ from jdaso.exchange.host.layout import (
     Memory,
     Plan,
     Shardings,
-    memory_of,
-    unsharded,
 )
 from jdaso.exchange.host.program import Program, ProgramLeaves
 from jdaso.exchange.host.slots import Table
@@ -174,7 +173,7 @@ def test_two_devices_fill_one_slot(table):
     for device in (1, 0):
         assert table.next() is None
         slot = table.begin_post(0, 0, HEADER, index)
-        table.memory(slot).fill_from(device, 0, [np.full(1 + device, 5.0 + device)])
+        table.memory(slot).leaves[device][...] = 5.0 + device
         table.end_post(slot)
     with pytest.raises(JdasoError, match="exchange 0 was posted twice"):
         table.begin_post(0, 0, HEADER, index)

@@ -14,9 +14,10 @@ from jdaso.core.exchange import changed
 # One exchange of a single process.
 PROGRAM = """
 import numpy as np
+from jax.sharding import PartitionSpec
 import jdaso
 from jdaso.core.exchange import HEADER_SIZE
-from jdaso.exchange.host.layout import LeafSpec, unsharded
+from jdaso.exchange.host.layout import make_layout
 from jdaso.exchange.transport.mpi_transport import Membership
 from jdaso.exchange.transport.mpi_transport import MpiTransport, mpi_table
 from jdaso.exchange.transport.progress import Progress
@@ -26,7 +27,7 @@ membership = Membership(topology, chunk_bytes=1 << 22)
 table = mpi_table(topology)
 progress = Progress(topology, 60.0, membership.announce_exit, topology.abort, table)
 transport = MpiTransport(membership, progress)
-layout = unsharded([LeafSpec((3,), np.dtype("float32"))])
+layout = make_layout(((3,),), (np.dtype("float32"),), (PartitionSpec(),), topology.mesh)
 slot = table.begin_post(4, 9, np.ones(HEADER_SIZE, np.float32), table.register(layout))
 table.memory(slot).fill([np.arange(3.0)])
 table.end_post(slot)

@@ -4,9 +4,10 @@ import types
 
 import numpy as np
 import pytest
+from one_process import memory_of
 
 import jdaso
-from jdaso.exchange.host.layout import LeafSpec, memory_of
+from jdaso.exchange.host.layout import LeafSpec
 from jdaso.exchange.transport.mpi_transport import MpiTransport, mpi_table
 
 

@@ -8,11 +8,12 @@ import weakref
 
 import numpy as np
 import pytest
+from one_process import unsharded
 
 from jdaso import JdasoError
 from jdaso.cluster.roll_call import Absent, Answer, Call, RollCall
 from jdaso.core.exchange import HEADER_SIZE
-from jdaso.exchange.host.layout import LeafSpec, unsharded
+from jdaso.exchange.host.layout import LeafSpec
 from jdaso.exchange.host.slots import Table
 from jdaso.exchange.transport import progress as progress_module
 from jdaso.exchange.transport.progress import Polling, Progress, WaitState

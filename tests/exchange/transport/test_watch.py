@@ -4,10 +4,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from one_process import memory_of
 
 from jdaso.core.exchange import UNCOUNTED
 from jdaso.core.types import JdasoError
-from jdaso.exchange.host.layout import LeafSpec, memory_of
+from jdaso.exchange.host.layout import LeafSpec
 from jdaso.exchange.transport.handshake import Watch
 
 TOPOLOGY = SimpleNamespace(rank=0, num_nodes=2)
