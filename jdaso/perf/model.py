@@ -41,14 +41,11 @@ _BYTES_PER_NUMBER: dict[str, float] = {
 }
 # Time of jdaso's own code in an exchange, measured by bench/scale.py --stand-in 1024 8192.
 _SECONDS_PER_NODE = 3e-7
-#: The algorithms whose progress was measured.
-LATE_ALGORITHMS = ("local_sgd", "daso", "dasgd")
 #: The algorithms and merges that ``tune`` and ``predict`` compare.
 RULES = (("local_sgd", "mean"), ("daso", "delta"), ("daso", "mean"), ("dasgd", "mean"))
 LONGEST_PERIOD = 64
 #: The standard deviation of the progress of a task and rate from the formula.
 SPREAD = 0.2
-_CHOICES = 3
 
 
 class Network(NamedTuple):
@@ -596,7 +593,7 @@ def progress(algorithm: str, period: int, delay: int, nodes: int, merge: str = "
     >>> progress("daso", 4, 3, nodes=2) > progress("dasgd", 4, 3, nodes=2)
     True
     """
-    check_choice("algorithm", algorithm, LATE_ALGORITHMS)
+    check_choice("algorithm", algorithm, ("local_sgd", "daso", "dasgd"))
     check_choice("merge", merge, ("mean", "delta"))
     check_period_and_delay(period, delay)
     check_whole("nodes", nodes, 1)
@@ -648,9 +645,10 @@ def recommend(
             check_number(f"wires[{wire!r}].{name}", seconds)
         hidden = hiding_schedule(step_time, costs.exchange_time).delay
         for algorithm, merge in rules:
+            blocks = algorithm == "local_sgd"
             # Longer periods than those that were measured only hide an exchange.
             longest = MEASURED_PERIOD
-            if algorithm != "local_sgd":
+            if not blocks:
                 longest = min(max(longest, hidden), LONGEST_PERIOD)
             found = [
                 Recommendation(
@@ -659,11 +657,10 @@ def recommend(
                     progress(algorithm, period, delay, nodes, merge),
                 )
                 for period in range(1, longest + 1)
-                for delay in ([0] if algorithm == "local_sgd" else range(1, longest + 1))
-                if delay <= min(period, hidden)
+                for delay in ([0] if blocks else range(1, min(period, hidden) + 1))
             ]
             best.append(min(found, key=lambda setting: setting.cost))
-    return sorted(best, key=lambda setting: setting.cost)[:_CHOICES]
+    return sorted(best, key=lambda setting: setting.cost)[:3]
 
 
 def _added_seconds(step_time: float, costs: WireCosts, delay: int) -> float:

@@ -46,6 +46,12 @@ class Measured(NamedTuple):
         """Returns the times of the largest exchanges in seconds."""
         return [seconds for size, seconds in self.exchanges if size == self.largest]
 
+    def costs(self, size: float) -> perf.WireCosts:
+        """Returns the costs of an exchange of a size in bytes, in proportion to the largest."""
+        share = size / self.largest
+        seconds = statistics.median(self.times()) * share
+        return perf.WireCosts(seconds, self.overhead * share, self.slowdown * share)
+
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
@@ -132,11 +138,10 @@ def report(
     costs: dict[str, perf.WireCosts] = {}
     for wire, found in measured.items():
         wanted = sent_bytes(args, args.parameters, wire)
-        share = wanted / found.largest  # above 1 if there was no time to measure this size
-        exchange_time = statistics.median(found.times()) * share
-        if share > 1 and network is not None:
-            exchange_time = perf.allreduce_time(wanted, nodes, network=network)
-        costs[wire] = perf.WireCosts(exchange_time, found.overhead * share, found.slowdown * share)
+        costs[wire] = found.costs(wanted)
+        if wanted > found.largest and network is not None:  # there was no time for this size
+            seconds = perf.allreduce_time(wanted, nodes, network=network)
+            costs[wire] = costs[wire]._replace(exchange_time=seconds)
     rows: list[tuple[str, ...]] = [("wire", "exchange, s", "copies, s", "slowdown, s")]
     rows += [(wire, *(f"{seconds:.3g}" for seconds in of)) for wire, of in costs.items()]
     if largest < size:
