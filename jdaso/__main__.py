@@ -8,7 +8,6 @@ predicts the scaling. ``sbatch`` writes a job script for Slurm. ``verify`` check
 from __future__ import annotations
 
 import argparse
-import contextlib
 import faulthandler
 import functools
 import importlib.metadata
@@ -16,7 +15,6 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -39,9 +37,20 @@ _LIMIT_SECONDS = 30.0
 
 
 def doctor(arguments: argparse.Namespace) -> None:
-    """Runs the command ``doctor``: prints what was found, and makes one exchange."""
+    """Runs the command ``doctor``: prints what was found, and makes one exchange.
+
+    Ends a process that hangs, also inside MPI, where no Python code can run. It then prints what to
+    do and, a second later, the traceback.
+    """
     sys.excepthook = _explain
-    with _ends_after(_LIMIT_SECONDS):
+    advice = (
+        f"not ready: {socket.gethostname()} still waits after {_LIMIT_SECONDS:g} s. If the "
+        "traceback ends in _start_mpi, MPI cannot start: check that all processes have been "
+        "started, and that the launcher belongs to this MPI (docs/guides/launching.md). Otherwise "
+        "a process or a device does not respond."
+    )
+    faulthandler.dump_traceback_later(_LIMIT_SECONDS + 1, exit=True)
+    with launchers.said_after(_LIMIT_SECONDS, advice):
         if arguments.devices:
             use_virtual_devices(arguments.devices)
         topology = discover_topology(arguments.processes_per_node, arguments.join_processes)
@@ -53,13 +62,14 @@ def doctor(arguments: argparse.Namespace) -> None:
         report = "\n\n".join((versions(topology), topology_table(topology), exchanged(topology)))
         if topology.rank == 0:
             print(f"{report}\n\nready", flush=True)
+    faulthandler.cancel_dump_traceback_later()
 
 
 def versions(topology: Topology) -> str:
     """Returns versions and launcher, or raises JdasoError if processes differ; collective."""
     found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax", "numpy")}
     found = {"jdaso": __version__, "Python": platform.python_version(), **found}
-    texts = topology.group.gather(", ".join(f"{name} {found[name]}" for name in found))
+    texts = topology.group.gather(", ".join(f"{name} {text}" for name, text in found.items()))
     for rank, text in enumerate(texts):
         if text != texts[0]:
             raise JdasoError(
@@ -80,23 +90,18 @@ def topology_table(topology: Topology) -> str:
     >>> topology_table(discover_topology()).split()[:3]
     ['rank', 'host', 'node']
     """
-    if topology.comm is None:
-        name, level = "none", "-"
-    else:
-        from mpi4py import MPI
+    from mpi4py import MPI
 
-        name, level = library(MPI), thread_level(MPI)
     first, last = topology.local_rank, topology.local_rank + len(topology.devices) - 1
-    size = "-" if topology.comm is None else topology.num_nodes
     row = (
         str(topology.rank),
         topology.host,
         str(topology.node),
         str(first) if topology.joined else f"0..{last}",
         ",".join(f"{d.platform}:{d.id}" for d in topology.devices),
-        " ".join(f"{index}:{size}" for index in range(first, last + 1)),
-        level,
-        name,
+        " ".join(f"{index}:{topology.num_nodes}" for index in range(first, last + 1)),
+        thread_level(MPI),
+        library(MPI),
     )
     rows = topology.group.gather(row)
     head = ("rank", "host", "node", "local index", "devices", "communicators (index:size)")
@@ -133,24 +138,6 @@ def _explain(kind: type[BaseException], error: BaseException, trace: Any) -> Non
     if not isinstance(error, JdasoError):
         sys.__excepthook__(kind, error, trace)
     print(f"not ready: {error}", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _ends_after(seconds: float) -> Iterator[None]:
-    """Ends a process that hangs, also inside MPI, where no Python code can run.
-
-    It then prints what to do and, a second later, the traceback.
-    """
-    advice = (
-        f"not ready: {socket.gethostname()} still waits after {seconds:g} s. If the traceback ends "
-        "in _start_mpi, MPI cannot start: check that all processes have been started, and that the "
-        "launcher belongs to this MPI (docs/guides/launching.md). Otherwise a process or a device "
-        "does not respond."
-    )
-    faulthandler.dump_traceback_later(seconds + 1, exit=True)
-    with launchers.said_after(seconds, advice):
-        yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 def main() -> None:
