@@ -10,10 +10,10 @@ import numpy as np
 
 from jdaso.core.tree import where_tree
 from jdaso.core.types import Number, Plan, Schedule
-from jdaso.core.validation import check_period_and_delay, check_phases, check_whole
+from jdaso.core.validation import check_period_and_delay, check_phases, check_share, check_whole
 
-WARMUP, CYCLING, COOLDOWN = 0, 1, 2
 PHASES = ("warm-up", "cycling", "cool-down")
+CYCLING = PHASES.index("cycling")
 
 
 def constant(period: int, delay: int = 0) -> Schedule:
@@ -217,8 +217,7 @@ def cycling(
     delay = max(1, period // 4) if delay is None else delay
     check_period_and_delay(period, delay)
     check_phases(period, warmup, cooldown, total, epoch)
-    if threshold < 0 or threshold >= 1:
-        raise ValueError(f"threshold must be in [0, 1), got {threshold}.")
+    check_share("threshold", threshold, below_one=True)
     check_whole("patience", patience, 0)
     if epoch is not None and epoch < period and warmup + cooldown < total:
         warnings.warn(
