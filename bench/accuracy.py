@@ -22,8 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import optax
-from machine import machine
-from results import Results
+from machine import Results, header, machine, row
 
 import jdaso
 from jdaso import perf
@@ -75,7 +74,7 @@ def local_optimizer(steps: int, peak: float) -> optax.GradientTransformation:
     )
 
 
-def row(name: str, keys: dict[str, list[dict]], results: Results) -> str | None:
+def result_row(name: str, keys: dict[str, list[dict]], results: Results) -> str | None:
     """A row of the table, or None if no seed has a result."""
     found = [results.get(key) for key in keys[name]]
     ends = [result for result in found if result]
@@ -89,7 +88,7 @@ def row(name: str, keys: dict[str, list[dict]], results: Results) -> str | None:
         error = f" ± {points.std(ddof=1) / len(points) ** 0.5:.2f}" if len(points) > 1 else ""
         gaps.append(f"{points.mean():+.2f}{error}" if len(points) and other != name else "-")
     cells = [name, len(ends), *(f"{100 * f(accuracies):.2f}" for f in (np.mean, np.min, np.max))]
-    return f"| {' | '.join(map(str, [*cells, *gaps, f'{losses.mean():.4f}']))} |"
+    return row(*cells, *gaps, f"{losses.mean():.4f}")
 
 
 def main() -> None:
@@ -133,11 +132,10 @@ def main() -> None:
             print(f"{name}, seed {seed}: {time.perf_counter() - begin:.0f} s", file=sys.stderr)
     print(f"{machine()}; {options.nodes} nodes, {options.batch_size} images per node and step, ")
     print(f"{options.size} x {options.size} pixels, {steps} steps\n")
-    others = f"over {SYNCHRONOUS} | over {BLOCKING}"
-    print(f"| method | seeds | accuracy, % | least | largest | {others} | last loss |")
-    print("|---|---|---|---|---|---|---|---|")
+    others = f"over {SYNCHRONOUS}", f"over {BLOCKING}"
+    print(header("method", "seeds", "accuracy, %", "least", "largest", *others, "last loss"))
     for name in averagings:
-        if text := row(name, keys, results):
+        if text := result_row(name, keys, results):
             print(text)
 
 

@@ -40,8 +40,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from machine import header, keep_memory, machine, own_core, row
-from results import Results
+from machine import Results, header, keep_memory, machine, own_core, row
 from step import ReportTotals, apply_gradients, pair, ratio_cells, timed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "papers"))

@@ -46,6 +46,7 @@ from unittest import mock
 HERE = Path(__file__).parent
 SUPPORT = HERE.parent / "tests" / "support"
 sys.path += [str(HERE.parent / "examples" / "papers"), str(SUPPORT)]
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")  # a process has one core
 
 import deviceless  # noqa: E402
 import jax  # noqa: E402
@@ -55,13 +56,24 @@ import mpi_job  # noqa: E402
 import numpy as np  # noqa: E402
 import one_process  # noqa: E402
 import optax  # noqa: E402
-import pairs  # noqa: E402
 from flax import nnx  # noqa: E402
 from jax.sharding import Mesh, PartitionSpec, SingleDeviceSharding  # noqa: E402
 from machine import header, machine, row  # noqa: E402
 from mpi_job import UNNOTICED  # noqa: E402
-from pairs import SGD  # noqa: E402
-from step import ReportTotals, apply_gradients, make_step, matmuls_for, settle  # noqa: E402
+from step import (  # noqa: E402
+    SGD,
+    ReportTotals,
+    Training,
+    apply_gradients,
+    copy_seconds,
+    device_bytes,
+    held_bytes,
+    make_params,
+    make_step,
+    matmuls_for,
+    ratio_cells,
+    settle,
+)
 
 import jdaso  # noqa: E402
 from jdaso.exchange.host import slots  # noqa: E402
@@ -85,7 +97,6 @@ PARITY = {
 TAX = ("daso, guard off", "daso", "daso, bfloat16", "daso, int8", "daso, 4 fragments")
 TAX += ("dasgd", "easgd", "diloco")
 TINY = "tiny"  # a network for a machine without a GPU, which compiles in seconds
-REGION_ANALYSIS = {"xla_gpu_copy_insertion_use_region_analysis": True}
 
 
 # ------------------------------------------------------------------------------------- The report
@@ -224,7 +235,7 @@ def copies(arguments):
     print(header("", "post", "JAX's copy to the host", "collect", "JAX's copy from the host", ""))
     for name, (chosen, spec) in layouts.items():
         mesh = Mesh(np.array(chosen), ("local",))
-        params, _ = pairs.make_params(arguments.megabytes, 40, mesh, [spec])
+        params, _ = make_params(arguments.megabytes, 40, mesh, [spec])
         right, post, collect = post_and_collect(params, mesh, spec)
         rates = post, pinned_rate(params, True), collect, pinned_rate(params, False)
         result = "the same numbers" if right else "WRONG NUMBERS"
@@ -261,7 +272,7 @@ def post_and_collect(params, mesh, spec, rounds=9):
         return nbytes / statistics.median(end - start for start, end in spans)
 
     to_host = rate(size, [record.copy_to_host for record in records])
-    return right, to_host, rate(pairs.held_bytes(params), [r.copy_to_device for r in records])
+    return right, to_host, rate(held_bytes(params), [r.copy_to_device for r in records])
 
 
 def pinned_rate(params, to_host):
@@ -319,11 +330,10 @@ def idle(arguments):
     print("Milliseconds of a step, medians\n")
     columns = "computing", "without jdaso", "nothing due", "difference"
     print(header(*columns, "dispatched after: without", "nothing due"))
-    matrix = jnp.full((384, 384), 1 / 384)
     for seconds in (0, 1e-3, 1e-2):
         matmuls = matmuls_for(seconds) if seconds else 0
         runs = [
-            timed(make_step(tx, matmuls), [[*map(jnp.copy, params)], tx.init(params)], matrix)
+            timed(make_step(tx, matmuls), [[*map(jnp.copy, params)], tx.init(params)])
             for tx in (SGD, tx)
         ]
         found = [[run(50) for run in runs] for _ in range(8)][1:]
@@ -337,9 +347,9 @@ def idle(arguments):
 def forms(arguments):
     """Steps with nothing due, in loops and conditionals, without and with region analysis."""
     mesh, exchange, tx = without_messages()
-    params, _ = pairs.make_params(arguments.megabytes, 40, mesh, [PartitionSpec()])
-    copy, size = pairs.copy_seconds(params), pairs.device_bytes(params)
-    plain = pairs.Training(SGD, params)
+    params, _ = make_params(arguments.megabytes, 40, mesh, [PartitionSpec()])
+    copy, size = copy_seconds(params), device_bytes(params)
+    plain = Training(SGD, params)
     size_of = f"{arguments.megabytes:g} MB in 40 leaves, one device"
     print(f"{size_of}; in copies of the parameters, which take {1e3 * copy:.2f} ms\n")
 
@@ -349,11 +359,11 @@ def forms(arguments):
 
     print(header("", "nothing due", "temporary", "peak", "copies in the program"))
     print(row("without jdaso", "-", *cells(plain)))
-    options = (None, REGION_ANALYSIS)[: 1 + (jax.default_backend() == "gpu")]
+    options = (None, deviceless.REGION_ANALYSIS)[: 1 + (jax.default_backend() == "gpu")]
     for form, platform in (("loops", "gpu"), ("conditionals", "cpu")):
         for option in options:
             with mock.patch.object(type(exchange), "platform", platform):
-                trained = pairs.Training(tx, params, options=option)
+                trained = Training(tx, params, options=option)
             times = [(plain.step(), trained.step()) for _ in range(24)][4:]
             extra = statistics.median(after - before for before, after in times) / copy
             name = f"{form}, region analysis" if option else form
@@ -368,8 +378,8 @@ def end_in_flight(arguments):
         os.execvp("sh", [*UNNOTICED, sys.executable, *sys.argv])
     topology, _ = own_nodes()
     exchange = jdaso.mpi_exchange(topology)
-    params, _ = pairs.make_params(arguments.megabytes, 40, topology.mesh, [PartitionSpec()])
-    training = pairs.Training(jdaso.chain(SGD, jdaso.dasgd(exchange, 4, 3)), params)
+    params, _ = make_params(arguments.megabytes, 40, topology.mesh, [PartitionSpec()])
+    training = Training(jdaso.chain(SGD, jdaso.dasgd(exchange, 4, 3)), params)
     for _ in range(4):  # the last one posts
         training.dispatch()
     if arguments.part == "exit":
@@ -447,12 +457,11 @@ def train(arguments):
     blocked = 1e3 * max(comm.allgather(totals.per_exchange("seconds_blocked")))
     exchange.close()
     if topology.rank == 0:
-        ratios = [both[0] / base[0] for base, both in found]
         times = [
             f"{1e3 * statistics.median(pair[i][j] for pair in found):.1f}"
             for i, j in ((0, 0), (1, 0), (0, 1), (1, 1))
         ]
-        cells = f"{statistics.median(ratios):.3f}", f"{min(ratios):.3f}..{max(ratios):.3f}"
+        cells = ratio_cells([(base[0], both[0]) for base, both in found])
         say(row(*times[:2], *cells, *times[2:], f"{blocked:.1f}"), flush=True)
 
 

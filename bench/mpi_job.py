@@ -23,6 +23,9 @@ from typing import NamedTuple
 
 ORPHAN_SECONDS, CLEANUP_SECONDS = 5.0, 10.0
 MARK = "JDASO_FAULTS"
+# mpiexec may lie beside Python only.
+PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+NO_MPIEXEC = "mpiexec is not on PATH: pip install mpich"
 # Between mpiexec and a process, this shell hides the death of the process, as srun without -K does.
 WHEN_IT_ENDS = "status=$?; echo exit status $status; [ $status = 137 ] && kill -STOP $$"
 UNNOTICED = ["sh", "-c", f'"$@"; {WHEN_IT_ENDS}; exit $status', "-"]
@@ -47,17 +50,16 @@ def run(processes: int, seconds: float, *command: object, **environment: str) ->
 
     One process is started without a launcher.
     """
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
     launcher = ["mpiexec", "-n", str(processes)] if processes > 1 else []
-    if launcher and shutil.which(launcher[0], path=path) is None:
-        return Job("", "", "mpiexec is not on PATH: pip install mpich")
+    if launcher and shutil.which(launcher[0], path=PATH) is None:
+        return Job("", "", NO_MPIEXEC)
     # The kernel ends the launcher, and with it the job, if this process dies.
     tied = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
     root = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [*tied, *launcher, sys.executable, *map(str, command)],
-            env={**os.environ, "PATH": path, **root, **environment},
+            env={**os.environ, "PATH": PATH, **root, **environment},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=errors,
@@ -135,17 +137,13 @@ def watch(
         enough: Whether the job is to be killed now, by what it has printed so far.
     """
     mark = uuid.uuid4().hex
-    environment = {**os.environ, MARK: mark, "JAX_PLATFORMS": "cpu"}
-    path = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
-    environment["PATH"] = path
+    environment = {**os.environ, "PATH": PATH, MARK: mark, "JAX_PLATFORMS": "cpu"}
     job_command = [sys.executable, *program]
     if in_lab:
         nodes = processes // per_node
         command = [sys.executable, __file__, str(nodes), str(per_node), str(seconds), *job_command]
     else:
-        mpiexec = shutil.which("mpiexec", path=path) or sys.exit(
-            "mpiexec is not on PATH: pip install mpich"
-        )
+        mpiexec = shutil.which("mpiexec", path=PATH) or sys.exit(NO_MPIEXEC)
         options = ["-disable-auto-cleanup"] if independent else []
         shell = INDEPENDENT if independent else UNNOTICED if unnoticed else []
         command = [mpiexec, *options, "-n", str(processes), *shell, *job_command]

@@ -40,6 +40,7 @@ import jax.numpy as jnp
 import optax
 from machine import header, keep_memory, machine, own_core, row
 from step import (
+    SGD,
     ReportTotals,
     apply_gradients,
     make_step,
@@ -52,7 +53,6 @@ from step import (
 
 import jdaso
 
-SGD = optax.sgd(1e-2, momentum=0.9)
 CHUNK = 1 << 18  # bytes
 # Megabytes of float32, 160 arrays as in ResNet-50, or the network of bench/peers.
 DEFAULTS = {
@@ -82,13 +82,10 @@ def parse():
 def busy(arguments, topology, params, say):
     """Steps that compute, for several algorithms."""
     comm, sgd, steps = topology.comm.Dup(), optax.sgd(1.0), arguments.period
-    matrix = jnp.full((384, 384), 1 / 384)
     matmuls = max(comm.allgather(matmuls_for(arguments.seconds)))
 
     def prepare(tx):
-        run = timed(
-            make_step(tx, matmuls), [jax.tree.map(jnp.copy, params), tx.init(params)], matrix
-        )
+        run = timed(make_step(tx, matmuls), [jax.tree.map(jnp.copy, params), tx.init(params)])
         for _ in range(3):  # compilation and first use of memory
             run(steps)
         return run
@@ -225,7 +222,6 @@ def tcp(arguments, topology, params, say):
         sys.exit(f"overlap.py tcp needs 2 nodes, got {topology.num_nodes}.")
     period, delay = arguments.period, arguments.delay
     matmuls = max(comm.allgather(matmuls_for(arguments.seconds)))
-    matrix = jnp.full((384, 384), 1 / 384)
     # With two nodes each sends and receives the size of the parameters on the wire.
     mover = Mover(comm, sum(2 * x.size for x in params))
     exchange = jdaso.mpi_exchange(topology)
@@ -237,7 +233,7 @@ def tcp(arguments, topology, params, say):
         def run():
             start = time.perf_counter()
             for t in range(3 * period):
-                *state[:], slope = step(*state, matrix)
+                *state[:], slope = step(*state)
                 jax.block_until_ready((state, slope))
                 if t % period == delay - 1:
                     merge()

@@ -64,11 +64,6 @@ VARIANTS = {
 }
 
 
-def parameters(network: str) -> int:
-    layers = workload.first_parameters(network)
-    return sum(array.size for layer in layers for array in layer.values())
-
-
 def run(cluster: lab.Cluster, command: list[str]) -> str:
     done = cluster.run([sys.executable, *command], pin=True, timeout=900)
     if done.returncode != 0:
@@ -99,7 +94,7 @@ def measured_by_tune(text: str) -> dict[str, Any]:
 
 def print_steps(options: argparse.Namespace) -> None:
     """Predicted and measured step times."""
-    count = parameters(options.network)
+    count = workload.number_of_parameters(options.network)
     peer = [str(PEER), "--network", options.network]
     peer += ["--variants", *VARIANTS, "--period", str(PERIOD), "--delay", str(DELAY)]
     print(machine())
@@ -145,7 +140,6 @@ def print_delays(options: argparse.Namespace) -> None:
     exchange = jdaso.mpi_exchange(topology)
     size = int(options.megabytes * 250_000 / LEAVES)
     params = [jnp.full((size,), float(i + topology.rank)) for i in range(LEAVES)]
-    matrix = jnp.full((384, 384), 1 / 384)
     sgd = optax.sgd(1.0)
     say = print if topology.rank == 0 else lambda *_, **__: None
 
@@ -160,7 +154,7 @@ def print_delays(options: argparse.Namespace) -> None:
         comm.Barrier()
         for _ in range(steps):
             start = time.perf_counter()
-            *state[:], slope = step(*state, matrix)
+            *state[:], slope = step(*state)
             jax.block_until_ready((state, slope))
             times.append(time.perf_counter() - start)
         return times
@@ -228,9 +222,7 @@ def chosen(topology: jdaso.Topology, parameters: int, step_time: float) -> list[
     exchange, costs = jdaso.mpi_exchange(topology), {}
     for wire in COMPARED_WIRES:
         found = tune_command.sweep(options, topology.group, exchange, wire, [parameters], 15.0)
-        costs[wire] = perf.WireCosts(
-            statistics.median(found.times()), found.overhead, found.slowdown
-        )
+        costs[wire] = found.costs(found.largest)
     found = perf.recommend(step_time, costs, topology.num_nodes)
     return topology.comm.bcast([setting[:5] for setting in found])
 

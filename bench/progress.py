@@ -35,8 +35,7 @@ import optax
 from flax import nnx
 from jax import lax
 from jax.flatten_util import ravel_pytree
-from machine import machine
-from results import Results
+from machine import Results, header, machine, row
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "papers"))
 
@@ -152,7 +151,7 @@ class ResNet(nnx.Module):
         conv = functools.partial(nnx.Conv, kernel_size=(3, 3), use_bias=False, rngs=rngs)
         self.stem = conv(1, 16)
         self.blocks = nnx.List(
-            nnx.List([conv(16, 16), nnx.BatchNorm(16, rngs=rngs)] * 1) for _ in range(3)
+            nnx.List([conv(16, 16), nnx.BatchNorm(16, rngs=rngs)]) for _ in range(3)
         )
         self.head = nnx.Linear(16, 10, rngs=rngs)
 
@@ -459,7 +458,7 @@ def table(found: dict[str, dict[str, np.ndarray]], nodes: int) -> list[str]:
     mean over tasks and rates, from the differences between the seeds.
     """
     names = sorted({name for of_tasks in found.values() for name in of_tasks})
-    lines = [f"| {nodes} nodes | mean | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
+    lines = [header(f"{nodes} nodes", "mean", *names)]
     for setting, of_tasks in found.items():
         by_seed = np.mean([values.mean(axis=0) for values in of_tasks.values()], axis=0)
         half = 1.645 * by_seed.std(ddof=1) / np.sqrt(len(by_seed)) if len(by_seed) > 1 else 0.0
@@ -468,7 +467,7 @@ def table(found: dict[str, dict[str, np.ndarray]], nodes: int) -> list[str]:
             for name in names
         ]
         mean = f"{by_seed.mean():.2f} +- {half:.2f}" if len(of_tasks) == len(names) else "-"
-        lines.append(f"| {setting} | {mean} | {' | '.join(cells)} |")
+        lines.append(row(setting, mean, *cells))
     return lines
 
 
@@ -478,13 +477,13 @@ def own_table(found: dict[str, dict[str, np.ndarray]], nodes: int) -> list[str]:
     Found are rows of a rate and the progress of each seed.
     """
     names = sorted({name for of_tasks in found.values() for name in of_tasks})
-    lines = [f"| {nodes} nodes | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    lines = [header(f"{nodes} nodes", *names)]
     for setting, of_tasks in found.items():
         cells = []
         for name in names:
             rates, values = of_tasks[name][:, 0], of_tasks[name][:, 1:].mean(axis=1)
             cells.append(f"{values.max():.2f} at {rates[values.argmax()]:g}")
-        lines.append(f"| {setting} | {' | '.join(cells)} |")
+        lines.append(row(setting, *cells))
     return lines
 
 

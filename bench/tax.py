@@ -26,27 +26,33 @@ Temporary memory of the compiled step is in units of the parameters of one devic
 from __future__ import annotations
 
 import argparse
+import collections
 import functools
 import os
+import re
 import statistics
 import sys
 import time
 
-if sys.argv[1:2] == ["network"]:
-    os.environ.setdefault("XLA_FLAGS", "")  # the network computes on all cores, unlike pairs.py
+if sys.argv[1:2] != ["network"]:  # which computes on all cores; other processes have one
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
 
 import jax
 import jax.numpy as jnp
 import mpi_job
 import numpy as np
-import pairs
+import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from machine import header, keep_memory, machine, own_core, row
-from step import apply_gradients, timed
+from step import SGD, Training, apply_gradients, copy_seconds, device_bytes, make_params, timed
 
 import jdaso
 
+OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
+LONGEST_WAIT = 0.5  # seconds until a transfer has ended
+WARM_UP = 12  # pairs; the first steps touch new memory
+ABOUT = "diloco without a warm-up"
 FEW = ("daso, guard off", "daso", "daso, 4 fragments", "easgd", "diloco")
 THREE = ("daso, guard off", "daso", "diloco")
 # The jobs of "all", with the algorithms that they measure. None stands for all.
@@ -91,11 +97,42 @@ def parse():
     parser.add_argument("--repeat", type=int, default=3, help="pairs of compilations")
     parser.add_argument("--rows", type=int, default=4096, help="rows of a batch of the network")
     arguments = parser.parse_args()
-    if unknown := set(arguments.only or ()) - set(pairs.CASES):
-        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(pairs.CASES)}.")
+    if unknown := set(arguments.only or ()) - set(CASES):
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(CASES)}.")
     if arguments.part == "layouts" and arguments.devices not in LAYOUTS:
         parser.error(f"layouts needs --devices 2 or 4, got {arguments.devices}.")
     return arguments
+
+
+# ----------------------------------------------------------- Pairs of steps, without and with jdaso
+
+
+def cases(exchange):
+    """By name, averagings that post at every fourth step and merge at the next one.
+
+    Fragments are posted at every third step. Local SGD merges at the step that posts.
+    """
+    schedule = jdaso.constant(4, 1)
+    one_by_one = jdaso.constant(12, 1)
+    found = {}
+    for suffix, guard in ((", guard off", "off"), ("", "skip")):
+        options = {"nonfinite": guard}
+        found |= {
+            f"daso{suffix}": jdaso.daso(exchange, schedule=schedule, **options),
+            f"dasgd{suffix}": jdaso.dasgd(exchange, 4, 1, **options),
+            f"local_sgd{suffix}": jdaso.local_sgd(exchange, 4, **options),
+            f"easgd{suffix}": jdaso.easgd(exchange, alpha=0.1, schedule=schedule, **options),
+            f"diloco{suffix}": jdaso.diloco(exchange, 4, OUTER, 1, **options),
+        }
+    return found | {
+        "daso, bfloat16": jdaso.daso(exchange, schedule=schedule, wire="bfloat16"),
+        "daso, int8": jdaso.daso(exchange, schedule=schedule, wire="int8"),
+        "daso, float4": jdaso.daso(exchange, schedule=schedule, wire="float4"),
+        "daso, 4 fragments": jdaso.daso(exchange, schedule=one_by_one, fragments=4),
+    }
+
+
+CASES = tuple(cases(jdaso.axis_exchange("node", 2)))
 
 
 class Measurement:
@@ -110,12 +147,12 @@ class Measurement:
     def __init__(self, arguments, topology, mesh, specs):
         self._arguments, self.topology = arguments, topology
         sizes = arguments.megabytes, arguments.leaves
-        self.params, self.shardings = pairs.make_params(*sizes, mesh, specs)
-        self.copy = pairs.copy_seconds(self.params)
+        self.params, self.shardings = make_params(*sizes, mesh, specs)
+        self.copy = copy_seconds(self.params)
 
     def plain(self, leaves=None, **options):
         """Training without jdaso, of the first leaves."""
-        return pairs.Training(pairs.SGD, self.params[:leaves], **options)
+        return Training(SGD, self.params[:leaves], **options)
 
     def trained(self, name, leaves=None, **options):
         """An exchange, and training with it."""
@@ -124,14 +161,83 @@ class Measurement:
             shardings=self.shardings[:leaves],
             native=True if self._arguments.native else None,
         )
-        tx = jdaso.chain(pairs.SGD, pairs.cases(exchange)[name])
-        return exchange, pairs.Training(tx, self.params[:leaves], self._arguments.chain, **options)
+        tx = jdaso.chain(SGD, cases(exchange)[name])
+        return exchange, Training(tx, self.params[:leaves], self._arguments.chain, **options)
 
     def compiling(self, name, leaves=None):
         """Seconds of tracing and compiling without and with jdaso."""
         exchange, trained = self.trained(name, leaves)
         exchange.close()
         return self.plain(leaves).compile_seconds, trained.compile_seconds
+
+
+def measure(exchange, plain, trained, pairs, turn=None):
+    """Seconds that steps take more than plain ones.
+
+    Nothing is transferred during a step. The time for which a step waits for an exchange does not
+    count, except for Local SGD, which always waits.
+
+    Args:
+        turn: nodes take their steps one after the other. It is the number of this node. None if
+            all nodes take them at the same time.
+
+    Returns:
+        Kind of step -> the difference of each pair. The kinds are "none", "post", "merge" and
+        "postmerge".
+    """
+    extra = collections.defaultdict(list)
+    for i in range(WARM_UP + pairs):
+        first, second = (plain, trained) if i % 2 else (trained, plain)
+        posted = trained.posted()
+        for at in range(1 if turn is None else exchange.num_nodes):
+            if turn in (None, at):
+                times = {first: first.step(), second: second.step()}
+            exchange.any_node(False)  # waits for the other nodes
+        posts = trained.posted() > posted
+        if posts:
+            time.sleep(min(2 * _transfer_seconds(exchange), LONGEST_WAIT))
+            exchange.any_node(False)
+        if i >= WARM_UP:
+            kind = "post" * posts + "merge" * trained.merged() or "none"
+            waited = _waited_seconds(exchange) if kind == "merge" else 0
+            extra[kind].append(times[trained] - times[plain] - waited)
+    return extra
+
+
+def _transfer_seconds(exchange) -> float:
+    """The median of the last transfers."""
+    records = exchange.history()[-5:]
+    spans = [record.transfer[1] - record.transfer[0] for record in records]
+    return statistics.median(spans) if spans else LONGEST_WAIT
+
+
+def _waited_seconds(exchange) -> float:
+    """The time for which the last merge has waited for its exchange."""
+    records = exchange.history()[-1:]
+    return sum(record.wait[1] - record.wait[0] for record in records)
+
+
+def in_copies(extra, copy) -> list[str]:
+    """Cells of a table: the median and the quartiles of steps with nothing due, and two medians."""
+
+    def median(kind):
+        return f"{statistics.median(extra[kind]) / copy:.1f}" if extra[kind] else "-"
+
+    quartiles = "-"
+    if len(extra["none"]) > 1:
+        low, _, high = statistics.quantiles(extra["none"], n=4)
+        quartiles = f"{low / copy:.1f}..{high / copy:.1f}"
+    return [median("none"), quartiles, median("post"), median("merge")]
+
+
+def all_gathers(text) -> int:
+    """The number of all-gathers and all-to-alls in a compiled program."""
+    return len(re.findall(r" all-(?:gather|to-all)(?:-start)?\(", text))
+
+
+def host_callbacks(text) -> int:
+    """The number of Python callbacks in a compiled program."""
+    return len(re.findall(r'custom_call_target="[^"]*callback', text))
 
 
 # ------------------------------------------------------- Tables that the processes of a job print
@@ -141,15 +247,15 @@ def step_table(arguments, topology, say):
     """Time and memory that each algorithm adds to a step."""
     specs = [P(), P("local"), P(None, "local")] if arguments.sharded else [P()]
     measurement = Measurement(arguments, topology, topology.mesh, specs)
-    plain, size = measurement.plain(), pairs.device_bytes(measurement.params)
+    plain, size = measurement.plain(), device_bytes(measurement.params)
     # Processes that share an accelerator take turns.
     turn = None if topology.devices[0].platform == "cpu" else topology.rank
-    say(f"a copy takes {1e3 * measurement.copy:.2f} ms; {pairs.ABOUT}\n")
+    say(f"a copy takes {1e3 * measurement.copy:.2f} ms; {ABOUT}\n")
     say(header("", "nothing due", "quartiles", "posts", "merges", "temporary"))
-    for name in arguments.only or pairs.CASES:
+    for name in arguments.only or CASES:
         exchange, trained = measurement.trained(name)
-        extra = pairs.measure(exchange, plain, trained, arguments.pairs, turn)
-        cells = pairs.in_copies(extra, measurement.copy)
+        extra = measure(exchange, plain, trained, arguments.pairs, turn)
+        cells = in_copies(extra, measurement.copy)
         say(row(name, *cells, f"{trained.temporary / size:.2f}"), flush=True)
         exchange.close()
 
@@ -159,7 +265,7 @@ def layout_table(arguments, topology, say):
     names = ("mesh", "parameters", "under", "all-gathers", "callbacks", "temporary, bytes")
     names += ("nothing due", "quartiles", "posts", "merges")
     for case in arguments.only or ["daso"]:
-        say(f"{case}; {pairs.ABOUT}\n\n{header(*names)}")
+        say(f"{case}; {ABOUT}\n\n{header(*names)}")
         for shape, specs in LAYOUTS[arguments.devices]:
             axes = ("x", "y")[: len(shape)]
             devices, types = np.array(topology.devices).reshape(shape), (AxisType.Auto,) * len(axes)
@@ -169,12 +275,12 @@ def layout_table(arguments, topology, say):
             for form, wrap in (("jit", {}), ("shard_map", {"wrap": inside})):
                 exchange, trained = measurement.trained(case, **wrap)
                 plain = measurement.plain(**wrap)
-                extra = pairs.measure(exchange, plain, trained, arguments.pairs)
+                extra = measure(exchange, plain, trained, arguments.pairs)
                 exchange.close()
                 text, layout = trained.text, "replicated" if len(specs) == 1 else "sharded"
-                counts = pairs.all_gathers(text), pairs.host_callbacks(text), trained.temporary
+                counts = all_gathers(text), host_callbacks(text), trained.temporary
                 cells = " x ".join(map(str, shape)), layout, form, *counts
-                say(row(*cells, *pairs.in_copies(extra, measurement.copy)), flush=True)
+                say(row(*cells, *in_copies(extra, measurement.copy)), flush=True)
 
 
 def inside_shard_map(mesh, specs):
@@ -199,7 +305,7 @@ def compile_table(arguments, topology, say):
     """Seconds of tracing and compiling."""
     measurement = Measurement(arguments, topology, topology.mesh, [P()])
     say(header("", "plain optax, s", "added, s", "range"))
-    for name in arguments.only or pairs.CASES:
+    for name in arguments.only or CASES:
         measurement.compiling(name, leaves=4)  # traces what all programs have in common
         found = [measurement.compiling(name) for _ in range(arguments.repeat)]
         added = [after - before for before, after in found]
@@ -238,7 +344,7 @@ def network_table(arguments):
 
     # No run reaches the end of this period.
     averaging = jdaso.daso(jdaso.single_exchange(), period=10**6, delay=1)
-    runs = prepare(pairs.SGD), prepare(jdaso.chain(pairs.SGD, averaging))
+    runs = prepare(SGD), prepare(jdaso.chain(SGD, averaging))
     found = []
     for i in range(arguments.pairs):
         order = (0, 1) if i % 2 else (1, 0)

@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "lab")]
 
 import lab  # noqa: E402
-from machine import machine  # noqa: E402
+from machine import header, machine, row  # noqa: E402
 
 # The settings of the allocator for torch. jdaso_peer.py uses machine.keep_memory.
 KEEP_MEMORY = {
@@ -169,8 +169,9 @@ def main() -> None:
     print(f"{machine()}\n{title}")
     training = any("reached" in line for line in found)
     head, *rows = training_table(found) if training else step_table(found)
-    for row in (head, ["---"] * len(head), *rows):
-        print(f"| {' | '.join(row)} |")
+    print(header(*head))
+    for cells in rows:
+        print(row(*cells))
     print(f"\nplot: {plot}")
     draw(found, title, plot)
 

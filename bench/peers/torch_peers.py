@@ -274,14 +274,9 @@ def main() -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=TIMEOUT)
-    parameters = sum(
-        array.size
-        for layer in workload.first_parameters(options.network)
-        for array in layer.values()
-    )
     about = {
         "network": options.network,
-        "parameters": parameters,
+        "parameters": workload.number_of_parameters(options.network),
         "nodes": dist.get_world_size(),
         "batch": options.batch,
         "period": options.period,

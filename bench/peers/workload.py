@@ -4,8 +4,7 @@ A network is a list of layers. Implementations of these layers in other librarie
 losses, except for rounding:
 
 - ``("conv", i, o)``: 3x3 convolution without bias, with zero padding that keeps the size, then
-batch
-  normalization with scale and shift and epsilon 1e-5, ReLU, and maximum over 2x2. Parameters
+  batch normalization with scale and shift and epsilon 1e-5, ReLU, and maximum over 2x2. Parameters
   ``kernel`` (3, 3, i, o), ``scale`` (o,), ``shift`` (o,).
 - ``("dense", i, o)``: ``x @ kernel + bias``, then ReLU except in the last layer. Parameters
   ``kernel`` (i, o), ``bias`` (o,).
@@ -52,6 +51,10 @@ def first_parameters(network: str, seed: int = 0) -> Parameters:
         rest = {"scale": ones, "shift": zeros} if kind == "conv" else {"bias": zeros}
         layers.append({"kernel": kernel, **rest})
     return layers
+
+
+def number_of_parameters(network: str) -> int:
+    return sum(array.size for layer in first_parameters(network) for array in layer.values())
 
 
 def load(folder: Path) -> tuple[np.ndarray, np.ndarray]:

@@ -12,9 +12,9 @@ import faults
 import numpy as np
 import pytest
 from launch import BESIDE_PYTHON, passes, run
+from machine import Results
 from mpi_job import Ended
 from PIL import Image
-from results import Results
 
 BENCH = Path(__file__).parents[2] / "bench"
 TIMEOUT = 240
