@@ -178,12 +178,12 @@ class Checkpoints:
         numbered = node_part.number_exchanges(state, self._exchanges)
         posted = node_part.exchanges_in_flight(state, self._exchanges)
         averaged = node_part.averaged_names(state, self._exchanges)
-        own = node_part.to_host_arrays(numbered), posted, averaged
+        own = node_part.to_host_arrays(numbered), posted
         whole = node_part.gather_shards(self._node_group, own)
         path = self._next_path(step)
         self._last_number = (self._last_number or 0) + 1
         if whole is not None:
-            arrays, posted, averaged = whole
+            arrays, posted = whole
             with self._write_errors():
                 self._orbax.save(path, node_part.part_tree(arrays, posted, averaged, lock.run))
                 self._has_saved = True
@@ -287,10 +287,7 @@ class Checkpoints:
         return None
 
     def _own_state(self, saved: folder.SavedCheckpoint, like: PyTree, resume: bool) -> PyTree:
-        """Returns this node's state of a checkpoint of as many nodes.
-
-        To resume, it posts its exchanges again. Otherwise the state has nothing in flight.
-        """
+        """Returns this node's state of a checkpoint of as many nodes."""
         here, source, exchanges = self._topology, str(saved.path), self._exchanges
         part = self._on_all(lambda: read_part(self._orbax, saved.parts[here.node]))
         _check_same_run(source, here.group.gather(part.run))
@@ -306,7 +303,7 @@ class Checkpoints:
         sent = node_part.awaited(state, exchanges)
 
         def check_posted() -> None:
-            texts = node_part.differences([key for key, _ in sent], part.in_flight)
+            texts = node_part.differences(sent, part.in_flight)
             if texts := texts + node_part.other_bits(part.state, part.in_flight):
                 raise JdasoError(f"{source} cannot be restored: {'; '.join(texts)}")
 
@@ -354,10 +351,10 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            kept = f"Complete checkpoints, which are kept: steps {self.steps()}."
             raise JdasoError(
                 f"a checkpoint in {self._path} could not be written by "
-                f"{self._topology.describe(self._topology.rank)}: {error} {kept}"
+                f"{self._topology.describe(self._topology.rank)}: {error} Complete checkpoints, "
+                f"which are kept: steps {self.steps()}."
             ) from error
 
 

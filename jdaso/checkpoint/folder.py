@@ -170,7 +170,6 @@ class FolderLock:
         self._cancel_exit: Callable[[], object] | None = None  # None until the first acquire
 
     def held(self) -> bool:
-        """Returns whether this process holds the lock."""
         return self._read()[0] == self._own
 
     def acquire(self) -> None:

@@ -67,8 +67,8 @@ class NodePart(NamedTuple):
 
     state: dict[str, np.ndarray]
     in_flight: InFlight
-    averaged: Collection[str] = ()
-    run: int = 0
+    averaged: Collection[str]
+    run: int
 
     def lost(self) -> list[str]:
         """Returns the names of the averaged arrays that are not finite."""
@@ -222,7 +222,7 @@ def exchanges_in_flight(tree: PyTree, exchanges: Sequence[Exchange]) -> InFlight
         for position, exchange in enumerate(exchanges)
         for number, posted in exchange.posted().items()
     }
-    if texts := differences([key for key, _ in awaited(tree, exchanges)], posted):
+    if texts := differences(awaited(tree, exchanges), posted):
         raise JdasoError(
             f"the checkpoint would not be complete: {'; '.join(texts)}. Save the state that the "
             "last step returned, with all optimizer states, and pass all exchanges to Checkpoints."
@@ -271,13 +271,13 @@ def _owner(state: HostState, exchanges: Sequence[Exchange]) -> tuple[int, list[S
     )
 
 
-def differences(expected: Iterable[Key], posted: Iterable[Key]) -> list[str]:
+def differences(expected: Iterable[tuple[Key, Any]], posted: Iterable[Key]) -> list[str]:
     """Says where the exchanges that states wait for differ from those in flight.
 
-    >>> differences([(0, 3)], [(0, 3), (0, 4)])
+    >>> differences([((0, 3), "its state")], [(0, 3), (0, 4)])
     ['exchange 4 is in flight, and no state waits for it']
     """
-    states, flights = Counter(list(expected)), Counter(list(posted))
+    states, flights = Counter(key for key, _ in expected), Counter(list(posted))
     return [
         *(f"a state waits for {_name(key)}, which is not in flight" for key in states - flights),
         *(f"{_name(key)} is in flight, and no state waits for it" for key in flights - states),

@@ -11,8 +11,6 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from jdaso.checkpoint.folder import SavedCheckpoint, describe_incomplete, list_checkpoints
 from jdaso.checkpoint.node_part import (
     NodePart,
@@ -52,9 +50,9 @@ def verify(path: Path) -> tuple[str, list[str]]:
 
     In a folder, it verifies the newest complete checkpoint. It raises ValueError if there is none.
     """
-    checkpoint = _chosen(path)
+    checkpoint, incomplete = _chosen(path)
     if not checkpoint.parts:
-        return "", [f"{name} is not complete" for name in _incomplete(checkpoint, path)]
+        return "", [f"{name} is not complete" for name in incomplete]
     reader, summaries, defects = checkpointer(), [], []
     for node, part_folder in enumerate(checkpoint.parts):
         try:
@@ -67,7 +65,7 @@ def verify(path: Path) -> tuple[str, list[str]]:
         defects += _differences(summaries[0], summary)
     rows = [_HEAD, *(summary.row for summary in summaries)]
     head = [f"{checkpoint.path}, step {checkpoint.step}"]
-    head += [f"newer, {name} is not complete" for name in _incomplete(checkpoint, path)]
+    head += [f"newer, {name} is not complete" for name in incomplete]
     return "\n".join([*head, text_table(rows, numbers=False)]), defects
 
 
@@ -85,41 +83,30 @@ def run(arguments: argparse.Namespace) -> None:
     except (ImportError, JdasoError, OSError, ValueError) as error:
         raise SystemExit(f"jdaso verify: {error}") from error
     print(table)
-    if defects and (healthy := _healthy_before(arguments.checkpoint)):
-        defects.append(f"the newest earlier checkpoint without a defect is {healthy}")
     if defects:
+        chosen, _ = _chosen(arguments.checkpoint)
+        others = list_checkpoints(chosen.path.parent)
+        before = [x for x in others if x.parts and x.number < chosen.number]
+        if healthy := next((x.path.name for x in reversed(before) if not verify(x.path)[1]), None):
+            defects.append(f"the newest earlier checkpoint without a defect is {healthy}")
         raise SystemExit("\n".join(f"jdaso verify: {defect}" for defect in defects))
     print("A training can continue from this checkpoint.")
 
 
-def _chosen(path: Path) -> SavedCheckpoint:
+def _chosen(path: Path) -> tuple[SavedCheckpoint, list[str]]:
+    """Returns the checkpoint to verify, and names incomplete ones: itself, or newer in a folder."""
     path = path.absolute()
     if not path.is_dir():
         raise ValueError(f"the folder {path} does not exist.")
     for checkpoint in list_checkpoints(path.parent):
         if checkpoint.path.name == path.name:
-            return checkpoint
+            return checkpoint, [] if checkpoint.parts else [describe_incomplete(checkpoint.path)]
     if not (inside := list_checkpoints(path)):
         raise ValueError(f"{path} is not a checkpoint, such as 000001_step_9, and contains none.")
-    return max(inside, key=lambda checkpoint: (bool(checkpoint.parts), checkpoint.number))
-
-
-def _incomplete(chosen: SavedCheckpoint, asked: Path) -> list[str]:
-    """Names the incomplete checkpoints to report: the chosen one, or the newer ones of a folder."""
-    folder = chosen.path.parent
-    if asked.absolute() != folder:
-        return [] if chosen.parts else [describe_incomplete(chosen.path)]
+    chosen = max(inside, key=lambda checkpoint: (bool(checkpoint.parts), checkpoint.number))
     least = chosen.number if chosen.parts else 0
-    incomplete = [x for x in list_checkpoints(folder) if not x.parts and x.number >= least]
-    return [describe_incomplete(x.path) for x in incomplete]
-
-
-def _healthy_before(path: Path) -> str | None:
-    """Names the newest checkpoint without a defect that is older than the chosen one."""
-    chosen = _chosen(path)
-    others = list_checkpoints(chosen.path.parent)
-    before = [x for x in others if x.parts and x.number < chosen.number]
-    return next((x.path.name for x in reversed(before) if not verify(x.path)[1]), None)
+    incomplete = [x.path for x in inside if not x.parts and x.number >= least]
+    return chosen, [describe_incomplete(path) for path in incomplete]
 
 
 def _summary(node: int, part: NodePart) -> Summary:
@@ -129,14 +116,14 @@ def _summary(node: int, part: NodePart) -> Summary:
         {m[1] for name in arrays if (m := re.match(r"(.*?)fragments\.\d+\.posted$", name))}
     )
     shared = {
-        name: _digest(x)
+        name: hashlib.sha256(raw_bytes(x)).hexdigest()[:16] if x.ndim else str(x)
         for name, x in arrays.items()
         for root in roots
         if name.startswith(root) and not _LOCAL.match(name[len(root) :])
     }
     defects = [f"{name} is not finite" for name in part.lost()]
     finite = "no" if defects else "yes"
-    defects += differences([key for key, _ in awaited_names(arrays)], part.in_flight)
+    defects += differences(awaited_names(arrays), part.in_flight)
     defects += other_bits(arrays, part.in_flight)
 
     def number(field: str) -> str:
@@ -149,12 +136,6 @@ def _summary(node: int, part: NodePart) -> Summary:
     row = tuple(cell or "-" for cell in cells)
     shapes = {name: f"{x.dtype.name}{x.shape}" for name, x in arrays.items()}
     return Summary(row, shapes, shared, describe_posted(part.in_flight), part.run, defects)
-
-
-def _digest(array: np.ndarray) -> str:
-    if array.ndim == 0:
-        return str(array)
-    return hashlib.sha256(raw_bytes(array)).hexdigest()[:16]
 
 
 def _differences(first: Summary, other: Summary) -> list[str]:
