@@ -133,7 +133,12 @@ def addresses() -> list[str]:
     >>> "127.0.0.1" in addresses()
     True
     """
-    found = _of_interfaces()
+    found: list[str] = []
+    with contextlib.suppress(OSError):  # no IPv4
+        found += re.findall(r"\|-- (\S+)\n +/32 host LOCAL", _IPV4_TABLE.read_text())
+    with contextlib.suppress(OSError, ValueError):  # no IPv6
+        lines = _IPV6_TABLE.read_text().splitlines()
+        found += [str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))) for line in lines]
     with contextlib.suppress(OSError):
         found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)]
     parsed = [ipaddress.ip_address(text.partition("%")[0]) for text in [*found, "127.0.0.1", "::1"]]
@@ -142,29 +147,14 @@ def addresses() -> list[str]:
     return [str(address) for address in usable]
 
 
-def listen(backlog: int) -> socket.socket | None:
+def listen() -> socket.socket | None:
     """Returns a socket that listens at all addresses of this host, or None without a network."""
     for family, both in ((socket.AF_INET6, True), (socket.AF_INET, False)):
         with contextlib.suppress(OSError, ValueError):  # this host has no IPv6
             return socket.create_server(
-                ("", 0), family=family, backlog=backlog, dualstack_ipv6=both
+                ("", 0), family=family, backlog=_BACKLOG, dualstack_ipv6=both
             )
     return None
-
-
-def _of_interfaces() -> list[str]:
-    found: list[str] = []
-    with contextlib.suppress(OSError):  # no IPv4
-        found += re.findall(r"\|-- (\S+)\n +/32 host LOCAL", _IPV4_TABLE.read_text())
-    with contextlib.suppress(OSError, ValueError):  # no IPv6
-        lines = _IPV6_TABLE.read_text().splitlines()
-        found += [str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))) for line in lines]
-    return found
-
-
-def new_secret() -> bytes:
-    """Returns what processes of a job know, and prove to each other without sending it."""
-    return secrets.token_bytes(_PROOF_BYTES)
 
 
 def secret_of(secret: bytes, rank: int) -> bytes:
@@ -174,32 +164,6 @@ def secret_of(secret: bytes, rank: int) -> bytes:
 
 def _proof(secret: bytes, of: bytes, challenges: bytes) -> bytes:
     return hmac.digest(secret, of + challenges, "sha256")
-
-
-# Gets ``allows`` of :meth:`Acceptor.accept` when a connection has sent something. Returns the rank
-# of a peer, or None for a stranger.
-_Greeting = Generator[None, Callable[[int], bool], int | None]
-
-
-class _Pending(NamedTuple):
-    """A connection that is not complete."""
-
-    since: float
-    greeting: _Greeting
-
-
-def _read(
-    connection: socket.socket, size: int
-) -> Generator[None, Callable[[int], bool], tuple[Callable[[int], bool], bytes]]:
-    """Reads some bytes in a greeting. Returns the last ``allows`` and the bytes."""
-    data = b""
-    while True:
-        allows = yield
-        if not (received := connection.recv(size - len(data))):
-            raise ConnectionResetError
-        data += received
-        if len(data) == size:
-            return allows, data
 
 
 class Acceptor:
@@ -215,27 +179,27 @@ class Acceptor:
         listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
+        self._allows: Callable[[int], bool]
 
     def fileno(self) -> int:
         return self._selector.fileno()
 
-    def accept(
-        self, allows: Callable[[int], bool], seconds: float = 0.0
-    ) -> dict[int, socket.socket]:
-        """Returns the connections that have become complete, by rank; waits at most some seconds.
+    def accept(self, allows: Callable[[int], bool]) -> dict[int, socket.socket]:
+        """Returns the connections that have become complete, by rank.
 
         The first message of a peer after the reply completes its connection, because a peer that
         has given up may have left its request behind. A peer that sends nothing delays no other.
         ``allows`` says whether a process of a rank may connect now.
         """
-        accepted = {}
-        for key, _ in self._selector.select(seconds):
+        self._allows, accepted = allows, {}
+        for key, _ in self._selector.select(0):
             connection: Any = key.fileobj
             if connection is self._listener:
                 self._begin()
                 continue
+            _, greeting = key.data
             try:
-                key.data.greeting.send(allows)
+                next(greeting)
                 continue
             except StopIteration as end:
                 rank = end.value
@@ -269,27 +233,41 @@ class Acceptor:
         connection.setblocking(False)
         greeting = self._greet(connection)
         next(greeting)
-        pending = _Pending(time.monotonic(), greeting)
+        pending = time.monotonic(), greeting
         self._selector.register(connection, selectors.EVENT_READ, pending)
 
-    def _greet(self, connection: socket.socket) -> _Greeting:
-        """Reads a challenge and a rank, replies with a proof and a challenge, and reads a proof."""
-        allows, request = yield from _read(connection, _REQUEST.size)
+    def _greet(self, connection: socket.socket) -> Generator[None, None, int | None]:
+        """Reads a challenge and a rank, replies with a proof and a challenge, and reads a proof.
+
+        It is advanced when the connection has sent something. Returns the rank of a peer, or None
+        for a stranger.
+        """
+
+        def read(size: int) -> Generator[None, None, bytes]:
+            data = b""
+            while len(data) < size:
+                yield
+                if not (received := connection.recv(size - len(data))):
+                    raise ConnectionResetError
+                data += received
+            return data
+
+        request = yield from read(_REQUEST.size)
         _, rank = _REQUEST.unpack(request)
         challenges = request + (own := secrets.token_bytes(_CHALLENGE_BYTES))
         reply = own + _proof(self._secret, b"listener", challenges)
-        if not allows(rank) or connection.send(reply) < len(reply):
+        if not self._allows(rank) or connection.send(reply) < len(reply):
             return None
         expected = _proof(self._secret, b"peer", challenges) + _FIRST_BYTE
-        allows, answer = yield from _read(connection, len(expected))
-        return rank if secrets.compare_digest(answer, expected) and allows(rank) else None
+        answer = yield from read(len(expected))
+        return rank if secrets.compare_digest(answer, expected) and self._allows(rank) else None
 
     def _close_old(self) -> None:
         """Closes connections that have not become complete in time, and the oldest of too many."""
         until = time.monotonic() - _REPLY_SECONDS
         pending = [key for key in self._selector.get_map().values() if key.data is not None]
-        for newer, key in enumerate(sorted(pending, key=lambda key: -key.data.since)):
-            if newer >= _MOST_PENDING or key.data.since < until:
+        for newer, key in enumerate(sorted(pending, key=lambda key: -key.data[0])):
+            if newer >= _MOST_PENDING or key.data[0] < until:
                 self._selector.unregister(key.fileobj)
                 key.fileobj.close()  # type: ignore[union-attr]
 
@@ -310,17 +288,13 @@ def connect(
                 connection.settimeout(patience)
                 request = _REQUEST.pack(secrets.token_bytes(_CHALLENGE_BYTES), rank)
                 connection.sendall(request)
-                reply = b""
-                while missing := _CHALLENGE_BYTES + _PROOF_BYTES - len(reply):
-                    if not (received := connection.recv(missing)):
-                        raise ConnectionResetError
-                    reply += received
+                with connection.makefile("rb") as stream:
+                    reply = stream.read(_CHALLENGE_BYTES + _PROOF_BYTES)
                 challenges = request + reply[:_CHALLENGE_BYTES]
                 expected = _proof(secret, b"listener", challenges)
                 if secrets.compare_digest(reply[_CHALLENGE_BYTES:], expected):
                     connection.sendall(_proof(secret, b"peer", challenges))
                     on_failure.pop_all()
-                    connection.setblocking(False)
                     return connection
         time.sleep(_PAUSE_SECONDS)
         patience = min(2 * patience, _REPLY_SECONDS)
@@ -400,7 +374,6 @@ class Links:
     Args:
         size: Number of processes.
         name: Rank and host of this process.
-        peers: Connections that exist already.
         contacts: The processes to which this one may report, first its parent in the tree.
         acceptor: Accepts processes that report to this one.
 
@@ -417,9 +390,8 @@ class Links:
         rank: int,
         size: int,
         name: str,
-        peers: Sequence[JsonSocket] = (),
-        contacts: Sequence[Contact] = (),
-        acceptor: Acceptor | None = None,
+        contacts: Sequence[Contact],
+        acceptor: Acceptor | None,
     ):
         self.rank, self.size, self._name = rank, size, name
         self.contacts, self._acceptor = contacts, acceptor
@@ -432,8 +404,6 @@ class Links:
             self._selector.register(acceptor, selectors.EVENT_READ, acceptor)
         self.peers: list[JsonSocket] = []
         self.closing = self._searching = False
-        for peer in peers:
-            self._add(peer)
         self.settled = threading.Event()
         self._orphan_since, self._gives_up = math.inf, False
         if contacts:
@@ -553,10 +523,11 @@ class Links:
 
 def make_links(comm: Comm, tree: np.ndarray, name: str) -> Links:
     """Starts to connect a process to its parent in the tree, and to accept others; collective."""
-    rank, listener, secret = comm.Get_rank(), listen(_BACKLOG), comm.bcast(new_secret())
+    rank, listener = comm.Get_rank(), listen()
+    secret = comm.bcast(secrets.token_bytes(_PROOF_BYTES))
     own = (addresses(), listener.getsockname()[1]) if listener is not None else ([], 0)
     places: list[tuple[list[str], int]] = comm.allgather(own)
     ranks = dict.fromkeys([*ancestors(tree, rank), *range(min(rank, _FIRST_RANKS))])
     contacts = [Contact(r, places[r][0], places[r][1], secret_of(secret, r)) for r in ranks]
     acceptor = Acceptor(listener, secret_of(secret, rank)) if listener is not None else None
-    return Links(rank, len(tree), name, [], contacts, acceptor)
+    return Links(rank, len(tree), name, contacts, acceptor)

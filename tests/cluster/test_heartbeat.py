@@ -34,7 +34,9 @@ MALFORMED = [
 
 def beating(rank, *peers, tree=STAR, abort=lambda *abort: None, describe="rank {}".format):
     """A heartbeat with some connections, each with the rank of its peer."""
-    links = Links(rank, len(tree), describe(rank), [JsonSocket(end, peer) for end, peer in peers])
+    links = Links(rank, len(tree), describe(rank), [], None)
+    for end, peer in peers:
+        links._add(JsonSocket(end, peer))
     return Heartbeat(rank, np.array(tree), links, describe, abort)
 
 
