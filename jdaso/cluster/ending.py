@@ -82,11 +82,14 @@ def abort(reason: str, status: int, all_abort: bool = True) -> None:
     if exits:
         os._exit(status)
     start_watchdog()
-    _skip_exit_handlers(status)
     _abort_mpi(status)
 
 
 def _abort_mpi(status: int) -> None:
+    # MPI_Abort calls C's exit. This makes it end at once, because other exit handlers may hang.
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL(None)
+        libc.__cxa_atexit(libc._exit, ctypes.c_void_p(status), None)
     from mpi4py import MPI
 
     MPI.COMM_WORLD.Abort(status)
@@ -145,13 +148,6 @@ def _exit_later(status: int, seconds: float) -> None:
     except (OSError, AttributeError):  # another C library
         pass
     faulthandler.dump_traceback_later(seconds, exit=True, file=_STDERR)
-
-
-def _skip_exit_handlers(status: int) -> None:
-    """Makes C's ``exit``, which MPI_Abort calls, end at once: other exit handlers may hang."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        libc = ctypes.CDLL(None)
-        libc.__cxa_atexit(libc._exit, ctypes.c_void_p(status), None)
 
 
 def _ignore_sigterm() -> None:

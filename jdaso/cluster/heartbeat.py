@@ -159,17 +159,12 @@ class Reports:
         """Keeps the report of a peer, unless it is malformed."""
         if not fits(message, self._shape):
             return
-        silent, dead, exited, rerouted, questions, answers = message
-        self._heard[rank] = report = Report(
-            decode_ranks(silent),
-            decode_ranks(dead),
-            decode_ranks(exited),
-            decode_ranks(rerouted),
-            tuple(Call(*call) for call in questions),
-            decode(answers),
-        )
-        self.dead |= report.dead
-        self.exited |= report.exited
+        *ranks, questions, answers = message
+        silent, dead, exited, rerouted = map(decode_ranks, ranks)
+        calls = tuple(Call(*call) for call in questions)
+        self._heard[rank] = Report(silent, dead, exited, rerouted, calls, decode(answers))
+        self.dead |= dead
+        self.exited |= exited
 
     def forget(self, rank: int) -> None:
         """Forgets the report of a peer that has died or exits."""
@@ -194,7 +189,7 @@ class Reports:
         rerouted = self._own_rerouted.intersection(below)
         rerouted = rerouted.union(*(report.rerouted for report in below.values())) - silent_peers
         silent -= rerouted | (below.keys() - silent_peers)
-        asked = self._roll_call.questions()
+        asked = list(self._roll_call.asked)
         asked += [call for report in below.values() for call in report.questions]
         questions = tuple(earliest(asked))
         answers = {
@@ -250,10 +245,6 @@ class Heartbeat:
         os.register_at_fork(after_in_child=links.close)
         threading.Thread(target=self._run, name="jdaso-heartbeat", daemon=True).start()
 
-    def set_unconnected(self, ranks: frozenset[int]) -> None:
-        """Notes which ranks could not connect to their parents at the start."""
-        self._reports.unconnected = ranks
-
     def silent_ranks(self) -> frozenset[int]:
         """Returns the ranks from which nothing was received for ``SILENT_SECONDS``."""
         return self._reports.silent
@@ -266,13 +257,14 @@ class Heartbeat:
         """Names ranks and their hosts, and says whether each is alive, silent or gone."""
         return self._reports.states(ranks)
 
-    def broadcast_abort(self, reason: str, status: int) -> bool:
-        """Asks all other processes to abort for the same reason.
+    def broadcast_abort(self, reason: str, status: int, source: int | None = None) -> bool:
+        """Asks all other processes but the source of the reason to abort for the same reason.
 
         Returns whether a connection leads to every one of them.
         """
         for peer in list(self._links.peers):
-            peer.send("end", reason[-MAX_MESSAGE_BYTES // 16 :], status)
+            if peer.rank != source:
+                peer.send("end", reason[-MAX_MESSAGE_BYTES // 16 :], status)
         return bool(self._reports.connected().all())
 
     def follow(self, policy: DeathPolicy) -> Callable[[], None]:
@@ -383,10 +375,7 @@ class Heartbeat:
         self._abort_all(f"{self.describe(rank)} {reason}", EXIT_NODE_LOST, source=rank)
 
     def _abort_all(self, reason: str, status: int, source: int) -> None:
-        """Forwards the reason to all peers but its source, then aborts this process."""
-        for peer in self._links.peers:
-            if peer.rank != source:
-                peer.send("end", reason, status)
+        self.broadcast_abort(reason, status, source)
         self._abort(reason, status)
 
 
@@ -404,7 +393,7 @@ def start_heartbeat(
         comm.Iprobe()  # some MPI libraries send only while they are being called
     connects = comm.allgather(rank == 0 or links.parent is not None)
     unconnected = frozenset(other for other, found in enumerate(connects) if not found)
-    heartbeat.set_unconnected(unconnected)
+    heartbeat._reports.unconnected = unconnected
     if rank == min(unconnected, default=None):
         parent, hosts, port, _ = links.contacts[0]
         logger.warning(

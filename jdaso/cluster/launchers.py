@@ -164,12 +164,12 @@ def cannot_start(launch: Launch, library: str, mpich: str | None) -> bool:
     return speaks_pmix and library.startswith("MPICH")
 
 
-def explain_single_process(launch: Launch, library: str, host: str) -> str:
-    """Returns the error for several launched processes that MPI on ``host`` cannot connect."""
+def explain_single_process(launch: Launch, library: str) -> str:
+    """Returns the error for several launched processes that MPI on this host cannot connect."""
     name, manager, *_ = launch.launcher
     problem = (
-        f"{name} started {launch.processes} processes, but the MPI on {host} cannot connect this "
-        "one with the others. "
+        f"{name} started {launch.processes} processes, but the MPI on {socket.gethostname()} "
+        "cannot connect this one with the others. "
     )
     matching = f"the mpiexec of this MPI ({library})"
     if name != "srun":

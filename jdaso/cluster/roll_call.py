@@ -65,10 +65,14 @@ class RollCall:
     """Records what this process has posted and waits for, and the answers to its questions.
 
     The program and the progress threads of exchanges call it, and the thread of the heartbeat reads
-    it. It needs no lock: each series is posted by one thread, and readers copy a dictionary first.
+    it. It needs no lock: each series is posted by one thread, and readers copy a collection first.
 
     Args:
         on_question: Called from the thread that has a new question.
+
+    Attributes:
+        asked: Operations about which this process asks the others.
+        answers: Answers of all processes, replaced as a whole.
     """
 
     def __init__(self, rank: int, on_question: Callable[[], None]):
@@ -77,9 +81,8 @@ class RollCall:
         self._series: set[int] = set()
         self._created: Counter[int] = Counter()  # series, by the checksum of their members
         self._closed: set[int] = set()
-        self._asked: dict[Call, None] = {}
+        self.asked: set[Call] = set()
         self._awaited: dict[Call, str] = {}
-        #: Answers of all processes, replaced as a whole.
         self.answers: Mapping[Call, Answer] = {}
 
     def new_series(self, members: Sequence[int]) -> int:
@@ -108,8 +111,8 @@ class RollCall:
 
     def ask(self, call: Call) -> None:
         """Asks all processes whether they have posted an operation, until it is ``done``."""
-        if call not in self._asked:
-            self._asked[call] = None
+        if call not in self.asked:
+            self.asked.add(call)
             self._on_question()
 
     def wait(self, call: Call, name: str) -> None:
@@ -117,12 +120,8 @@ class RollCall:
         self._awaited[call] = name[:_MAX_TEXT]
 
     def done(self, call: Call) -> None:
-        self._asked.pop(call, None)
+        self.asked.discard(call)
         self._awaited.pop(call, None)
-
-    def questions(self) -> list[Call]:
-        """Returns the earliest question of each series."""
-        return earliest(list(self._asked))
 
     def answer_to(self, call: Call) -> Answer:
         """Returns the answer of this process alone to a question; empty if it is no member."""

@@ -23,6 +23,7 @@ from jax.sharding import AxisType, Mesh
 
 from jdaso.cluster import launchers
 from jdaso.cluster.ending import (
+    EXIT_NODE_LOST,
     DeathPolicy,
     abort,
     abort_alone,
@@ -30,7 +31,7 @@ from jdaso.cluster.ending import (
     at_exit,
     run_exit_functions,
 )
-from jdaso.cluster.heartbeat import EXIT_NODE_LOST, LOST_SECONDS, Heartbeat, start_heartbeat
+from jdaso.cluster.heartbeat import LOST_SECONDS, Heartbeat, start_heartbeat
 from jdaso.cluster.local_devices import LOCAL_AXIS, prepare_devices
 from jdaso.cluster.mpi_types import Comm
 from jdaso.core.log import logger
@@ -254,40 +255,34 @@ class Topology:
 
     def duplicate_comm(self) -> Comm:
         """Makes a communicator over all processes, with messages of its own; collective."""
-        return _created(self._comm().Dup)
+        return self._create(lambda comm: comm.Dup())
 
     def across_nodes(self) -> Comm:
         """Makes a communicator of one process of each node, in the order of nodes; collective.
 
         It connects the processes with the local rank of this one.
         """
-        comm = self._comm()
-        return _created(lambda: comm.Split(color=self.local_rank, key=self.node))
+        return self._create(lambda comm: comm.Split(color=self.local_rank, key=self.node))
 
     def within_node(self) -> Comm:
         """Makes a communicator of the processes of this node; collective over all processes."""
-        comm = self._comm()
-        return _created(lambda: comm.Split(color=self.node, key=self.local_rank))
+        return self._create(lambda comm: comm.Split(color=self.node, key=self.local_rank))
 
-    def _comm(self) -> Comm:
+    def _create(self, create: Callable[[Comm], Comm]) -> Comm:
+        """Creates a communicator, or says what to do if MPI is missing or can create no more."""
         if self.comm is None:
             raise JdasoError(
                 "this requires MPI: install mpi4py, and start with mpiexec or srun. "
                 "Check both with: python -m jdaso doctor"
             )
-        return self.comm
-
-
-def _created(create: Callable[[], Comm]) -> Comm:
-    """Creates a communicator, or says what to do if MPI can create no more."""
-    try:
-        return create()
-    except Exception as error:
-        raise JdasoError(
-            f"MPI cannot create another communicator: {error}. Every exchange and mpi_center needs "
-            "several: create them once and use them again, or call exchange.close() on all "
-            "processes. An mpi_center keeps its own until the end."
-        ) from None
+        try:
+            return create(self.comm)
+        except Exception as error:
+            raise JdasoError(
+                f"MPI cannot create another communicator: {error}. Every exchange and mpi_center "
+                "needs several: create them once and use them again, or call exchange.close() on "
+                "all processes. An mpi_center keeps its own until the end."
+            ) from None
 
 
 def discover_topology(
@@ -339,8 +334,8 @@ def discover_topology(
     with launchers.said_if_alone(os.environ):
         comm = _start_mpi()
     rank = comm.Get_rank() if comm is not None else 0
-    own_host = socket.gethostname(), _memory_group(comm)
-    hosts, groups = zip(*([own_host] if comm is None else comm.allgather(own_host)), strict=True)
+    gather = (lambda own: [own]) if comm is None else comm.allgather
+    hosts, groups = zip(*gather((socket.gethostname(), _memory_group(comm))), strict=True)
     # Before JAX, because a process that finds no device must not leave the others waiting.
     heartbeat = None
     if comm is not None and len(hosts) > 1:
@@ -350,10 +345,9 @@ def discover_topology(
         _join_node(comm, _fill_nodes(np.array(groups), hosts, per_node)[rank], per_node)
     visible = tuple(jax.local_devices())
     own = visible[0].platform, len(visible), jax.process_count(), jax.process_index()
-    devices = [own] if comm is None else comm.allgather(own)
     processes = tuple(
         Process(*about, *found)
-        for *about, found in zip(range(len(hosts)), hosts, groups, devices, strict=True)
+        for *about, found in zip(range(len(hosts)), hosts, groups, gather(own), strict=True)
     )
     per_node, placements = assign_nodes(processes, processes_per_node)
     if len(processes) == 1 and (warning := launchers.missing_srun(os.environ)):
@@ -383,8 +377,7 @@ def _start_mpi() -> Comm | None:
         return None
     if not MPI.Is_initialized():
         if launchers.cannot_start(launch, library(MPI), mpich):
-            host = socket.gethostname()
-            raise JdasoError(launchers.explain_single_process(launch, library(MPI), host))
+            raise JdasoError(launchers.explain_single_process(launch, library(MPI)))
         level = mpi4py.rc.thread_level if mpi4py.rc.threads else "single"
         MPI.Init_thread(getattr(MPI, f"THREAD_{level.upper()}"))
         if mpi4py.rc.finalize is not False:
@@ -392,8 +385,7 @@ def _start_mpi() -> Comm | None:
             _finalized_by = os.getpid()
     size = MPI.COMM_WORLD.Get_size()
     if size == 1 and launch.processes > 1:
-        host = socket.gethostname()
-        raise JdasoError(launchers.explain_single_process(launch, library(MPI), host))
+        raise JdasoError(launchers.explain_single_process(launch, library(MPI)))
     if size > 1 and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise JdasoError(
             f"MPI was initialized with thread level {thread_level(MPI)} on {socket.gethostname()}, "
@@ -451,10 +443,9 @@ def _start_heartbeat(comm: Comm, hosts: Sequence[str], groups: np.ndarray) -> He
     own = describe(comm.Get_rank())
     try:
         heartbeat = start_heartbeat(comm, groups, describe, abort)
-    except Exception as error:
-        if comm.Get_size() > 1:  # the others wait for this one
-            reason = f"{own} failed: its heartbeat cannot start: {type(error).__name__}: {error}"
-            abort(reason, 1, all_abort=False)
+    except Exception as error:  # the others wait for this one
+        reason = f"{own} failed: its heartbeat cannot start: {type(error).__name__}: {error}"
+        abort(reason, 1, all_abort=False)
         raise
     at_exit(heartbeat.close)
     abort_on_exception(own, functools.partial(_abort_all, heartbeat))

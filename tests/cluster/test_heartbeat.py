@@ -272,7 +272,7 @@ def test_a_long_silence_aborts_all(fast, monkeypatch):
 
 def test_a_rank_without_a_connection_is_not_called_alive():
     heartbeat = beating(0)
-    heartbeat.set_unconnected(frozenset({1}))
+    heartbeat._reports.unconnected = frozenset({1})
     unknown = "rank 1 (unknown: no heartbeat connection leads to it)"
     assert heartbeat.states(frozenset({1})) == unknown
     assert heartbeat.states(frozenset()) == "the other processes"

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -75,8 +76,9 @@ def test_mpiexec_that_srun_helps_to_start(own):
         (("mpiexec", ""), "MPICH Version: 5.0.2", ["The mpiexec that was used does not match"]),
     ],
 )
-def test_error_names_the_mismatch(launch, library, parts):
-    text = explain_single_process(Launch(4, Launcher(*launch)), library, "host7")
+def test_error_names_the_mismatch(monkeypatch, launch, library, parts):
+    monkeypatch.setattr(socket, "gethostname", lambda: "host7")
+    text = explain_single_process(Launch(4, Launcher(*launch)), library)
     for part in [f"{launch[0]} started 4 processes", "on host7", library, *parts]:
         assert part in text
 
