@@ -23,7 +23,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import zip_longest
-from typing import NamedTuple
 
 import numpy as np
 
@@ -94,18 +93,14 @@ def all_reduce(
             assert terms.base is not None
             spare.append(terms.base)
         if step < chunks:
-            scattered.append(_scatter(comm, vector, _chunk(owned, step * rows, rows), spare))
+            skipped = np.minimum(owned.counts, step * rows)
+            pieces = Pieces(owned.starts + skipped, np.minimum(owned.counts - skipped, rows))
+            scattered.append(_scatter(comm, vector, pieces, spare))
         if len(gathered) > ahead:
             yield from wait_for([gathered.popleft()])
     yield from wait_for(gathered)
     own = int(owned.counts[rank])
     return row * (int(owned.counts.sum()) - own + (size - 1) * own)
-
-
-def _chunk(owned: Pieces, offset: int, rows: int) -> Pieces:
-    """At most ``rows`` elements of each shard, from an offset on."""
-    skipped = np.minimum(owned.counts, offset)
-    return Pieces(owned.starts + skipped, np.minimum(owned.counts - skipped, rows))
 
 
 def _scatter(
@@ -156,7 +151,7 @@ def _buffer(array: np.ndarray, pieces: Pieces, row: int) -> list:
     """What mpi4py takes for a vector of which each member sends or receives a piece."""
     # mpi4py reads each number on its own. With lists this takes a third of the time.
     starts, counts = ((row * numbers).tolist() for numbers in pieces)
-    return [array.reshape(-1).view(np.uint8), (counts, starts), "B"]
+    return [_bytes(array), (counts, starts), "B"]
 
 
 def add_in_order(terms: np.ndarray, out: np.ndarray) -> None:
@@ -190,14 +185,6 @@ def widen_sums(arrived: np.ndarray, sums: np.ndarray, size: int, kept: slice) ->
             yield WaitState(progressed=True)
 
 
-def subtract_product(sums: np.ndarray, own: np.ndarray, factor: float) -> Operation:
-    """Subtracts ``factor * own``, an array in its wire dtype, from sums in their dtype."""
-    for lo in range(0, len(sums), _CONVERTED_AT_ONCE):
-        place = slice(lo, lo + _CONVERTED_AT_ONCE)
-        sums[place] -= widened(own[place]) * sums.dtype.type(factor)
-        yield WaitState(progressed=True)
-
-
 def widened(array: np.ndarray) -> np.ndarray:
     """Converts an array from its wire dtype to its accumulation dtype.
 
@@ -217,47 +204,34 @@ _BROADCAST_BYTES = 1 << 26
 _OUTLINE = np.dtype([("digest", "V32"), ("length", "<i8")])
 
 
-class _Segment(NamedTuple):
-    """Consecutive elements of a memory of a slot, see ``all_reduce``."""
+def sum_staged(
+    comm: Comm, memory: Memory, members: float, chunk_bytes: int, spare: list[np.ndarray]
+) -> Operation:
+    """Sums a slot's memory over a communicator of all nodes; returns the bytes sent.
 
-    vector: np.ndarray
-    sums: np.ndarray
-    arrived: np.ndarray
-
-
-def _segments(memory: Memory) -> list[_Segment]:
-    return [
-        _Segment(vector[place], total := sums[place], total if wide is sums else wide[place])
+    If the layout is ``relative``, the sums are without what this process has sent, times
+    ``members``, the number of nodes that contribute. For the other arguments see ``all_reduce``.
+    """
+    parts = [
+        (vector[place], total := sums[place], total if wide is sums else wide[place])
         for (vector, sums), wide in zip(memory.pairs, memory.arrived, strict=True)
         for place in segments(vector)
     ]
-
-
-def sum_staged(comm: Comm, memory: Memory, chunk_bytes: int, spare: list[np.ndarray]) -> Operation:
-    """Sums a slot's memory over a communicator; returns the bytes sent.
-
-    The arguments are those of ``all_reduce``. The sums are rounded to the wire dtype until
-    ``widen_staged`` has converted them.
-    """
-    sent = 0
-    for segment in _segments(memory):
-        sent += yield from all_reduce(comm, *segment, chunk_bytes, spare)
-    return sent
-
-
-def widen_staged(memory: Memory, node: int, nodes: int) -> Operation:
-    """Converts the sums to their accumulation dtype."""
-    for vector, sums, arrived in _segments(memory):
+    sent, size = 0, comm.Get_size()
+    for part in parts:
+        sent += yield from all_reduce(comm, *part, chunk_bytes, spare)
+    for vector, sums, arrived in parts:
         if arrived is not sums:
-            own = shards(len(vector), nodes).of(node)
+            own = shards(len(vector), size).of(comm.Get_rank())
             kept = own if format_of(vector.dtype) else slice(0, 0)
-            yield from widen_sums(arrived, sums, nodes, kept)
-
-
-def subtract_own(memory: Memory, members: float) -> Operation:
-    """Subtracts what this process has sent, times the number of members, from the sums."""
-    for vector, sums, _ in _segments(memory):
-        yield from subtract_product(sums, vector, members)
+            yield from widen_sums(arrived, sums, size, kept)
+    if memory.layout.relative:
+        for vector, sums, _ in parts:
+            for lo in range(0, len(sums), _CONVERTED_AT_ONCE):
+                place = slice(lo, lo + _CONVERTED_AT_ONCE)
+                sums[place] -= widened(vector[place]) * sums.dtype.type(members)
+                yield WaitState(progressed=True)
+    return sent
 
 
 def broadcast(comm: Comm, arrays: Sequence[np.ndarray], root: int) -> Operation:
@@ -283,12 +257,6 @@ def any_true(comm: Comm, flag: bool) -> Operation:
     """Whether any member's flag is True."""
     flags = yield from gather(comm, np.array([flag]))
     return bool(flags.any())
-
-
-def compare(comm: Comm, outline: Sequence[str], describe: Callable[[int], str]) -> Operation:
-    """Raises on every member if the outlines of the members' trees, a line per leaf, differ."""
-    if (pair := (yield from different(comm, outline))) is not None:
-        check_alike(list(pair.values()), lambda index: describe(list(pair)[index]))
 
 
 def different(comm: Comm, lines: Sequence[str]) -> Operation:

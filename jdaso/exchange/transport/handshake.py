@@ -5,7 +5,7 @@ The handshake compares what the processes are about to exchange, and sums the he
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from jdaso.core.tree import KEEP_OUT
 from jdaso.core.types import JdasoError
 from jdaso.core.wire import describe_narrow_wires
 from jdaso.exchange.host.layout import Layout, Memory, sender
-from jdaso.exchange.host.slots import exchange_name
 from jdaso.exchange.transport.collectives import add_in_order, gather
 from jdaso.exchange.transport.progress import Operation, closed_without
 
@@ -55,23 +54,19 @@ _SUMMED = slice(None, -len(AGREEMENT_NAMES))
 
 
 class Abandoned(Exception):
-    """A member, given by its rank, has abandoned the exchanges."""
-
-    def __init__(self, rank: int):
-        super().__init__(rank)
-        self.rank = rank
+    """A member has abandoned the exchanges. The argument is its rank."""
 
 
 def handshake(
     comm: Comm,
+    name: str,
     fingerprint: int,
     number: int,
     step: int,
     header: np.ndarray,
+    content: int,
     contributors: np.ndarray,
     describe: Callable[[int], str],
-    content: int = 0,
-    of_name: str = "",
 ) -> Operation:
     """Sends a record of the exchange to all members, compares theirs, and sums the headers.
 
@@ -80,11 +75,11 @@ def handshake(
     the records of nodes at different exchanges would not meet.
 
     Args:
+        name: What messages call it.
         fingerprint: Checksum of the shapes and dtypes of the exchanged arrays.
         step: Optimizer step after which it was posted.
+        content: What :class:`Watch` has found about the arrays.
         contributors: Ranks whose headers are summed, one per node.
-        content: what :class:`Watch` has found about the arrays.
-        of_name: what messages add to the number.
 
     Returns:
         The header, float32[HEADER_SIZE], with the sums and this process's agreement numbers, and
@@ -96,7 +91,7 @@ def handshake(
     record = np.zeros(1, _RECORD)
     record[0] = (number, step, fingerprint, content, header)
     records = yield from gather(comm, record)
-    own, name = comm.Get_rank(), exchange_name(number) + of_name
+    own = comm.Get_rank()
     for rank in np.flatnonzero(records["number"] == _ABANDON)[:1]:
         raise Abandoned(int(rank))
     for rank in np.flatnonzero(records["number"] == _EXIT)[:1]:
@@ -111,10 +106,15 @@ def handshake(
                 f"{describe(own)}{_plan(header)} but {other[field]} in {describe(rank)}"
                 f"{_plan(other['header'])}. {advice}"
             )
-    differs = records["header"][:, _AGREEMENT] != header[_AGREEMENT]
-    for rank in np.flatnonzero(differs.any(axis=1))[:1]:
-        other = records["header"][rank]
-        _raise_disagreement(name, header, other, [describe(own), describe(rank)])
+    agreements = records["header"][:, _AGREEMENT]
+    for rank, i in np.argwhere(agreements != agreements[own])[:1]:
+        quantity, a, b = AGREEMENT_NAMES[i], int(agreements[own, i]), int(agreements[rank, i])
+        value = "the fingerprint of " if quantity.startswith("the ") else ""
+        advice = _SAME_START if quantity == AGREEMENT_NAMES[-1] else _SAME_SCHEDULE
+        raise JdasoError(
+            f"nodes disagree at {name}: {value}{quantity} is {a} in {describe(own)} but {b} in "
+            f"{describe(rank)}. {advice}"
+        )
     total = header.copy()
     # All members add in the same order and therefore get the same bits.
     headers = records["header"][contributors]
@@ -123,7 +123,7 @@ def handshake(
     return total, records
 
 
-def exit_barrier(comm: Comm, abandon: bool = False, failed: bool = False) -> Operation:
+def exit_barrier(comm: Comm, abandon: bool, failed: bool) -> Operation:
     """Waits until all members have reached this barrier. Returns whether one of them has failed.
 
     A member that posts an exchange instead receives this record, and reaches the barrier later. Its
@@ -142,20 +142,6 @@ def _plan(header: np.ndarray) -> str:
     """The period and delay of a header, in parentheses; empty if it has none."""
     period, delay = (int(x) for x in header[_AGREEMENT][:2])
     return f" (period {period}, delay {delay})" if period else ""
-
-
-def _raise_disagreement(
-    name: str, own: np.ndarray, other: np.ndarray, members: Sequence[str]
-) -> None:
-    """Raises an error with the first agreement number in which two headers differ."""
-    for quantity, a, b in zip(AGREEMENT_NAMES, own[_AGREEMENT], other[_AGREEMENT], strict=True):
-        if a != b:
-            value = "the fingerprint of " if quantity.startswith("the ") else ""
-            advice = _SAME_START if quantity == AGREEMENT_NAMES[-1] else _SAME_SCHEDULE
-            raise JdasoError(
-                f"nodes disagree at {name}: {value}{quantity} is {int(a)} in {members[0]} but "
-                f"{int(b)} in {members[1]}. {advice}"
-            )
 
 
 #: Exchanges in a row that bring nothing, after which it is an error.
@@ -235,7 +221,16 @@ class Watch:
         if number == UNCOUNTED:
             return
         if not finite:
-            self._warn_overflow(number, memory)
+            self._overflows += 1
+            # At the first, second, fourth, eighth ... time.
+            if self._overflows & (self._overflows - 1) == 0:
+                bounds = memory.layout.bounds
+                lost = [i for i, sums in enumerate(memory.sums) if not np.isfinite(sums).all()]
+                logger.warning(
+                    "the sum over the nodes is not finite in exchange %d%s, and all nodes ignore "
+                    "this exchange.",
+                    *(number, f": {memory.layout.name(bounds[lost[0]][0])}" if lost else ""),
+                )
         self._in_vain = 0 if finite and members else self._in_vain + 1
         if self._in_vain >= IN_VAIN and not self._gradients:
             raise JdasoError(
@@ -243,16 +238,4 @@ class Watch:
                 "because on each node parameters or gradients were not finite since the merge "
                 "before, or because the sum over the nodes was not: each node trains alone. Lower "
                 "the learning rate, or the first scale if the loss is scaled."
-            )
-
-    def _warn_overflow(self, number: int, memory: Memory) -> None:
-        """Warns at the first, second, fourth, eighth ... time."""
-        self._overflows += 1
-        if self._overflows & (self._overflows - 1) == 0:
-            bounds = memory.layout.bounds
-            lost = [i for i, sums in enumerate(memory.sums) if not np.isfinite(sums).all()]
-            logger.warning(
-                "the sum over the nodes is not finite in exchange %d%s, and all nodes ignore this "
-                "exchange.",
-                *(number, f": {memory.layout.name(bounds[lost[0]][0])}" if lost else ""),
             )

@@ -1,7 +1,7 @@
 """The exchanges of one process over MPI: communicators, operations, and calls of the host.
 
-:class:`ExchangeCommunicators` runs one exchange, :class:`MpiTransport` serves the slots with it,
-and :class:`HostCollectives` are the calls that the program makes outside of exchanges.
+:class:`Membership` has the communicators, :class:`MpiTransport` serves the slots over them, and
+:class:`HostCollectives` are the calls that the program makes outside of exchanges.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -37,161 +37,34 @@ from jdaso.exchange.transport.handshake import (
     exit_barrier,
     handshake,
 )
-from jdaso.exchange.transport.progress import Operation, Progress, Request, completed
-
-
-class IndexCommunicators(NamedTuple):
-    """The communicators that transfer the exchanges of one local index."""
-
-    nodes: Comm  # one process of each node
-    within_node: Comm | None  # the processes of this node; None if a node is one process
-
-
-class ExchangeCommunicators:
-    """The communicators of all local indices. Creating them is collective over all processes."""
-
-    def __init__(self, topology: Topology, chunk_bytes: int):
-        self._topology = topology
-        self._chunk_bytes = chunk_bytes
-        self._spare: list[np.ndarray] = []  # memory in which terms of sums have arrived
-        self._alone = 0  # exchanges since another process has abandoned them
-        # One of several processes of a node has one local index, its local rank.
-        self._by_index = [_create(topology) for _ in topology.devices]
-        self.handshakes = topology.duplicate_comm()
-        # A consensus must not receive messages of exchanges that are in flight. Inside a program
-        # nothing orders it and a post, so it has handshakes of its own.
-        self._consensus = _create(topology)
-        self._consensus_handshakes = topology.duplicate_comm()
-        # World ranks of the processes with each local rank, in the order of nodes.
-        places = np.array(topology.placements)
-        by_node = np.lexsort((places[:, 1], places[:, 0]))
-        self._members = by_node.reshape(-1, topology.processes_per_node).T
-
-    def queue(self, number: int) -> int:
-        """The queue of an exchange. Exchanges of a queue share communicators and run in order."""
-        return UNCOUNTED if number == UNCOUNTED else number % len(self._by_index)
-
-    def all(self) -> list[Comm]:
-        nested = [comm for index in [*self._by_index, self._consensus] for comm in index]
-        return [self.handshakes, self._consensus_handshakes, *filter(None, nested)]
-
-    def exchange(
-        self,
-        number: int,
-        step: int,
-        header: np.ndarray,
-        memory: Memory,
-        before: Request | None,
-        watch: Watch,
-        of_name: str = "",
-    ) -> Operation:
-        """Sums a memory of a slot after the exchange ``before``; returns the header and bytes sent.
-
-        Exchanges of one communicator run one after the other. The messages of several fragments
-        look alike, and messages of a failed exchange may still arrive.
-        """
-        topology, first = self._topology, self._members[0]
-        used, handshakes = self._by_index[self.queue(number)], self.handshakes
-        if number == UNCOUNTED:
-            used, handshakes = self._consensus, self._consensus_handshakes
-        content = watch.content(number, header, memory, topology.local_rank)
-        try:
-            total, records = yield from handshake(
-                handshakes,
-                memory.layout.fingerprint,
-                number,
-                step,
-                header,
-                first,
-                topology.describe,
-                content,
-                of_name,
-            )
-        except Abandoned as other:
-            return self._abandoned(number, other.rank, of_name), 0
-        watch.compare(number, records["content"][self._members], topology, memory.layout)
-        watch.check_contributions(number, records["header"][first, 0], memory.layout)
-        yield from completed(before)
-        members = float(total[0])
-        if used.within_node is None:
-            sent = yield from self._sum(used.nodes, memory, members)
-            finite = memory.finite()  # the same on all nodes, as the sums are
-        else:
-            sent = yield from self._sum_shards(
-                used.nodes, used.within_node, memory, number, members
-            )
-            # Other processes of the node have other shards.
-            lost = not memory.finite()
-            finite = not (yield from collectives.any_true(used.within_node, lost))
-        watch.check_sums(number, bool(finite), members, memory)
-        total[FINITE], total[OWN] = finite, header[0] > 0
-        return total, sent
-
-    def _abandoned(self, number: int, rank: int, of_name: str) -> np.ndarray:
-        """The header of an exchange that another process has abandoned: it brings nothing."""
-        self._alone += 1
-        text = (
-            f"{self._topology.describe(rank)} has abandoned the exchanges{of_name}, and "
-            f"{exchange_name(number)} averages nothing. Leave the training here as well, and call "
-            "exchange.close(abandon=True)."
-        )
-        if self._alone >= IN_VAIN:
-            raise JdasoError(text)
-        if self._alone == 1:
-            logger.warning("%s", text)
-        header = np.zeros(HEADER_SIZE, np.float32)
-        header[FINITE] = 1
-        return header
-
-    def _sum(self, nodes: Comm, memory: Memory, members: float) -> Operation:
-        """Sums a slot's memory over the nodes; returns the bytes sent."""
-        topology = self._topology
-        sent = yield from collectives.sum_staged(nodes, memory, self._chunk_bytes, self._spare)
-        yield from collectives.widen_staged(memory, topology.node, topology.num_nodes)
-        if memory.layout.relative:
-            yield from collectives.subtract_own(memory, members)
-        return sent
-
-    def _sum_shards(
-        self,
-        nodes: Comm,
-        within_node: Comm,
-        memory: Memory,
-        number: int,
-        members: float,
-    ) -> Operation:
-        """Sums the shards that this process sends, and passes the sums on to the other holders."""
-        sent = 0
-        for holders, group in memory.by_holders():
-            root = sender(holders, number)
-            if root == self._topology.local_rank:
-                sent += yield from self._sum(nodes, group, members)
-            yield from collectives.pass_on(within_node, group, root, {*holders} - {root})
-        return sent
-
-
-def _create(topology: Topology) -> IndexCommunicators:
-    within_node = topology.within_node() if topology.joined else None
-    return IndexCommunicators(topology.across_nodes(), within_node)
-
+from jdaso.exchange.transport.progress import Operation, Progress, Request, completed, wait_for
 
 # Operations that the processes post in the same order.
 SERIES = ("exchanges", "consensus", "comparisons", "broadcasts", "flags", "exits")
 
 
 class Membership:
-    """The communicators of one exchange, and the counts of the operations that they carry."""
+    """The communicators of one exchange, and the counts of the operations that they carry.
+
+    Creating them is collective over all processes. All processes must post the operations of one
+    communicator in the same order. The order between kinds depends on timing, so each kind has its
+    own communicator.
+    """
 
     def __init__(self, topology: Topology, chunk_bytes: int, name: str = ""):
-        self.topology, self.of_name = topology, of_name(name)
+        self.topology, self.chunk_bytes, self.of_name = topology, chunk_bytes, of_name(name)
         self._roll_call = topology.heartbeat and topology.heartbeat.roll_call
         ranks = [process.rank for process in topology.processes]
         self._series = (
             {name: self._roll_call.new_series(ranks) for name in SERIES} if self._roll_call else {}
         )
-        self.exchanges = ExchangeCommunicators(topology, chunk_bytes)
-        # All processes must post the operations of one communicator in the same order. The order
-        # between kinds depends on timing, so each kind has its own communicator.
+        # One of several processes of a node has one local index, its local rank.
+        self.by_index = [_communicators(topology) for _ in topology.devices]
+        self.handshakes = topology.duplicate_comm()
+        # A consensus must not receive messages of exchanges that are in flight. Inside a program
+        # nothing orders it and a post, so it has handshakes of its own.
+        self.consensus = _communicators(topology)
+        self.consensus_handshakes = topology.duplicate_comm()
         self.comparisons = topology.duplicate_comm()
         # Each process broadcasts the shards of its local rank.
         self.broadcasts = topology.across_nodes()
@@ -207,7 +80,9 @@ class Membership:
 
         if self._failed or MPI.Is_finalized():
             return
-        for comm in [*self.exchanges.all(), self.comparisons, self.broadcasts, self.flags]:
+        pairs = [comm for pair in [*self.by_index, self.consensus] for comm in pair if comm]
+        others = self.comparisons, self.broadcasts, self.flags
+        for comm in [self.handshakes, self.consensus_handshakes, *pairs, *others]:
             comm.Free()
 
     def call(self, series: str) -> Call | None:
@@ -226,34 +101,33 @@ class Membership:
                 if not (progress.abandons and name == "exchanges"):  # these are answered
                     self._roll_call.close(series)
         abandons = progress.abandons
-        barrier = exit_barrier(self.exchanges.handshakes, abandons, progress.has_failed())
+        barrier = exit_barrier(self.handshakes, abandons, progress.has_failed())
         own = self.topology.describe(self.topology.rank)
         what = "abandoning" if abandons else "closing"
         name = f"the {what} of an exchange{self.of_name}, by {own},"
         request = progress.submit(barrier, name, call=call, last=True)
         self._failed = True  # unless the barrier says otherwise
-        self._failed = request.wait(_in_other_thread)
+        # While another thread waits, the main thread may post other operations.
+        main = threading.main_thread()
+        self._failed = request.wait(lambda: threading.current_thread() is not main)
 
 
-def _in_other_thread() -> bool:
-    """Whether the main thread may post other operations while this thread waits."""
-    return threading.current_thread() is not threading.main_thread()
+def _communicators(topology: Topology) -> tuple[Comm, Comm | None]:
+    """Of one process of each node, and of the processes of this node if there are several."""
+    within_node = topology.within_node() if topology.joined else None
+    return topology.across_nodes(), within_node
 
 
 _PAST_THE_END = (
     "%s has taken the %d steps of its schedule. Every further step blocks: pass the steps of the "
     "whole run as total= to jdaso.cycling."
 )
-
-
 _LOST = (
     "%s still in flight at the end, posted after step %d, and will never be merged: call "
     "jdaso.drain after the last step. If the training is to continue later, save it with "
     "jdaso.checkpoint.Checkpoints, which saves what is in flight, or call jdaso.drain before you "
     "save it by other means."
 )
-
-
 _POSTED_TWICE = (
     "{} was posted twice in %s: one optimizer state was stepped twice (as optax.MultiSteps does: "
     "accumulate gradients in the training step), two states share this exchange, or tx.update ran "
@@ -288,11 +162,17 @@ class MpiTransport:
     """
 
     def __init__(self, membership: Membership, progress: Progress):
+        topology = membership.topology
         self._membership, self._progress = membership, progress
-        self._of_name = membership.of_name
-        self._table = progress.table
-        self._name = membership.topology.describe(membership.topology.rank)
+        self._of_name, self._table = membership.of_name, progress.table
+        self._name = topology.describe(topology.rank)
+        # World ranks of the processes with each local rank, in the order of nodes.
+        places = np.array(topology.placements)
+        by_node = np.lexsort((places[:, 1], places[:, 0]))
+        self._members = by_node.reshape(-1, topology.processes_per_node).T
         self._last_of_queue: dict[int, Request] = {}
+        self._spare: list[np.ndarray] = []  # memory in which terms of sums have arrived
+        self._alone = 0  # exchanges since another process has abandoned them
         self._left_out = 0
         self._watch = Watch()
         self._total = math.inf  # steps of the schedule
@@ -323,7 +203,7 @@ class MpiTransport:
         self._table.clear()
         self._last_of_queue.clear()
 
-    def begin_run(self, total: int | None = None, gradients: bool = False) -> None:
+    def begin_run(self, total: int | None, gradients: bool) -> None:
         """Allows the numbers of exchanges to start again, once, for a run of ``total`` steps.
 
         What programs have posted before belongs to the run before, so the thread has to take that
@@ -347,21 +227,92 @@ class MpiTransport:
         if number != UNCOUNTED and step >= self._total:
             logger.warning(_PAST_THE_END, self._name, self._total)
             self._total = math.inf
-        communicators = self._membership.exchanges
-        queue = communicators.queue(number)
+        # Exchanges of a queue share communicators and run in order.
+        if number == UNCOUNTED:  # a consensus, which belongs to no step
+            queue, series = UNCOUNTED, "consensus"
+            posted = f"called by {self._name} as jdaso.consensus or jdaso.drift"
+        else:
+            queue, series = number % len(self._membership.by_index), "exchanges"
+            posted = f"posted by {self._name} after step {step}"
         before = self._last_of_queue.get(queue)
         self._saved.discard(number)
         name, size = self._label(number), sum(vector.nbytes for vector, _ in memory.pairs)
         logger.debug("%s posted %s after step %d, %d bytes", self._name, name, step, size)
         self._last_of_queue[queue] = self._progress.start(
             slot,
-            communicators.exchange(
-                number, step, header, memory, before, self._watch, self._of_name
-            ),
-            self._description(number, step),
+            self._exchange(queue, number, step, header, memory, before, self._watch),
+            f"{name}, {posted},",
             measured=number != UNCOUNTED,
-            call=self._membership.call("consensus" if number == UNCOUNTED else "exchanges"),
+            call=self._membership.call(series),
         )
+
+    def _exchange(
+        self,
+        queue: int,
+        number: int,
+        step: int,
+        header: np.ndarray,
+        memory: Memory,
+        before: Request | None,
+        watch: Watch,
+    ) -> Operation:
+        """Sums a memory of a slot after the exchange ``before``; returns the header and bytes sent.
+
+        Exchanges of one communicator run one after the other. The messages of several fragments
+        look alike, and messages of a failed exchange may still arrive.
+        """
+        membership, topology, layout = self._membership, self._membership.topology, memory.layout
+        if number == UNCOUNTED:
+            (nodes, within_node), handshakes = membership.consensus, membership.consensus_handshakes
+        else:
+            (nodes, within_node), handshakes = membership.by_index[queue], membership.handshakes
+        name, first = self._label(number), self._members[0]
+        content = watch.content(number, header, memory, topology.local_rank)
+        try:
+            total, records = yield from handshake(
+                *(handshakes, name, layout.fingerprint, number, step, header, content),
+                *(first, topology.describe),
+            )
+        except Abandoned as other:
+            return self._abandoned(number, *other.args), 0
+        watch.compare(number, records["content"][self._members], topology, layout)
+        watch.check_contributions(number, records["header"][first, 0], layout)
+        yield from completed(before)
+        members = float(total[0])
+        how = members, membership.chunk_bytes, self._spare
+        if within_node is None:
+            sent = yield from collectives.sum_staged(nodes, memory, *how)
+            finite = memory.finite()  # the same on all nodes, as the sums are
+        else:
+            # Sums the shards that this process sends, and passes the sums on to the other holders.
+            sent = 0
+            for holders, group in memory.by_holders():
+                root = sender(holders, number)
+                if root == topology.local_rank:
+                    sent += yield from collectives.sum_staged(nodes, group, *how)
+                yield from collectives.pass_on(within_node, group, root, {*holders} - {root})
+            # Other processes of the node have other shards.
+            lost = not memory.finite()
+            finite = not (yield from collectives.any_true(within_node, lost))
+        watch.check_sums(number, finite, members, memory)
+        total[FINITE], total[OWN] = finite, header[0] > 0
+        return total, sent
+
+    def _abandoned(self, number: int, rank: int) -> np.ndarray:
+        """The header of an exchange that another process has abandoned: it brings nothing."""
+        self._alone += 1
+        text = (
+            f"{self._membership.topology.describe(rank)} has abandoned the exchanges"
+            f"{self._of_name}, and {exchange_name(number)} averages nothing. Leave the training "
+            "here as well, and call exchange.close(abandon=True)."
+        )
+        if self._alone >= IN_VAIN:
+            raise JdasoError(text)
+        if self._alone == 1:
+            logger.warning("%s", text)
+        header = np.zeros(HEADER_SIZE, np.float32)
+        header[FINITE] = 1
+        return header
 
     def log_completed(self) -> None:
         """Logs the exchanges that programs have collected, with JDASO_DEBUG."""
@@ -380,20 +331,17 @@ class MpiTransport:
     def _label(self, number: int) -> str:
         return exchange_name(number) + self._of_name
 
-    def _description(self, number: int, step: int) -> str:
-        """The subject of messages about an exchange, or a consensus, which belongs to no step."""
-        if number == UNCOUNTED:
-            called = f"called by {self._name} as jdaso.consensus or jdaso.drift"
-            return f"{self._label(number)}, {called},"
-        return f"{self._label(number)}, posted by {self._name} after step {step},"
-
     def posted(self) -> dict[int, PostedExchange]:
         """Copies of the exchanges that are posted and not yet collected. The caller saves them."""
         self._table.await_posted()
         saved = {}
         for slot in self._table.in_flight():
             try:
-                saved[slot.number] = _saved(slot, self._table.memory(slot))
+                memory, header = self._table.memory(slot), np.array(slot.header, np.float32)
+                layout = memory.layout
+                leaves = layout.join(memory.leaves, slot.number)
+                how = layout.block_bits, layout.relative
+                saved[slot.number] = PostedExchange(slot.step, header, leaves, *how)
             finally:
                 self._table.release(slot)
         self._saved = set(saved)
@@ -422,7 +370,7 @@ class MpiTransport:
             table.memory(slots[0]).fill(layout.cut(exchange.leaves))
             for slot in slots:
                 table.end_post(slot)
-        self._progress.wait(self._progress.submit(_nothing(), "the return to a checkpoint"))
+        self._progress.wait(self._progress.submit(wait_for(()), "the return to a checkpoint"))
         self._saved = set(saved)
 
     def _warn_left_out(self, number: int, memory: Memory, lost: int) -> None:
@@ -440,17 +388,6 @@ class MpiTransport:
                 "them finite), or the learning rate is too high.%s",
                 *(self._name, self._label(number), which, self._left_out - 1, advice),
             )
-
-
-def _saved(slot: Any, memory: Memory) -> PostedExchange:
-    layout = memory.layout
-    leaves: list[Any] = layout.join(memory.leaves, slot.number)
-    header = np.array(slot.header, np.float32)
-    return PostedExchange(slot.step, header, leaves, layout.block_bits, layout.relative)
-
-
-def _nothing() -> Operation:
-    yield from ()
 
 
 # Calls of ``any_node`` until its answer, which has arrived by then in most cases. One node may be
@@ -515,10 +452,14 @@ class HostCollectives:
     def compare(self, outline: Sequence[str]) -> None:
         """Raises JdasoError, on every node, if the outlines of the nodes' trees differ."""
 
-        describe = self._membership.topology.describe
-        compared = collectives.compare(self._membership.comparisons, outline, describe)
+        def compare() -> Operation:
+            pair = yield from collectives.different(self._membership.comparisons, outline)
+            if pair is not None:
+                ranks, describe = list(pair), self._membership.topology.describe
+                collectives.check_alike(list(pair.values()), lambda index: describe(ranks[index]))
+
         what = f"the comparison of parameters in {caller() or 'tx.init'}"
-        self._run(compared, "comparisons", what, devices_are_busy)
+        self._run(compare(), "comparisons", what, devices_are_busy)
 
     def warn_if_different(self, params: PyTree) -> None:
         """Logs which processes start with other parameters than those of the first node.

@@ -10,7 +10,6 @@ that are late, and :class:`Progress` is the thread.
 """
 
 import contextlib
-import functools
 import logging
 import math
 import statistics
@@ -128,10 +127,10 @@ class Request:
         self,
         operation: Operation,
         description: str,
-        measured: bool,
         deadlines: Deadlines,
-        call: Call | None = None,
+        call: Call | None,
         slot: Any = None,
+        measured: bool = False,
     ):
         self.description = description
         self.measured = measured
@@ -192,8 +191,13 @@ class Request:
 
     def step(self) -> None:
         """Advances the operation as far as possible without waiting."""
+        if not self.can_continue():
+            self.state = self.state._replace(progressed=False)
+            return
+        self._continues, raised, self._raised = False, self._raised, None
         try:
-            self.state = self._advance()
+            # The operation may handle an error of MPI.
+            self.state = next(self._operation) if raised is None else self._operation.throw(raised)
         except StopIteration as end:
             self.result = end.value
             self.seconds = time.monotonic() - self.started_at
@@ -224,13 +228,6 @@ class Request:
             except Exception as error:
                 self._continues, self._raised = True, error
         return not requests or self._continues
-
-    def _advance(self) -> WaitState:
-        if not self.can_continue():
-            return self.state._replace(progressed=False)
-        self._continues, raised, self._raised = False, self._raised, None
-        # The operation may handle an error of MPI.
-        return next(self._operation) if raised is None else self._operation.throw(raised)
 
 
 def completed(request: Request | None) -> Operation:
@@ -275,25 +272,12 @@ class Polling:
         """Restarts both clocks after an idle time."""
         self.looked_at = self._progressed_at = time.monotonic()
 
-    def wake(self) -> None:
-        """Ends the sleep, or else the next one; called by any thread."""
-        self._table.wake()
-
-    @contextlib.contextmanager
-    def hurried(self) -> Iterator[None]:
-        """Polls often, because the program waits; called by any thread."""
-        self._table.hurry(1)
-        try:
-            yield
-        finally:
-            self._table.hurry(-1)
-
     def look(self) -> float:
         """Starts to look at all operations, and returns the seconds since it did so before."""
         before, self.looked_at = self.looked_at, time.monotonic()
         return self.looked_at - before
 
-    def note(self, states: Sequence[WaitState], since: float = math.inf) -> None:
+    def note(self, states: Sequence[WaitState], since: float) -> None:
         """Notes the states of the operations, and whether one of them has progressed.
 
         The operation that takes the longest has begun at ``since``.
@@ -312,7 +296,7 @@ class Polling:
         Between two looks, a poll is a pause and at most one call of MPI for each operation.
         """
         look_at = self.looked_at + _LOOK_SECONDS
-        while not self.sleep(self.pause()):
+        while not self._table.wait(self.pause()):
             if any(r.can_continue() for r in requests) or time.monotonic() > look_at:
                 return
 
@@ -328,10 +312,6 @@ class Polling:
         self._pause = max(quiet / _POLLS_PER_PROGRESS, self._pause, _SHORTEST_SECONDS)
         self._pause = min(self._pause, self._longest)
         return self._pause
-
-    def sleep(self, seconds: float) -> bool:
-        """Sleeps; whether news have ended it earlier. -1 is forever."""
-        return self._table.wait(seconds)
 
 
 _ASK_SECONDS = 1.0
@@ -489,13 +469,12 @@ class Progress:
         self._polling = Polling(self.table)
         self._thread = threading.Thread(target=self._run, name="jdaso-progress", daemon=True)
         self._thread.start()
-        self._forget = at_exit(functools.partial(_close_at_exit, self))
+        self._forget = at_exit(self._close_at_exit)
 
     def submit(
         self,
         operation: Operation,
         description: str,
-        measured: bool = False,
         call: Call | None = None,
         last: bool = False,
     ) -> Request:
@@ -503,7 +482,7 @@ class Progress:
 
         The ``last`` operation starts while this object closes, and may take any time.
         """
-        request = Request(operation, description, measured, self._deadlines, call)
+        request = Request(operation, description, self._deadlines, call)
         request.deadline = math.inf if last and not self.abandons else request.deadline
         request.patient = last and self.abandons
         with self._lock:
@@ -513,14 +492,14 @@ class Progress:
                     "exiting."
                 )
             self._submitted.append(request)
-            self._polling.wake()
+            self.table.wake()
         return request
 
     def start(
         self, slot: Any, operation: Operation, description: str, measured: bool, call: Call | None
     ) -> Request:
         """Starts the operation of a slot; called by ``exchanges.take``."""
-        request = Request(operation, description, measured, self._deadlines, call, slot)
+        request = Request(operation, description, self._deadlines, call, slot, measured)
         with self._lock:
             self._requests.append(request)
         return request
@@ -528,8 +507,11 @@ class Progress:
     def wait(self, request: Request, busy: Callable[[], bool] | None = None) -> Any:
         """The result of an operation; JdasoError with the missing ranks if it failed or is late."""
         request.awaited = True
-        with self._polling.hurried():
+        self.table.hurry(1)  # polls often, because the program waits
+        try:
             return request.wait(busy)
+        finally:
+            self.table.hurry(-1)
 
     def close(self) -> None:
         """Completes all operations, announces the exit, and leaves MPI ready to be finalized."""
@@ -537,14 +519,14 @@ class Progress:
             return
         self.table.close()
         with contextlib.suppress(JdasoError):  # after which the thread has taken all slots
-            self.submit(iter(()), "the end of an exchange").done.wait()  # type: ignore[arg-type]
+            self.submit(wait_for(()), "the end of an exchange").done.wait()
         with self._lock:
             if self._closing:
                 return
             self._closing = True
             unawaited = [request for request in self._failed if not request.awaited]
             unfinished = list(dict.fromkeys([*unawaited, *self._requests, *self._submitted]))
-            self._polling.wake()
+            self.table.wake()
         self._forget()
         for request in unfinished:
             request.done.wait()
@@ -557,9 +539,16 @@ class Progress:
         self._announce_exit(self)
         with self._lock:
             self._closed = True
-            self._polling.wake()
+            self.table.wake()
         self._thread.join()
         _kept.extend([*self._failed, *self._requests])  # the latter if the thread has failed
+
+    def _close_at_exit(self) -> None:
+        """Closes, and ends the job if that fails. Python would print the error and exit with 0."""
+        try:
+            self.close()
+        except JdasoError as error:
+            self._abort(f"{self._peers.own_name} failed: {error}")
 
     @contextlib.contextmanager
     def abort_on_error(self) -> Iterator[None]:
@@ -606,7 +595,17 @@ class Progress:
 
     def _loop(self) -> None:
         polling = self._polling
-        while (requests := self._next_requests()) or not self._closed:
+        while True:
+            self._take()
+            if not self._requests:
+                if self._closed:
+                    return
+                # Until there are news, or it is time to look for errors that nobody has awaited.
+                unawaited = not all(request.awaited for request in self._failed)
+                self.table.wait(_UNAWAITED_SECONDS if unawaited else -1)
+                polling.reset()
+                self._take()
+            requests = list(self._requests)
             if (paused := polling.look()) > _SUSPENDED_SECONDS:
                 for request in requests:
                     request.postpone(paused)
@@ -617,40 +616,40 @@ class Progress:
             pending = [r for r in requests if not r.done.is_set()]
             since = min((r.started_at for r in pending), default=math.inf)
             polling.note([r.state for r in pending], since)
-            if requests and not self._remove_completed(requests):
+            ended = [r for r in requests if r.done.is_set()]
+            for request in ended:
+                self._peers.forget(request)
+                self._end(request)
+                if request.error is not None:
+                    self._failed.append(request)
+                elif request.measured:
+                    self._deadlines.note(request.seconds)
+            if ended:
+                with self._lock:
+                    self._requests = [r for r in self._requests if not r.done.is_set()]
+            elif requests:
                 polling.poll(requests)
 
-    def _next_requests(self) -> list[Request]:
-        """The requests. Without any, it waits for the next one, or until it is time to look."""
-        self._take()
-        if not self._requests and not self._closed:
-            unawaited = not all(request.awaited for request in self._failed)
-            self._polling.sleep(_UNAWAITED_SECONDS if unawaited else -1)
-            self._polling.reset()
-            self._take()
-        return list(self._requests)
-
     def _take(self) -> None:
-        """Takes what was submitted, and first the slots that were filled before that."""
+        """Takes what was submitted, and first the slots that were filled before that.
+
+        Also reports errors of compiled programs.
+        """
         with self._lock:
             count = len(self._submitted)
         if self.exchanges is not None:
-            self._serve()
+            for problem in self.table.problems():
+                self._report_error(problem)
+            while slot := self.table.next():
+                try:
+                    self.exchanges.take(slot)
+                except BaseException as error:  # with which this thread ends
+                    self.table.fail(slot, f"{type(error).__name__}: {error}")
+                    raise
+            self.exchanges.log_completed()
         with self._lock:
             self._requests += self._submitted[:count]
             del self._submitted[:count]
-
-    def _serve(self) -> None:
-        """Takes the slots that have been filled, and reports errors of compiled programs."""
-        for problem in self.table.problems():
-            self._report_error(problem)
-        while slot := self.table.next():
-            try:
-                self.exchanges.take(slot)
-            except BaseException as error:  # with which this thread ends
-                self.table.fail(slot, f"{type(error).__name__}: {error}")
-                raise
-        self.exchanges.log_completed()
 
     def _end(self, request: Request) -> None:
         """Passes the result of an operation on to those who collect it."""
@@ -662,21 +661,6 @@ class Progress:
             began, (total, sent) = request.started_at, request.result
             self.table.done(request.slot, total, sent, began, began + request.seconds)
 
-    def _remove_completed(self, requests: list[Request]) -> bool:
-        """Removes the requests that have completed or failed; returns whether there were any."""
-        completed = [request for request in requests if request.done.is_set()]
-        for request in completed:
-            self._peers.forget(request)
-            self._end(request)
-            if request.error is not None:
-                self._failed.append(request)
-            elif request.measured:
-                self._deadlines.note(request.seconds)
-        if completed:
-            with self._lock:
-                self._requests = [r for r in self._requests if not r.done.is_set()]
-        return bool(completed)
-
     def _abort_if_unawaited(self) -> None:
         """Aborts the job for an error that the program would never see."""
         for request in [] if self._closing else self._failed:
@@ -686,11 +670,3 @@ class Progress:
                     f"{self._peers.own_name} failed, and its program does not wait for the "
                     f"result: {request.error}"
                 )
-
-
-def _close_at_exit(progress: Progress) -> None:
-    """Closes, and ends the job if that fails. Python would print the error and exit with 0."""
-    try:
-        progress.close()
-    except JdasoError as error:
-        progress._abort(f"{progress._peers.own_name} failed: {error}")

@@ -55,7 +55,7 @@ def test_with_jdaso_debug_each_exchange_is_logged_when_posted_and_when_completed
 
 @pytest.mark.parametrize(("total", "times"), [(10, 0), (9, 1)])
 def test_the_first_step_beyond_those_of_the_schedule_is_said_to_block(total, times):
-    program = PROGRAM.replace("layout =", f"transport.begin_run({total})\nlayout =")
+    program = PROGRAM.replace("layout =", f"transport.begin_run({total}, False)\nlayout =")
     text = f"has taken the {total} steps of its schedule. Every further step blocks"
     assert logged_by(program).count(text) == times
 

@@ -35,11 +35,11 @@ def test_after_progress_the_pause_is_a_fraction_of_what_that_progress_took(clock
     polling = Polling(Table())
     clock.seconds += 4 * 1.5e-3
     polling.look()
-    polling.note([WAITING._replace(progressed=True)])
+    polling.note([WAITING._replace(progressed=True)], clock.seconds)
     assert polling.pause() == pytest.approx(1.5e-3)
     clock.seconds += 4 * 1e-3
     polling.look()
-    polling.note([WAITING])
+    polling.note([WAITING], clock.seconds)
     assert polling.pause() == pytest.approx(1.5e-3)  # it does not shrink before the next progress
 
 
@@ -63,14 +63,15 @@ def test_an_operation_that_names_no_message_is_polled_often(clock):
 
 
 def test_while_the_program_waits_the_pause_begins_short_and_grows(clock):
-    polling = Polling(Table())
+    polling = Polling(table := Table())
     clock.seconds += 1.0
-    with polling.hurried(), polling.hurried():
-        assert polling.pause() == module._AWAITED_SECONDS[0]
-        clock.seconds += 1e-3
-        assert polling.pause() == pytest.approx(1e-3 / module._POLLS_PER_AWAITED)
-        clock.seconds += 1.0
-        assert polling.pause() == module._AWAITED_SECONDS[1]
+    table.hurry(2)
+    assert polling.pause() == module._AWAITED_SECONDS[0]
+    clock.seconds += 1e-3
+    assert polling.pause() == pytest.approx(1e-3 / module._POLLS_PER_AWAITED)
+    clock.seconds += 1.0
+    assert polling.pause() == module._AWAITED_SECONDS[1]
+    table.hurry(-2)
     assert polling.pause() == module._LONGEST_SECONDS
 
 
@@ -82,14 +83,14 @@ def test_looks_tell_the_seconds_between_them(clock):
 
 
 def test_a_wake_up_ends_the_sleep_or_the_next_one():
-    polling = Polling(Table())
-    polling.wake()
-    polling.wake()
-    assert polling.sleep(TIMEOUT)
-    assert not polling.sleep(1e-3)  # two wake-ups before a sleep are one
-    threading.Timer(0.05, polling.wake).start()
+    table = Table()
+    table.wake()
+    table.wake()
+    assert table.wait(TIMEOUT)
+    assert not table.wait(1e-3)  # two wake-ups before a sleep are one
+    threading.Timer(0.05, table.wake).start()
     begin = time.monotonic()
-    assert polling.sleep(-1)
+    assert table.wait(-1)
     assert time.monotonic() - begin < TIMEOUT
 
 
@@ -99,11 +100,11 @@ def test_polls_end_with_a_message_a_wake_up_or_the_time_to_look(monkeypatch):
     def request(ready):
         return types.SimpleNamespace(can_continue=lambda: polls.append(ready) or ready)
 
-    polling = Polling(Table())
+    polling = Polling(table := Table())
     polling.look()
     polling.poll([request(False), request(True)])
     assert polls == [False, True]
-    polling.wake()
+    table.wake()
     polling.poll([request(False)])
     assert len(polls) == 2  # without a poll
     monkeypatch.setattr(module, "_LOOK_SECONDS", 0.02)
