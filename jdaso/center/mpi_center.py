@@ -33,14 +33,12 @@ from jdaso.core.log import logger
 from jdaso.core.tree import check_finite, is_placeholder, outline, split, widened
 from jdaso.core.types import JdasoError, Number, PyTree
 from jdaso.core.validation import check_number
-from jdaso.exchange.host.layout import Memory, Shardings
+from jdaso.exchange.host.layout import Shardings
 from jdaso.exchange.host.program import Program, ProgramLeaves, is_uncounted
 from jdaso.exchange.host.slots import Table, use_native
 from jdaso.exchange.transport.progress import Operation, Progress, WaitState
 
 _HEARTBEATS = 6  # within the time after which a silent worker is gone
-_POLL_SECONDS = 0.05
-_RETRY_SECONDS = 0.1
 _POSTED_TWICE = (
     "{} with the center was posted twice in %s: one optimizer state was stepped twice (as "
     "optax.MultiSteps does), or two states share this center. To return to an earlier state, call "
@@ -117,8 +115,12 @@ def mpi_center(
     comm = topology.duplicate_comm()
     server = start_server(topology, comm, gone_after, record) if topology.rank == SERVER else None
     # Only the server handles deaths, but all processes tolerate them.
-    on_death = server.set_died if server else lambda rank: None
+    on_death = server.died.add if server else lambda rank: None
     topology.follow(DeathPolicy(frozenset({SERVER}), on_death))
+    # MPICH's launcher reports a death with SIGUSR1. Only the main thread may set what it does.
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     worker = Worker(topology, comm, timeout, gone_after / _HEARTBEATS)
     shardings = Shardings(None, topology.mesh)
     program = Program(worker.table, native, shardings, worker.progress.abort_on_error)
@@ -187,7 +189,7 @@ class _MpiCenter(Center):
 
     def wait(self) -> None:
         while self._server is not None and self._server.active() - {SERVER}:
-            time.sleep(_POLL_SECONDS)
+            time.sleep(0.05)
 
     def report(self) -> dict[str, Any]:
         of_all = {} if self._server is None else self._server.report()
@@ -234,7 +236,6 @@ class Worker:
         self._failed = False  # by an exception
         if topology.rank != SERVER:
             on_exception(self._on_exception)
-        _ignore_death_signal()
         self._ended = threading.Event()
         self.progress = Progress(topology, timeout, self._announce_exit, self._abort, self.table)
         self.progress.exchanges = self
@@ -258,19 +259,18 @@ class Worker:
         description = (
             f"exchange {number} with the center, posted by {self._name} after step {step},"
         )
-        operation = self._exchange(memory, slot.header[0] > 0, size)
-        self.progress.start(slot, operation, description, measured=True, call=None)
+        message = (self.rule_name, slot.header[0] > 0, memory.leaves)
+
+        def exchange() -> Operation:
+            reply = yield from self._request(frames.EXCHANGE, message)
+            for total, leaf in zip(memory.sums, reply, strict=True):
+                total[...] = leaf
+            return np.array(reply_header(memory.finite()), np.float32), size
+
+        self.progress.start(slot, exchange(), description, measured=True, call=None)
 
     def log_completed(self) -> None:
         """Nothing is logged of exchanges that programs have collected."""
-
-    def _exchange(self, memory: Memory, contributes: bool, size: int) -> Operation:
-        """Returns the header of the sums, and the bytes sent."""
-        message = (self.rule_name, contributes, memory.leaves)
-        reply = yield from self._request(frames.EXCHANGE, message)
-        for total, leaf in zip(memory.sums, reply, strict=True):
-            total[...] = leaf
-        return np.array(reply_header(memory.finite()), np.float32), size
 
     def _request(self, kind: int, content: Any) -> Operation:
         """Sends a frame, waits for the reply, and returns the content of the reply.
@@ -319,7 +319,7 @@ class Worker:
     def _announce_exit(self, progress: Progress) -> None:
         """Tells the server that this worker exits, and waits until all others have ended."""
         while (gone := self._request_end()) is None:
-            time.sleep(_RETRY_SECONDS)
+            time.sleep(0.1)
         self._ended.set()
         self._heartbeats.join()
         if self._topology.rank != SERVER:  # the server exits last
@@ -340,10 +340,3 @@ class Worker:
             f"{self._timeout:g} s."
         )
         return []
-
-
-def _ignore_death_signal() -> None:
-    """Ignores SIGUSR1, with which MPICH's launcher reports a death, unless it has a handler."""
-    in_main = threading.current_thread() is threading.main_thread()
-    if in_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -64,7 +64,7 @@ class CenterServer:
         self.ended: set[int] = set()
         self.failed: set[int] = set()
         self.gone: set[int] = set()
-        self._died: set[int] = set()
+        self.died: set[int] = set()  # any thread may add to it
         self._notified: set[int] = set()  # that have ended and know who is gone
         self._last_message = dict.fromkeys(range(num_workers), now)
         self._describe, self._record, self._gone_after = describe, record, gone_after
@@ -85,14 +85,10 @@ class CenterServer:
             return []
         return [] if frame.kind == frames.ALIVE else self.handle(worker, frame)
 
-    def set_died(self, worker: int) -> None:
-        """Records that a worker has died; called by any thread."""
-        self._died.add(worker)
-
     def update(self, now: float) -> None:
         """Updates which workers are gone."""
         for worker in sorted(self._last_message.keys() - self.ended):
-            died, silent = worker in self._died, now - self._last_message[worker] > self._gone_after
+            died, silent = worker in self.died, now - self._last_message[worker] > self._gone_after
             if (died or silent) and worker not in self.gone:
                 self.gone.add(worker)
                 how = "died" if died else f"been silent for {self._gone_after:g} s"
@@ -140,24 +136,22 @@ class CenterServer:
         try:
             if frame.kind == frames.JOIN:
                 return self._join(worker, frame)
-            return [(worker, _reply(frame, self._execute(worker, frame)))]
+            if self._state is None or self.rule is None:
+                raise ValueError("there is no center yet; call center.join(params) first.")
+            content: Any = None
+            if frame.kind == frames.EXCHANGE:
+                content = self._exchange(worker, frame, self._state, self.rule)
+            elif frame.kind == frames.READ:
+                self._check_outline(worker, frame.content())
+                content = self._state
+            elif frame.kind == frames.WRITE:
+                self._state = _checked(frames.to_state(frame.content()), self._state)
+            else:
+                raise ValueError(f"the message is of the unknown kind {frame.kind}.")
+            return [(worker, _reply(frame, content))]
         except Exception as error:
             text = f"the center refuses a message of {self._describe(worker)}: {error}"
             return [(worker, frames.pack(frames.REFUSAL, frame.request, text))]
-
-    def _execute(self, worker: int, frame: Frame) -> Any:
-        """Executes any other request than to join, and returns the content of the reply."""
-        if self._state is None or self.rule is None:
-            raise ValueError("there is no center yet; call center.join(params) first.")
-        if frame.kind == frames.EXCHANGE:
-            return self._exchange(worker, frame, self._state, self.rule)
-        if frame.kind == frames.READ:
-            self._check_outline(worker, frame.content())
-            return self._state
-        if frame.kind == frames.WRITE:
-            self._state = _checked(frames.to_state(frame.content()), self._state)
-            return None
-        raise ValueError(f"the message is of the unknown kind {frame.kind}.")
 
     def _exchange(
         self, worker: int, frame: Frame, state: CenterState, rule: ServerRule
@@ -287,57 +281,39 @@ def exit_without(topology: Topology, gone: Collection[int], status: int) -> None
 
 def serve(comm: Comm, server: CenterServer) -> Operation:
     """Serves until all workers have ended or are gone."""
-    mailbox = _Mailbox(comm)
-    next_update, deadline = 0.0, math.inf
-    while not (mailbox.all_sent(server.gone) and server.may_exit()):
-        now, messages = time.monotonic(), mailbox.receive()
-        for worker, message in messages:
-            for receiver, reply in server.receive(worker, message, now):
-                mailbox.send(receiver, reply)
+    from mpi4py import MPI
+
+    def transferred(request: MpiRequest) -> bool | None:
+        """Whether a message has been transferred; None if the worker has died."""
+        try:
+            return bool(request.Test())
+        except MPI.Exception:
+            return None
+
+    # Messages under way, each with the worker that sends or receives it.
+    receiving: list[tuple[int, np.ndarray, MpiRequest]] = []
+    sending: list[tuple[int, np.ndarray, MpiRequest]] = []
+    status, next_update, deadline = MPI.Status(), 0.0, math.inf
+    while True:
+        sending = [entry for entry in sending if transferred(entry[2]) is False]
+        if all(worker in server.gone for worker, _, _ in sending) and server.may_exit():
+            return
+        now = time.monotonic()
+        while (message := comm.Improbe(MPI.ANY_SOURCE, SERVER_TAG, status)) is not None:
+            buffer = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+            receiving.append((status.Get_source(), buffer, message.Irecv(buffer)))
+        tested = [(entry, transferred(entry[2])) for entry in receiving]
+        receiving = [entry for entry, done in tested if done is False]
+        complete = [entry for entry, done in tested if done]
+        for worker, frame, _ in complete:
+            for receiver, reply in server.receive(worker, frame, now):
+                tag = reply_tag(frames.unpack(reply).request)
+                with contextlib.suppress(MPI.Exception):  # the worker has died
+                    sending.append((receiver, reply, comm.Isend(reply, dest=receiver, tag=tag)))
         if now > next_update:
             next_update = now + _LIVENESS_SECONDS
             server.update(now)
             deadline = math.inf if server.active() else min(deadline, now + _LAST_REPLIES_SECONDS)
         if now > deadline:  # a worker that had ended died before it was notified
             return
-        yield WaitState(progressed=bool(messages))
-
-
-class _Mailbox:
-    """The messages that the server is receiving and sending."""
-
-    def __init__(self, comm: Comm):
-        from mpi4py import MPI
-
-        self._mpi = MPI
-        self._comm = comm
-        self._receiving: list[tuple[int, np.ndarray, MpiRequest]] = []
-        self._sending: list[tuple[int, np.ndarray, MpiRequest]] = []
-
-    def receive(self) -> list[tuple[int, np.ndarray]]:
-        """The complete messages, with their senders."""
-        status = self._mpi.Status()
-        while (message := self._comm.Improbe(self._mpi.ANY_SOURCE, SERVER_TAG, status)) is not None:
-            buffer = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
-            self._receiving.append((status.Get_source(), buffer, message.Irecv(buffer)))
-        found = [(entry, self._done(entry[2])) for entry in self._receiving]
-        self._receiving = [entry for entry, done in found if done is False]
-        return [(worker, buffer) for (worker, buffer, _), done in found if done]
-
-    def send(self, worker: int, frame: np.ndarray) -> None:
-        """Sends a reply without waiting."""
-        tag = reply_tag(frames.unpack(frame).request)
-        with contextlib.suppress(self._mpi.Exception):  # the worker has died
-            self._sending.append((worker, frame, self._comm.Isend(frame, dest=worker, tag=tag)))
-
-    def all_sent(self, ignored: set[int]) -> bool:
-        """Whether all replies have been sent, except those to ``ignored`` workers."""
-        self._sending = [entry for entry in self._sending if self._done(entry[2]) is False]
-        return all(worker in ignored for worker, _, _ in self._sending)
-
-    def _done(self, request: MpiRequest) -> bool | None:
-        """Whether a message has been transferred; None if the worker has died."""
-        try:
-            return bool(request.Test())
-        except self._mpi.Exception:
-            return None
+        yield WaitState(progressed=bool(complete))

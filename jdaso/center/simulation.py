@@ -19,7 +19,7 @@ from jdaso.center.types import (
 )
 from jdaso.core.exchange import BoundExchange, Exchange, changed
 from jdaso.core.state import find_state, map_states
-from jdaso.core.tree import all_finite, split, widened
+from jdaso.core.tree import all_finite, split, where_tree, widened
 from jdaso.core.types import Leaves, PyTree
 from jdaso.core.validation import check_whole
 from jdaso.core.wire import sum_dtype
@@ -66,9 +66,7 @@ class _SimulatedCenter(Center):
         def start(state, number, step, leaves: Leaves, header, wire):
             old = state.center
             new = rule.update(old, [x.astype(sum_dtype(x.dtype)) for x in leaves])
-            center, reply = jax.tree.map(
-                lambda n, o: jnp.where(header[0] > 0, n, o), new, (old, old.center)
-            )
+            center, reply = where_tree(header[0] > 0, new, (old, old.center))
             return state._replace(center=center, reply=reply), number + 1
 
         def finish(state, number, like, part=None):

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import fcntl
+import itertools
 import os
 import shutil
 import tempfile
@@ -22,7 +23,6 @@ from jdaso.core.types import JdasoError, PyTree
 from jdaso.core.validation import check_number, check_whole
 from jdaso.exchange.transport.collectives import check_alike
 
-_BARRIER_PAUSE, _LOCK_PAUSE = 1e-3, 5e-5  # seconds
 # Every array starts at a multiple of a cache line. No number lies across two lines, so the
 # processor reads and writes each number in one piece.
 _CACHE_LINE_BYTES = 64
@@ -274,9 +274,8 @@ class _SharedWindow:
         check_alike(self._comm.allgather(outline(params)), self._describe)
         leaves = jax.tree.leaves(_shapes(params))
         sizes = [leaf.size * leaf.dtype.itemsize for leaf in leaves]
-        starts = [0]
-        for size in sizes:
-            starts.append(starts[-1] + -(-size // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES)
+        whole_lines = (-(-size // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES for size in sizes)
+        starts = [*itertools.accumulate(whole_lines, initial=0)]
         total = starts[-1] + 8 * (servers + self._comm.Get_size())
         # The first write to a page that does not fit would end this process with a bus error.
         if problem := self._comm.bcast(_lack_of_space(total) if self._rank == 0 else "", 0):
@@ -341,7 +340,7 @@ class _SharedWindow:
                     f"{self._describe(self._rank)} {problem}. All processes must call barrier and "
                     "settled equally often."
                 )
-            time.sleep(_BARRIER_PAUSE)
+            time.sleep(1e-3)
 
     def compare(self, lines: Sequence[str]) -> None:
         self.barrier()
@@ -394,7 +393,7 @@ class Locks:
                     f"the leaves of process {number}: {who} holds it. Check whether that process "
                     "is stopped."
                 )
-            time.sleep(_LOCK_PAUSE)
+            time.sleep(5e-5)
         try:
             if (holder := int(self._holders[number])) != NO_HOLDER:
                 raise JdasoError(

@@ -115,7 +115,7 @@ def test_a_silent_worker_is_logged_and_not_waited_for(server, caplog):
 
 
 def test_a_dead_worker_is_logged_at_once_and_does_not_come_back(server, caplog):
-    server.server.set_died(2)
+    server.server.died.add(2)
     server.now = 1.0
     assert not server.finished()
     assert server.server.gone == {2}
