@@ -62,7 +62,8 @@ def pytest_configure(config):
 def _xla_accepts(flag):
     """Whether this version of XLA knows a flag. It ends the process if it does not."""
     program = [sys.executable, "-c", "import jax; jax.devices()"]
-    return subprocess.run(program, env={**os.environ, "XLA_FLAGS": flag}).returncode == 0
+    environment = {**os.environ, "XLA_FLAGS": flag}
+    return subprocess.run(program, env=environment, stderr=subprocess.DEVNULL).returncode == 0
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected by markers
