@@ -287,7 +287,10 @@ class Checkpoints:
         return None
 
     def _own_state(self, saved: folder.SavedCheckpoint, like: PyTree, resume: bool) -> PyTree:
-        """Returns this node's state of a checkpoint of as many nodes."""
+        """Returns this node's state of a checkpoint of as many nodes.
+
+        With ``resume``, the exchanges that were in flight are posted again.
+        """
         here, source, exchanges = self._topology, str(saved.path), self._exchanges
         part = self._on_all(lambda: read_part(self._orbax, saved.parts[here.node]))
         _check_same_run(source, here.group.gather(part.run))

@@ -86,8 +86,8 @@ class Report(NamedTuple):
 class Reports:
     """Keeps the last report of each peer, and tells what follows from them.
 
-    Only the thread of the heartbeat changes it. Each set is replaced as a whole, so that other
-    threads may read it at any time.
+    Only the thread of the heartbeat changes it, once all connections are made. Each set is replaced
+    as a whole, so that other threads may read it at any time.
 
     Attributes:
         silent: Ranks from which nothing was received for some time.

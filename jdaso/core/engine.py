@@ -211,6 +211,8 @@ def _all_finite(engine: Engine, finite, step, names=(), narrow="") -> jax.Array:
     :func:`jdaso.core.wire.describe_narrow_wires` says.
     """
 
+    name = engine.name  # JAX keeps what the callback refers to, which must not be the exchange
+
     def check(finite, step):
         if finite.all():
             return
@@ -218,7 +220,7 @@ def _all_finite(engine: Engine, finite, step, names=(), narrow="") -> jax.Array:
         lost = [leaf or "the array" for leaf, of in each if not of]
         which = f", namely {', '.join(lost[:4])}{', ...' * (len(lost) > 4)}" if lost else ""
         raise JdasoError(
-            f"{engine.name}: updates or parameters are not finite at step {int(step)}{which}"
+            f"{name}: updates or parameters are not finite at step {int(step)}{which}"
             f"{narrow}, or their sum over the nodes is not. Lower the learning rate, or use "
             "nonfinite='skip' to skip the step and leave this node out of the next exchange."
         )

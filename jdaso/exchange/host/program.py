@@ -152,11 +152,11 @@ class ProgramLeaves(BoundExchange):
         dtypes = wire_dtypes(self._dtypes, wire)
         layout = make_layout(self._shapes, dtypes, specs, mesh, relative, self._names)
         pinned = self._program.pins and not is_uncounted(number)  # whose memory is used once
-        self._table.register(layout, pinned)
+        index = self._table.register(layout, pinned)
         (token,) = jax.tree.leaves(state)
         token = self.mesh.run(
             ("post", layout, specs),
-            functools.partial(self._post, layout),
+            functools.partial(self._post, layout, index),
             (REPLICATED, REPLICATED, REPLICATED, REPLICATED, list(specs)),
             REPLICATED,
             *(token, jnp.asarray(number, jnp.int32), jnp.asarray(step, jnp.int32), header, leaves),
@@ -165,15 +165,17 @@ class ProgramLeaves(BoundExchange):
         # nodes post in the same order.
         return _with(state, token), jnp.where(token >= 0, number + 1, number)
 
-    def _post(self, layout: Layout, token, number, step, header, leaves: Leaves) -> jax.Array:
+    def _post(
+        self, layout: Layout, index: int, token, number, step, header, leaves: Leaves
+    ) -> jax.Array:
         """Posts the leaves of one device. Returns the token."""
         program, device, size = self._program, self.mesh.device_index(), self.mesh.size
         assert device is not None
-        index = self._table.register(layout)
 
         def packed(x, dtype):
             if program.compiled:
-                # A leaf that stays in its dtype is copied as it lies in memory.
+                # A leaf that stays in its dtype is copied as it lies in memory, and compiled code
+                # rounds to bfloat16 while it copies, where it can.
                 rounded = program.rounds and x.dtype == jnp.float32 and dtype == jnp.bfloat16
                 if rounded or x.dtype == dtype:
                     return x

@@ -68,7 +68,7 @@ struct Slot {  // `Slot` of slots.py has the fields up to `memory`
   float header[kHeader];  // what this node has sent
   float total[kHeader];   // the header of the result
   char* memory;
-  // From here on only the table uses it.
+  // From here on only slots.cc uses it.
   std::shared_ptr<Block> block;
   int64_t family;
   int32_t to_join;    // devices that have not begun to post

@@ -33,7 +33,7 @@ _RECORD = np.dtype(
         ("number", "<i8"),
         ("step", "<i8"),
         ("specs", "<i8"),
-        ("content", "<i8"),
+        ("content", "<i8"),  # a checksum of the arrays; at the exit, whether the process has failed
         ("header", "<f4", (HEADER_SIZE,)),
     ]
 )
@@ -78,7 +78,7 @@ def handshake(
         name: What messages call it.
         fingerprint: Checksum of the shapes and dtypes of the exchanged arrays.
         step: Optimizer step after which it was posted.
-        content: What :class:`Watch` has found about the arrays.
+        content: The checksum of the arrays that :meth:`Watch.content` returns.
         contributors: Ranks whose headers are summed, one per node.
 
     Returns:

@@ -256,10 +256,11 @@ class MpiTransport:
         before: Request | None,
         watch: Watch,
     ) -> Operation:
-        """Sums a memory of a slot after the exchange ``before``; returns the header and bytes sent.
+        """Sums a memory of a slot; returns the header and the bytes sent.
 
-        Exchanges of one communicator run one after the other. The messages of several fragments
-        look alike, and messages of a failed exchange may still arrive.
+        Handshakes begin at once, because all processes must begin them in one order. The sums wait
+        for ``before``, the last exchange on the same communicator: the messages of several
+        fragments look alike, and messages of a failed exchange may still arrive.
         """
         membership, topology, layout = self._membership, self._membership.topology, memory.layout
         if number == UNCOUNTED:

@@ -463,8 +463,9 @@ class Progress:
         self._submitted: list[Request] = []  # until the thread takes them
         self._requests: list[Request] = []
         self._failed: list[Request] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant, because a signal handler may close
         self._closing = self._closed = False
+        self._ended_by = ""  # the error with which the thread has ended
         self.abandons = False  # whether exchanges in flight may fail when it closes
         self._polling = Polling(self.table)
         self._thread = threading.Thread(target=self._run, name="jdaso-progress", daemon=True)
@@ -515,11 +516,15 @@ class Progress:
 
     def close(self) -> None:
         """Completes all operations, announces the exit, and leaves MPI ready to be finalized."""
-        if self._closing:
-            return
-        self.table.close()
-        with contextlib.suppress(JdasoError):  # after which the thread has taken all slots
-            self.submit(wait_for(()), "the end of an exchange").done.wait()
+        if not self._closing:
+            self.table.close()
+            with contextlib.suppress(JdasoError):  # after which the thread has taken all slots
+                self.submit(wait_for(()), "the end of an exchange").done.wait()
+        if self._ended_by:  # the others would wait for this process until they are stopped
+            self._abort(
+                f"{self._peers.own_name} failed: the thread of an exchange has ended by "
+                f"{self._ended_by}"
+            )
         with self._lock:
             if self._closing:
                 return
@@ -581,9 +586,9 @@ class Progress:
             self._loop()
         except BaseException as error:
             # Nobody may wait for a thread that has ended.
-            text = "%s: the thread of an exchange has ended by %s: %s"
-            logger.error(text, self._peers.own_name, type(error).__name__, error)
-            self.table.close()
+            self._ended_by = f"{type(error).__name__}: {error}"
+            text = "%s: the thread of an exchange has ended by %s"
+            logger.error(text, self._peers.own_name, self._ended_by)
             with self._lock:
                 self._closing = True
                 self._requests += self._submitted
@@ -591,7 +596,8 @@ class Progress:
                     request.fail(error)
                     self._end(request)
             while slot := self.table.next():
-                self.table.fail(slot, f"{type(error).__name__}: {error}")
+                self.table.fail(slot, self._ended_by)
+            self.table.close()  # the last, because collects then know no other error
 
     def _loop(self) -> None:
         polling = self._polling
@@ -627,7 +633,7 @@ class Progress:
             if ended:
                 with self._lock:
                     self._requests = [r for r in self._requests if not r.done.is_set()]
-            elif requests:
+            elif requests:  # what has ended may be what the program waits for, so it comes first
                 polling.poll(requests)
 
     def _take(self) -> None:
@@ -635,6 +641,7 @@ class Progress:
 
         Also reports errors of compiled programs.
         """
+        # What is submitted meanwhile waits, because slots may have been filled before it.
         with self._lock:
             count = len(self._submitted)
         if self.exchanges is not None:

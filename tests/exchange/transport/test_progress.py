@@ -152,6 +152,26 @@ def test_an_error_that_nobody_has_awaited_at_exit_aborts_the_job(aborts):
     assert "exit with an exchange in flight that cannot complete: an exchange did not" in reason
 
 
+def test_a_thread_that_has_ended_fails_what_is_posted_and_ends_the_job_at_the_close(aborts):
+    class Exchanges:
+        def take(self, slot):
+            raise MemoryError("no memory")
+
+    table = Table()
+    progress = Progress(Topology(), PATIENCE, lambda progress: None, aborts.put, table)
+    progress.exchanges = Exchanges()
+    index = table.register(unsharded([LeafSpec((1,), np.dtype("float32"))]))
+    for number in range(2):
+        table.end_post(table.begin_post(number, 0, HEADER, index))
+    progress._thread.join(PATIENCE)
+    with pytest.raises(JdasoError, match="MemoryError: no memory"):
+        table.await_done()
+    assert aborts.empty()
+    progress.close()
+    reason = aborts.get(timeout=PATIENCE)
+    assert "the thread of an exchange has ended by MemoryError: no memory" in reason
+
+
 def waiting_until(condition):
     while not condition():
         yield WaitState(frozenset({1}))
