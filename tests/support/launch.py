@@ -45,7 +45,7 @@ def mpiexec(
     processes: int,
     child: str,
     *arguments: object,
-    timeout: float = 180,
+    timeout: float = 300,
     deaths_are_noticed: bool = True,
     survive: bool = False,
     forked: bool = True,
