@@ -595,9 +595,13 @@ class Progress:
                 for request in self._requests:
                     request.fail(error)
                     self._end(request)
-            while slot := self.table.next():
-                self.table.fail(slot, self._ended_by)
-            self.table.close()  # the last, because collects then know no other error
+            self._fail_posted()  # before the table is closed, whose collects know no other error
+            self.table.close()
+            self._fail_posted()  # what was posted meanwhile
+
+    def _fail_posted(self) -> None:
+        while slot := self.table.next():
+            self.table.fail(slot, self._ended_by)
 
     def _loop(self) -> None:
         polling = self._polling

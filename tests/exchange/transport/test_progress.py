@@ -159,11 +159,13 @@ def test_a_thread_that_has_ended_fails_what_is_posted_and_ends_the_job_at_the_cl
 
     table = Table()
     progress = Progress(Topology(), PATIENCE, lambda progress: None, aborts.put, table)
-    progress.exchanges = Exchanges()
     index = table.register(unsharded([LeafSpec((1,), np.dtype("float32"))]))
     for number in range(2):
         table.end_post(table.begin_post(number, 0, HEADER, index))
+    progress.exchanges = Exchanges()
+    table.wake()
     progress._thread.join(PATIENCE)
+    assert not progress._thread.is_alive()
     with pytest.raises(JdasoError, match="MemoryError: no memory"):
         table.await_done()
     assert aborts.empty()
