@@ -94,7 +94,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _chosen(path: Path) -> tuple[SavedCheckpoint, list[str]]:
-    """Returns the checkpoint to verify, and names incomplete ones: itself, or newer in a folder."""
+    """Returns the checkpoint to verify, and names the incomplete ones that a reader should know.
+
+    Those are the checkpoint itself, or in a folder of checkpoints also newer ones.
+    """
     path = path.absolute()
     if not path.is_dir():
         raise ValueError(f"the folder {path} does not exist.")

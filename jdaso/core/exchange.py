@@ -394,7 +394,7 @@ def changed(exchange: _T, **attributes: Any) -> _T:
 
 
 def is_usable(header: jax.Array) -> jax.Array:
-    """Whether an exchange that has ended has a mean: nodes have contributed, no sum has overflowed.
+    """Whether an exchange has a mean: some nodes have contributed, and no sum has overflowed.
 
     ``header`` is the one that :meth:`BoundExchange.finish` returns.
     """

@@ -327,7 +327,7 @@ class _OncePerProgram:
     """Refuses a second consensus in one compiled program.
 
     The calls have no order in it, so nodes could sum different trees. It is an object of its own
-    because what :func:`jdaso.core.exchange.changed` returns shares it.
+    because the copies that :func:`jdaso.core.exchange.changed` makes share it.
     """
 
     def __init__(self) -> None:

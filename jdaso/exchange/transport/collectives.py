@@ -212,11 +212,12 @@ def sum_staged(
     If the layout is ``relative``, the sums are without what this process has sent, times
     ``members``, the number of nodes that contribute. For the other arguments see ``all_reduce``.
     """
-    parts = [
-        (vector[place], total := sums[place], total if wide is sums else wide[place])
-        for (vector, sums), wide in zip(memory.pairs, memory.arrived, strict=True)
-        for place in segments(vector)
-    ]
+    parts = []
+    for (vector, sums), arrived in zip(memory.pairs, memory.arrived, strict=True):
+        for place in segments(vector):
+            own_sums = sums[place]
+            received = own_sums if arrived is sums else arrived[place]
+            parts.append((vector[place], own_sums, received))
     sent, size = 0, comm.Get_size()
     for part in parts:
         sent += yield from all_reduce(comm, *part, chunk_bytes, spare)

@@ -522,7 +522,7 @@ class Progress:
                 self.submit(wait_for(()), "the end of an exchange").done.wait()
         if self._ended_by:  # the others would wait for this process until they are stopped
             self._abort(
-                f"{self._peers.own_name} failed: the thread of an exchange has ended by "
+                f"{self._peers.own_name} failed: the thread of an exchange has failed with "
                 f"{self._ended_by}"
             )
         with self._lock:
@@ -587,7 +587,7 @@ class Progress:
         except BaseException as error:
             # Nobody may wait for a thread that has ended.
             self._ended_by = f"{type(error).__name__}: {error}"
-            text = "%s: the thread of an exchange has ended by %s"
+            text = "%s: the thread of an exchange has failed with %s"
             logger.error(text, self._peers.own_name, self._ended_by)
             with self._lock:
                 self._closing = True
@@ -595,9 +595,10 @@ class Progress:
                 for request in self._requests:
                     request.fail(error)
                     self._end(request)
-            self._fail_posted()  # before the table is closed, whose collects know no other error
+            # Collects of a closed table only say that it is closed, so slots first get the cause.
+            self._fail_posted()
             self.table.close()
-            self._fail_posted()  # what was posted meanwhile
+            self._fail_posted()  # those that were posted in between
 
     def _fail_posted(self) -> None:
         while slot := self.table.next():
@@ -637,7 +638,7 @@ class Progress:
             if ended:
                 with self._lock:
                     self._requests = [r for r in self._requests if not r.done.is_set()]
-            elif requests:  # what has ended may be what the program waits for, so it comes first
+            elif requests:  # If one has ended, the next exchange of its queue can begin at once.
                 polling.poll(requests)
 
     def _take(self) -> None:

@@ -171,7 +171,7 @@ def test_a_thread_that_has_ended_fails_what_is_posted_and_ends_the_job_at_the_cl
     assert aborts.empty()
     progress.close()
     reason = aborts.get(timeout=PATIENCE)
-    assert "the thread of an exchange has ended by MemoryError: no memory" in reason
+    assert "the thread of an exchange has failed with MemoryError: no memory" in reason
 
 
 def waiting_until(condition):
