@@ -413,6 +413,12 @@ def parent_of(heartbeat):
     return parent.rank if parent else None
 
 
+def all_alive(heartbeat, ranks):
+    """Whether all are. On a busy machine, some may be silent or unknown for a while before."""
+    states = heartbeat.states(ranks)
+    return "(alive" in states and ";" not in states
+
+
 def test_those_below_a_dead_process_report_to_the_next_one_above_it(fast, monkeypatch, caplog):
     monkeypatch.setattr(links_module, "GROUP", 2)
     heartbeats, aborts = started(9)  # 1 and 2 report to 0, 3 and 4 to 1, 5 and 6 to 2, 7 and 8 to 3
@@ -432,8 +438,7 @@ def test_those_below_a_dead_process_report_to_the_next_one_above_it(fast, monkey
             wait_until(lambda rank=rank, parent=parent: parent_of(heartbeats[rank]) == parent)
         for rank in left:
             others = frozenset(left) - {rank}
-            wait_until(lambda h=heartbeats[rank], o=others: "silent" not in h.states(o))
-            assert ";" not in heartbeats[rank].states(others)
+            wait_until(lambda h=heartbeats[rank], o=others: all_alive(h, o))
             assert heartbeats[rank].states(frozenset(dead)).endswith("(has died)")
     assert all(told[rank].empty() and aborts[rank].empty() for rank in left)
     assert caplog.text == ""
@@ -508,8 +513,8 @@ def test_one_that_reports_to_another_process_than_expected_is_not_called_silent(
     time.sleep(1)  # so that rank 1, which expects it, has missed it for long
     left = frozenset(heartbeats) - {3}
     for rank in left:
-        assert heartbeats[rank].silent_ranks() == frozenset()
-        assert ";" not in heartbeats[rank].states(left - {rank})
+        wait_until(lambda h=heartbeats[rank], o=left - {rank}: all_alive(h, o))
+        wait_until(lambda h=heartbeats[rank]: h.silent_ranks() == frozenset())
 
 
 def test_an_exit_is_told_to_all_and_those_below_report_to_another_one(fast, monkeypatch, caplog):
@@ -524,8 +529,7 @@ def test_an_exit_is_told_to_all_and_those_below_report_to_another_one(fast, monk
             wait_until(lambda rank=rank, exited=exited: exited in heartbeats[rank].exited_ranks())
             assert heartbeats[rank].states(frozenset({exited})) == f"rank {exited} (has exited)"
             others = frozenset(left) - {rank}
-            wait_until(lambda h=heartbeats[rank], o=others: "alive" in h.states(o))
-            assert ";" not in heartbeats[rank].states(others)
+            wait_until(lambda h=heartbeats[rank], o=others: all_alive(h, o))
         if exited == 1:
             dies(heartbeats[1])  # its connections are closed only then
     assert all(messages.empty() for messages in aborts.values())
