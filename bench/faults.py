@@ -1,7 +1,7 @@
 """Injects every fault in every phase of a training, and checks how the training ends.
 
     python bench/faults.py [--faults STUCK NAN ...] [--phases "DaSGD" ...]
-    python bench/faults.py told [--processes 16] [--group 2]
+    python bench/faults.py told [--processes 16]
     python bench/faults.py soak [--minutes 30] [--nodes 3] [--seed 0]
 
 Two processes train for some seconds, and a fault is injected into the second one (jdaso.faults).
@@ -10,12 +10,10 @@ Steps are lost if they are taken a second time. A process that runs five seconds
 has ended is an orphan. Faults of links need root and the other requirements of bench/lab. The exit
 status is 1 if an outcome is not the promised one.
 
-- told: who learns of the death or the silence of a process, and after how long. The processes of a
-  job connect their heartbeats in a tree, in which at most ``--group`` processes report to another
-  one, so that a few processes on one host make a tree of several levels. Then one of them is killed
-  or stopped. The table has the number of the others that were told, and the seconds until the first
-  and the last of them said so. In the last row, the processes run on eight hosts of the network
-  lab, and the link of the last host is cut. Without the lab the row says what is missing.
+- told: who learns of the death or the silence of a process, and after how long. One process is
+  killed or stopped. The table has the number of the others that were told, and the seconds until
+  the first and the last of them said so. In the last row, the processes run on eight hosts of the
+  network lab, and the link of the last host is cut. Without the lab the row says what is missing.
 - soak: the same training runs twice on nodes of bench/lab. The undisturbed training runs at full
   speed. The disturbed training has a pause in every step and a random fault about every minute, and
   is started again whenever it ends. The table compares both. The exit status is 1 if accuracies
@@ -44,7 +42,7 @@ from machine import header, machine, row
 from mpi_job import Ended, watch
 
 import jdaso
-from jdaso.cluster import links, topology
+from jdaso.cluster import topology
 from jdaso.faults import Fault, Kind
 
 sys.path.insert(0, str(Path(__file__).parent / "lab"))
@@ -229,19 +227,18 @@ def print_phases(options: argparse.Namespace) -> int:
 
 # ------------------------------------------------------------------------- Who is told, and when
 
-# Rank of the process, of 16 in groups of two, and the signal that it gets.
+# Rank of the process, and the signal that it gets. All heartbeats meet in rank 0.
 VICTIMS = {
-    "a leaf is killed": (15, signal.SIGKILL),
-    "a process that forwards heartbeats is killed": (1, signal.SIGKILL),
-    "the first process is killed": (0, signal.SIGKILL),
-    "a leaf is stopped": (15, signal.SIGSTOP),
-    "a process that forwards heartbeats is stopped": (1, signal.SIGSTOP),
+    "a process is killed": (1, signal.SIGKILL),
+    "rank 0 is killed": (0, signal.SIGKILL),
+    "a process is stopped": (1, signal.SIGSTOP),
+    "rank 0 is stopped": (0, signal.SIGSTOP),
 }
 HOSTS, LINK, TOLD_SECONDS = 8, 0, 200.0  # LINK is the number of no signal
 TOLD = r"rank (\d+) is told"
 
 
-def heartbeats(group: int, victim: int, number: int) -> None:
+def heartbeats(victim: int, number: int) -> None:
     """A process of the job. It prints when something happens to it, and when it is told."""
     told = threading.Event()
 
@@ -250,7 +247,7 @@ def heartbeats(group: int, victim: int, number: int) -> None:
             told.set()
             print(f"rank {job.rank} is told", flush=True)
 
-    links.GROUP, topology.abort = group, note  # instead of ending all processes
+    topology.abort = note  # instead of ending all processes
     job = jdaso.discover_topology()
     job.comm.Barrier()
     if job.rank == victim:
@@ -274,7 +271,7 @@ def measure_told(options: argparse.Namespace, victim: int, number: int) -> list[
     # The processes of a host that is cut off do not count.
     victim, others = (processes - per_node,) * 2 if cut else (victim, processes - 1)
     job = watch(
-        [__file__, "--child", *map(str, (options.group, victim, int(number)))],
+        [__file__, "--child", str(victim), str(int(number))],
         processes,
         TOLD_SECONDS,
         unnoticed=not cut,
@@ -454,11 +451,10 @@ def main() -> int:
     phases = [*PHASES, CENTER]
     parser.add_argument("--phases", nargs="+", choices=phases, default=phases, metavar="PHASE")
     parser.add_argument("--processes", type=int, default=16, help="of told")
-    parser.add_argument("--group", type=int, default=2, help="of told")
     parser.add_argument("--minutes", type=float, default=30.0, help="of the disturbed soak")
     parser.add_argument("--nodes", type=int, default=3, help="nodes of the lab, of the soak")
     parser.add_argument("--seed", type=int, default=0, help="seed of the faults of the soak")
-    parser.add_argument("--child", type=int, nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--child", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         heartbeats(*options.child)

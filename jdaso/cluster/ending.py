@@ -43,7 +43,7 @@ class DeathPolicy(NamedTuple):
 
     A death ends the job, unless a policy has a function for it and none needs the process. An
     exchange needs all of its processes. The workers of a center go on without one another, but not
-    without the process of the server.
+    without rank 0, which has the server. All heartbeats meet in rank 0, so no job survives it.
 
     Attributes:
         needed: The ranks whose deaths end the job.

@@ -3,8 +3,7 @@
 MPI's collectives do not tell which process is late. Every process therefore counts the operations
 that it has posted, in series that are the same on all processes. A process that waits for an
 operation asks with its heartbeats which processes have not posted it. All members of the series
-answer, and the answers are merged on their way, so that messages stay short however many processes
-there are.
+answer, and rank 0 merges the answers, so that messages stay short however many processes there are.
 """
 
 import zlib

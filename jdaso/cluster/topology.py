@@ -339,7 +339,7 @@ def discover_topology(
     # Before JAX, because a process that finds no device must not leave the others waiting.
     heartbeat = None
     if comm is not None and len(hosts) > 1:
-        heartbeat = _start_heartbeat(comm, hosts, np.array(groups))
+        heartbeat = _start_heartbeat(comm, hosts)
     if join_processes and comm is not None:
         per_node = processes_per_node or int(np.bincount(groups).max())
         _join_node(comm, _fill_nodes(np.array(groups), hosts, per_node)[rank], per_node)
@@ -434,7 +434,7 @@ def _memory_group(comm: Comm | None) -> int:
     return first
 
 
-def _start_heartbeat(comm: Comm, hosts: Sequence[str], groups: np.ndarray) -> Heartbeat:
+def _start_heartbeat(comm: Comm, hosts: Sequence[str]) -> Heartbeat:
     """Starts the heartbeat. From now on all processes are aborted when one of them fails."""
 
     def describe(rank: int) -> str:
@@ -442,12 +442,12 @@ def _start_heartbeat(comm: Comm, hosts: Sequence[str], groups: np.ndarray) -> He
 
     own = describe(comm.Get_rank())
     try:
-        heartbeat = start_heartbeat(comm, groups, describe, abort)
+        heartbeat = start_heartbeat(comm, describe, abort)
     except Exception as error:  # the others wait for this one
         reason = f"{own} failed: its heartbeat cannot start: {type(error).__name__}: {error}"
         abort(reason, 1, all_abort=False)
         raise
-    at_exit(heartbeat.close)
+    at_exit(heartbeat.close_at_exit)
     abort_on_exception(own, functools.partial(_abort_all, heartbeat))
     return heartbeat
 

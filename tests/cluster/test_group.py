@@ -1,14 +1,11 @@
 """The barrier logs whom it waits for, and it times out."""
 
 import dataclasses
-import types
 
-import numpy as np
 import pytest
 
 import jdaso
-from jdaso.cluster.heartbeat import Reports
-from jdaso.cluster.roll_call import RollCall
+from jdaso.cluster.heartbeat import Heartbeat
 
 
 class Comm:
@@ -47,8 +44,7 @@ def test_a_short_wait_logs_nothing(caplog):
 def test_a_few_of_many_processes_are_named():
     topology = two_processes(Comm(10**9, size=5000))
     processes = tuple(topology.processes[0]._replace(rank=rank) for rank in range(5000))
-    reports = Reports(0, np.zeros(5000, int), "rank {}".format, RollCall(0, lambda: None))
-    heartbeat = types.SimpleNamespace(states=reports.states)
+    heartbeat = Heartbeat(0, 5000, "rank {}".format, abort=lambda *_: None)
     many = dataclasses.replace(topology, processes=processes, heartbeat=heartbeat)
     with pytest.raises(
         jdaso.JdasoError, match=r"test: rank 1, .* rank 8 and 4991 more \("

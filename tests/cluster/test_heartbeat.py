@@ -1,13 +1,13 @@
 """Heartbeats without MPI. Connections are socket pairs, and aborts are recorded."""
 
 import contextlib
+import itertools
 import json
 import queue
 import socket
 import threading
 import time
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,10 +16,10 @@ from jdaso.cluster import heartbeat as heartbeat_module
 from jdaso.cluster import links as links_module
 from jdaso.cluster.ending import EXIT_NODE_LOST, DeathPolicy
 from jdaso.cluster.heartbeat import Heartbeat, start_heartbeat
-from jdaso.cluster.links import MAX_MESSAGE_BYTES, JsonSocket, Links, connect
+from jdaso.cluster.links import MAX_MESSAGE_BYTES, JsonSocket, connect
+from jdaso.cluster.roll_call import Absent, Answer, Call
 
 TIMEOUT = 20  # seconds, for a busy machine
-STAR = np.zeros(4, int)  # all report to rank 0
 MALFORMED = [
     b"",
     b"\n",
@@ -32,44 +32,70 @@ MALFORMED = [
 ]
 
 
-def beating(rank, *peers, tree=STAR, abort=lambda *abort: None, describe="rank {}".format):
+def wait_until(condition):
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class Pairs:
+    """In place of an Acceptor: connections that have been made already, by rank."""
+
+    def __init__(self, ends):
+        self.ends = ends
+        self.reader, self.writer = socket.socketpair()
+        self.writer.send(b"!")
+
+    def fileno(self):
+        return self.reader.fileno()
+
+    def accept(self, allows):
+        if self.ends:
+            self.reader.recv(1)
+        ends, self.ends = self.ends, {}
+        assert all(map(allows, ends))
+        return ends
+
+    def refuse(self):
+        pass
+
+
+def beating(rank, *ends, size=4, abort=lambda *abort: None, describe="rank {}".format):
     """A heartbeat with some connections, each with the rank of its peer."""
-    links = Links(rank, len(tree), describe(rank), [], None)
-    for end, peer in peers:
-        links._add(JsonSocket(end, peer))
-    return Heartbeat(rank, np.array(tree), links, describe, abort)
+    if rank == 0:
+        acceptor = Pairs({peer: end for end, peer in ends})
+        heartbeat = Heartbeat(0, size, describe, abort, acceptor)
+    else:
+        found = itertools.chain((end for end, _ in ends), itertools.repeat(None))
+        heartbeat = Heartbeat(rank, size, describe, abort, connect=lambda: next(found))
+    wait_until(lambda: len(heartbeat._peers) == min(len(ends), 1 if rank else size))
+    return heartbeat
 
 
 def dies(heartbeat):
     """What others see of a process that dies. It sends nothing any more."""
-    heartbeat._links.closing = True
-    if heartbeat._links._acceptor is not None:
-        heartbeat._links._acceptor.refuse()
-    for peer in list(heartbeat._links.peers):
+    heartbeat._closing = True
+    if heartbeat._acceptor is not None:
+        heartbeat._acceptor.refuse()
+    for peer in list(heartbeat._peers.values()):
         with contextlib.suppress(OSError):  # the peer has already closed it
             peer.connection.shutdown(socket.SHUT_RDWR)
 
 
-class Job:
+class Star:
     """Heartbeats of several processes as threads of this one, and the aborts of each."""
 
-    def __init__(self, tree):
-        ends = {rank: [] for rank in range(len(tree))}
-        self.aborts = {rank: queue.Queue() for rank in range(len(tree))}
-        for rank, parent in enumerate(tree[1:], 1):
-            ours, theirs = socket.socketpair()
-            ends[parent].append((ours, rank))
-            ends[rank].append((theirs, parent))
-        self.heartbeats = [
-            beating(rank, *peers, tree=tree, abort=self.recorder(rank))
-            for rank, peers in ends.items()
-        ]
+    def __init__(self, size):
+        pairs = {rank: socket.socketpair() for rank in range(1, size)}
+        self.aborts = {rank: queue.Queue() for rank in range(size)}
 
-    def peers(self, rank):
-        return self.heartbeats[rank]._links.peers
+        def start(rank, *ends):
+            abort = self.aborts[rank]
+            return beating(rank, *ends, size=size, abort=lambda *given: abort.put(given))
 
-    def recorder(self, rank):
-        return lambda *abort: self.aborts[rank].put(abort)
+        first = start(0, *((ours, rank) for rank, (ours, _) in pairs.items()))
+        self.heartbeats = [first, *(start(rank, (end, 0)) for rank, (_, end) in pairs.items())]
 
     def dies(self, rank):
         dies(self.heartbeats[rank])
@@ -79,55 +105,37 @@ class Job:
         return self.aborts[rank].get(timeout=TIMEOUT)
 
 
-def star_of(size):
-    return Job([0] * size)
-
-
-# Two levels below the first process: 1 and 2 report to it, 3 and 4 to 1, and 5 to 2.
-DEEP = [0, 0, 0, 1, 1, 2]
-
-
 @pytest.fixture
 def fast(monkeypatch):
     monkeypatch.setattr(heartbeat_module, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(heartbeat_module, "SILENT_SECONDS", 0.5)
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize(
-    ("tree", "dead"), [([0] * 4, 1), ([0] * 3, 0)] + [(DEEP, r) for r in (0, 1, 4)]
-)
-def test_a_death_aborts_all(tree, dead):
-    job = Job(tree)
-    job.dies(dead)
-    for rank in set(range(len(tree))) - {dead}:
-        reason, status = job.abort(rank)
+@pytest.mark.parametrize("dead", [0, 1, 3])
+def test_a_death_aborts_all(dead):
+    star = Star(4)
+    star.dies(dead)
+    for rank in set(range(4)) - {dead}:
+        reason, status = star.abort(rank)
         assert reason.startswith(f"rank {dead} has died. Look for the cause")
         assert status == EXIT_NODE_LOST
 
 
-def test_rank_0_tolerates_a_death_but_its_own_aborts_the_others():
-    star, died = star_of(4), queue.Queue()
+def test_rank_0_tolerates_a_death_of_another_process():
+    star, died = Star(4), queue.Queue()
     star.heartbeats[0].follow(DeathPolicy(frozenset(), died.put))
     star.dies(2)
     assert died.get(timeout=TIMEOUT) == 2
     assert star.heartbeats[0].states(frozenset({2})) == "rank 2 (has died)"
     star.heartbeats[3].broadcast_abort("the reason", 7)
     assert star.abort(0) == star.abort(1) == ("the reason", 7)
-    star.dies(0)
-    assert star.abort(1)[0].startswith("rank 0 has died.")
 
 
-def test_the_death_of_a_needed_rank_aborts_all_although_others_are_tolerated():
-    star, died = star_of(4), queue.Queue()
+@pytest.mark.parametrize("needed", [{0}, set()])
+def test_the_death_of_rank_0_aborts_all_although_others_are_tolerated(needed):
+    star, died = Star(4), queue.Queue()
     for heartbeat in star.heartbeats:
-        heartbeat.follow(DeathPolicy(frozenset({0}), died.put))
+        heartbeat.follow(DeathPolicy(frozenset(needed), died.put))
     star.dies(2)
     for _ in (0, 1, 3):
         assert died.get(timeout=TIMEOUT) == 2
@@ -138,10 +146,9 @@ def test_the_death_of_a_needed_rank_aborts_all_although_others_are_tolerated():
     assert died.empty()
 
 
-@pytest.mark.parametrize("tree", [[0] * 4, [0, 0, 0, 2]])
-def test_a_death_aborts_all_if_a_process_that_does_not_notice_it_itself_needs_the_dead_one(tree):
+def test_a_death_aborts_all_if_a_process_that_does_not_notice_it_itself_needs_the_dead_one():
     """All follow a center, and ranks 1 and 2 have an exchange of their own."""
-    job, died = Job(tree), queue.Queue()
+    job, died = Star(4), queue.Queue()
     for heartbeat in job.heartbeats:
         heartbeat.follow(DeathPolicy(frozenset({0}), died.put))
     for rank in (1, 2):
@@ -156,7 +163,7 @@ def test_a_death_aborts_all_if_a_process_that_does_not_notice_it_itself_needs_th
 
 
 def test_a_death_aborts_all_when_an_exchange_needs_the_dead_process_later():
-    star, died = star_of(3), queue.Queue()
+    star, died = Star(3), queue.Queue()
     for heartbeat in star.heartbeats:
         heartbeat.follow(DeathPolicy(frozenset({0}), died.put))
     leave = star.heartbeats[1].follow(DeathPolicy(frozenset({1, 2})))
@@ -200,40 +207,40 @@ def test_a_process_that_closes_a_connection_before_its_first_message_is_not_dead
     if answers:
         JsonSocket(theirs, 1).send("here")
     theirs.close()
-    wait_until(lambda: not second._links.peers)
+    wait_until(lambda: not second.is_connected())
     if answers:
         assert aborts.get(timeout=TIMEOUT)[1] == EXIT_NODE_LOST
     else:
         time.sleep(0.2)
         assert aborts.empty()
+        assert second.states(frozenset({0})).startswith("rank 0 (unknown")
 
 
-def test_without_rank_0_a_rank_that_does_not_connect_to_another_one_is_silent(fast):
-    job, died = Job([0, 0, 0, 1]), queue.Queue()
-    job.heartbeats[1].follow(DeathPolicy(frozenset(), died.put))
-    job.dies(0)
-    assert died.get(timeout=TIMEOUT) == 0
-    wait_until(lambda: job.heartbeats[1].silent_ranks() == {2})
-    states = job.heartbeats[1].states(frozenset({0, 2}))
-    assert states.startswith("rank 0 (has died); rank 2 (silent")
+def test_a_process_whose_connection_was_not_accepted_connects_again():
+    (first, refused), (second, accepted) = socket.socketpair(), socket.socketpair()
+    heartbeat = beating(1, (first, 0), (second, 0))
+    refused.close()
+    JsonSocket(accepted, 1).send("beat", [[2, 2]], [], [], [], [])
+    wait_until(lambda: heartbeat.silent_ranks() == {2})
 
 
 def test_an_abort_reaches_all_with_its_status():
-    star = star_of(3)
+    star = Star(3)
     star.heartbeats[2].broadcast_abort("the reason", 7)
     assert star.abort(0) == star.abort(1) == ("the reason", 7)
 
 
 def test_a_long_reason_is_shortened():
-    star = star_of(2)
+    star = Star(2)
     star.heartbeats[1].broadcast_abort("\u00fc" * MAX_MESSAGE_BYTES + " at last", 1)
     reason, _ = star.abort(0)
     assert reason.endswith(" at last")
 
 
 def test_a_process_that_exits_normally_has_not_died():
-    star = star_of(3)
-    for rank, peer in ((1, star.peers(0)[0]), (0, star.peers(2)[0])):
+    star = Star(3)
+    for rank, other in ((1, 0), (0, 2)):
+        peer = star.heartbeats[other]._peers[rank]
         star.heartbeats[rank].close()
         wait_until(lambda peer=peer: peer.exiting)
         star.dies(rank)
@@ -272,7 +279,7 @@ def test_a_long_silence_aborts_all(fast, monkeypatch):
 
 def test_a_rank_without_a_connection_is_not_called_alive():
     heartbeat = beating(0)
-    heartbeat._reports.unconnected = frozenset({1})
+    heartbeat.unconnected = frozenset({1})
     unknown = "rank 1 (unknown: no heartbeat connection leads to it)"
     assert heartbeat.states(frozenset({1})) == unknown
     assert heartbeat.states(frozenset()) == "the other processes"
@@ -298,17 +305,42 @@ LINES = st.lists(PARTS, max_size=5).map(json.dumps).map(str.encode)
 MESSAGES = st.tuples(KINDS, st.lists(PARTS, max_size=5)).map(lambda x: json.dumps([x[0], *x[1]]))
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.binary(max_size=50) | LINES | MESSAGES.map(str.encode), max_size=20))
-def test_no_bytes_of_a_peer_stop_a_heartbeat(pieces):
+@pytest.mark.parametrize("rank", [0, 1])
+@settings(max_examples=25, deadline=None)
+@given(pieces=st.lists(st.binary(max_size=50) | LINES | MESSAGES.map(str.encode), max_size=20))
+def test_no_bytes_of_a_peer_stop_a_heartbeat(rank, pieces):
     (ours, theirs), aborts = socket.socketpair(), queue.Queue()
-    heartbeat = beating(0, (ours, 1), abort=lambda *abort: aborts.put(abort))
+    heartbeat = beating(rank, (ours, 1 - rank), abort=lambda *abort: aborts.put(abort))
     with theirs:
         theirs.sendall(b"\n".join([*pieces, b'["end", "a message", 3]', b""]))
         while (abort := aborts.get(timeout=TIMEOUT)) != ("a message", 3):
             assert isinstance(abort[0], str)
             assert 0 <= abort[1] < 256
         assert heartbeat.states(frozenset(range(4)))
+
+
+SMALL = st.integers(-2, 5)
+PAIRS = st.lists(st.lists(SMALL, min_size=2, max_size=2) | PARTS)
+CALLS = st.lists(st.lists(SMALL | PARTS, min_size=2, max_size=2))
+ABSENT = st.tuples(SMALL, st.booleans(), SMALL, SMALL, st.text(max_size=3)).map(list)
+ANSWERS = st.tuples(SMALL, SMALL, SMALL, SMALL, st.lists(ABSENT | PARTS)).map(list)
+REPORTS = st.tuples(*[PAIRS] * 3, CALLS, st.lists(ANSWERS | PARTS)).map(list)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(REPORTS | st.lists(PARTS, max_size=6), max_size=4))
+def test_no_report_makes_a_process_name_a_rank_that_is_none(reports):
+    ours, theirs = socket.socketpair()
+    heartbeat = beating(1, (ours, 0))
+    valid = [[[2, 2]], [], [], [], [[0, 1, 4, 1, [[3, False, -1, 0, "a"]]]]]
+    expected = {Call(0, 1): Answer(4, 1, (Absent(3, False, None, "a"),))}
+    with theirs:
+        for report in [*reports, valid]:
+            JsonSocket(theirs, 1).send("beat", *report)
+        wait_until(lambda: heartbeat.roll_call.answers == expected)
+        known = heartbeat.silent_ranks() | heartbeat._dead | heartbeat.exited_ranks()
+        assert all(type(rank) is int and 0 <= rank < 4 for rank in known)
+        assert 2 in heartbeat.silent_ranks()
 
 
 @given(st.lists(st.binary(max_size=200), max_size=5), st.lists(st.integers(), max_size=3))
@@ -356,6 +388,9 @@ class Comm:
     def Get_rank(self):
         return self.rank
 
+    def Get_size(self):
+        return self.barrier.parties
+
     def bcast(self, value):
         return self.allgather(value)[0]
 
@@ -378,7 +413,6 @@ def started(size):
     def start(rank):
         heartbeats[rank] = start_heartbeat(
             Comm(rank, barrier, given),
-            np.zeros(size, int),
             "rank {}".format,
             lambda *abort: aborts[rank].put(abort),
         )
@@ -388,163 +422,123 @@ def started(size):
         thread.start()
     for thread in threads:
         thread.join(TIMEOUT)
-    for heartbeat in heartbeats.values():
-        wait_until(lambda h=heartbeat: (h._reports._parent is None) == (h._links.parent is None))
+    connected = sum(heartbeats[rank].is_connected() for rank in range(1, size))
+    wait_until(lambda: len(heartbeats[0]._peers) == connected)
     return heartbeats, aborts
 
 
-@pytest.mark.parametrize(("size", "group"), [(4, 32), (8, 2)])
-def test_processes_connect_to_each_other(caplog, monkeypatch, size, group):
-    monkeypatch.setattr(links_module, "GROUP", group)
-    heartbeats, aborts = started(size)
-    assert max(len(heartbeat._links.peers) for heartbeat in heartbeats.values()) <= group + 1
-    last, links = size - 1, [heartbeat._links for heartbeat in heartbeats.values()]
-    wait_until(lambda: sum(len(each.peers) for each in links) == 2 * last)  # both ends have it
-    wait_until(lambda: "unknown" not in heartbeats[last].states(frozenset(range(last))))
-    assert heartbeats[last].broadcast_abort("the reason", 5)
-    for rank in range(last):
+def test_processes_connect_to_each_other(caplog):
+    heartbeats, aborts = started(6)
+    wait_until(lambda: "alive" in heartbeats[5].states(frozenset(range(5))))
+    assert heartbeats[5].broadcast_abort("the reason", 5)
+    for rank in range(5):
         assert aborts[rank].get(timeout=TIMEOUT) == ("the reason", 5)
-        assert "(alive" in heartbeats[rank].states(frozenset(range(size)) - {rank})
+        assert "(alive" in heartbeats[rank].states(frozenset(range(6)) - {rank})
     assert caplog.text == ""
 
 
-def parent_of(heartbeat):
-    parent = heartbeat._links.parent
-    return parent.rank if parent else None
-
-
 def all_alive(heartbeat, ranks):
-    """Whether all are. On a busy machine, some may be silent or unknown for a while before."""
-    states = heartbeat.states(ranks)
+    """Whether all are. On a busy machine, some may be silent for a while before."""
+    states = heartbeat.states(frozenset(ranks))
     return "(alive" in states and ";" not in states
 
 
-def test_those_below_a_dead_process_report_to_the_next_one_above_it(fast, monkeypatch, caplog):
-    monkeypatch.setattr(links_module, "GROUP", 2)
-    heartbeats, aborts = started(9)  # 1 and 2 report to 0, 3 and 4 to 1, 5 and 6 to 2, 7 and 8 to 3
+def test_a_death_that_is_tolerated_is_told_to_all(fast, caplog):
+    heartbeats, aborts = started(5)
     told, left = {rank: queue.Queue() for rank in heartbeats}, set(heartbeats)
     for rank, heartbeat in heartbeats.items():
-        heartbeat.follow(DeathPolicy(frozenset(), told[rank].put))
-    # Each with those that report to another process then. At last nobody above them is left.
-    deaths = [({1}, {3: 0, 4: 0}), ({7}, {}), ({3}, {8: 0})]
-    deaths += [({0, 2}, {4: None, 5: 4, 6: 4, 8: 4}), ({6}, {})]
-    for dead, parents in deaths:
+        heartbeat.follow(DeathPolicy(frozenset({0}), told[rank].put))
+    for dead in ({1}, {2, 4}):
         for rank in dead:
             dies(heartbeats[rank])
         left -= dead
         for rank in left:
             assert {told[rank].get(timeout=TIMEOUT) for _ in dead} == dead
-        for rank, parent in parents.items():
-            wait_until(lambda rank=rank, parent=parent: parent_of(heartbeats[rank]) == parent)
-        for rank in left:
-            others = frozenset(left) - {rank}
-            wait_until(lambda h=heartbeats[rank], o=others: all_alive(h, o))
+            wait_until(lambda h=heartbeats[rank], o=left - {rank}: all_alive(h, o))
             assert heartbeats[rank].states(frozenset(dead)).endswith("(has died)")
     assert all(told[rank].empty() and aborts[rank].empty() for rank in left)
     assert caplog.text == ""
 
 
+def test_all_learn_who_has_not_posted_what_one_waits_for(fast):
+    calls = [heartbeat.roll_call for _, heartbeat in sorted(started(5)[0].items())]
+    first, *others = [each.new_series(range(5)) for each in calls]
+    assert others == [first] * 4
+    asked = [each.post(first) for each in calls[:3]]
+    assert asked == [Call(first, 0)] * 3
+    other = calls[4].post(calls[4].new_series(range(5)))
+    calls[4].wait(other, "a consensus")
+    calls[2].ask(asked[0])
+    late = (Absent(3, False, None, ""), Absent(4, False, other, "a consensus"))
+    for each in calls:
+        wait_until(lambda each=each: each.answer(asked[0]) == Answer(5, 2, late))
+        # Nothing is known of the other three, which have posted an earlier operation.
+        assert each.answer(Call(first, 7)) == Answer(2, 2, late)
+        assert each.answer(Call(first + 1, 0)) == Answer()
+    calls[3].post(first)
+    wait_until(lambda: calls[2].answer(asked[0]).absent == 1)
+    calls[2].done(asked[0])
+    wait_until(lambda: not any(each.answers for each in calls))
+
+
+def contact(first):
+    """The port of rank 0, and the secret."""
+    return first._acceptor._listener.getsockname()[1], first._acceptor._secret
+
+
 @pytest.mark.parametrize("rank", [0, 1, 3, 2**32 - 1])
 def test_only_ranks_that_are_not_connected_may_connect(rank, caplog):
     heartbeats, aborts = started(3)
-    wait_until(lambda: len(heartbeats[0]._links.peers) == 2)
-    contact = heartbeats[1]._links.contacts[0]
-    assert connect(*contact[1:], rank, 0.1) is None
-    assert len(heartbeats[0]._links.peers) == 2
+    assert connect(["127.0.0.1"], *contact(heartbeats[0]), rank, 0.1) is None
+    assert len(heartbeats[0]._peers) == 2
     assert all(messages.empty() for messages in aborts.values())
 
 
 def test_one_that_connects_and_sends_nothing_is_closed_soon(fast, monkeypatch):
     monkeypatch.setattr(links_module, "_REPLY_SECONDS", 0.2)
     heartbeats, _ = started(2)
-    port = heartbeats[1]._links.contacts[0].port
+    port, _ = contact(heartbeats[0])
     with socket.create_connection(("127.0.0.1", port), TIMEOUT) as stranger:
         assert stranger.recv(1) == b""
 
 
-def test_one_that_can_report_to_nobody_says_so_and_is_not_called_alive(fast, monkeypatch, caplog):
-    monkeypatch.setattr(links_module, "GROUP", 1)
-    heartbeats, _ = started(4)  # a chain
-    monkeypatch.setattr(links_module, "connect", lambda *_: time.sleep(0.01))
-    monkeypatch.setattr(links_module, "CONNECT_SECONDS", 0.1)
-    for heartbeat in heartbeats.values():
-        heartbeat.follow(DeathPolicy(frozenset(), lambda rank: None))
-    dies(heartbeats[1])
-    wait_until(lambda: heartbeats[0].silent_ranks() == {2})
-    assert heartbeats[0].states(frozenset({2, 3})) == (
-        "rank 2 (silent: stopped, or its host or link is down); "
-        "rank 3 (unknown: no heartbeat connection leads to it)"
-    )
-    assert heartbeats[2].states(frozenset({0})).startswith("rank 0 (unknown")
-    assert "(alive" in heartbeats[2].states(frozenset({3}))
-    wait_until(lambda: "rank 2 has no heartbeat: the process to which it" in caplog.text)
-
-
-def test_a_parent_that_exits_says_who_below_it_has_exited(monkeypatch):
-    monkeypatch.setattr(links_module, "GROUP", 1)
-    heartbeats, _ = started(4)  # a chain
-    heartbeats[3].close()
-    wait_until(lambda: 3 in heartbeats[2]._exited)
-    for rank in (2, 1):  # before their next reports
-        heartbeats[rank].close()
-        wait_until(lambda rank=rank: {rank, 3} <= heartbeats[rank - 1]._exited)
-    wait_until(lambda: heartbeats[0].exited_ranks() == {1, 2, 3})
-
-
-def test_one_whose_parent_has_exited_may_have_exited_and_is_not_called_silent(fast, monkeypatch):
-    monkeypatch.setattr(links_module, "GROUP", 1)
-    heartbeats, _ = started(3)  # a chain
-    monkeypatch.setattr(links_module, "connect", lambda *_: time.sleep(0.01))
-    heartbeats[1].close()
-    unknown = "rank 2 (unknown: no heartbeat connection leads to it)"
-    wait_until(lambda: heartbeats[0].states(frozenset({2})) == unknown)
-    assert heartbeats[0].silent_ranks() == frozenset()
-
-
-def test_one_that_reports_to_another_process_than_expected_is_not_called_silent(fast, monkeypatch):
-    monkeypatch.setattr(links_module, "GROUP", 2)
-    heartbeats, _ = started(9)  # 1 and 2 report to 0, 3 and 4 to 1, 7 and 8 to 3
-    contacts = heartbeats[7]._links.contacts
-    heartbeats[7]._links.contacts = [contact for contact in contacts if contact.rank == 2]
-    for heartbeat in heartbeats.values():
-        heartbeat.follow(DeathPolicy(frozenset(), lambda rank: None))
-    dies(heartbeats[3])
-    wait_until(lambda: parent_of(heartbeats[7]) == 2)
-    time.sleep(1)  # so that rank 1, which expects it, has missed it for long
-    left = frozenset(heartbeats) - {3}
-    for rank in left:
-        wait_until(lambda h=heartbeats[rank], o=left - {rank}: all_alive(h, o))
-        wait_until(lambda h=heartbeats[rank]: h.silent_ranks() == frozenset())
-
-
-def test_an_exit_is_told_to_all_and_those_below_report_to_another_one(fast, monkeypatch, caplog):
-    monkeypatch.setattr(links_module, "GROUP", 2)
-    heartbeats, aborts = started(7)
-    for exited, parents in ((5, {}), (1, {3: 0, 4: 0}), (0, {2: None, 3: 2, 4: 2})):
-        heartbeats[exited].close()
-        left = [rank for rank, heartbeat in heartbeats.items() if not heartbeat._links.closing]
-        for rank, parent in parents.items():
-            wait_until(lambda rank=rank, parent=parent: parent_of(heartbeats[rank]) == parent)
-        for rank in left:
-            wait_until(lambda rank=rank, exited=exited: exited in heartbeats[rank].exited_ranks())
-            assert heartbeats[rank].states(frozenset({exited})) == f"rank {exited} (has exited)"
-            others = frozenset(left) - {rank}
-            wait_until(lambda h=heartbeats[rank], o=others: all_alive(h, o))
-        if exited == 1:
-            dies(heartbeats[1])  # its connections are closed only then
+def test_an_exit_is_told_to_all(fast, caplog):
+    heartbeats, aborts = started(4)
+    heartbeats[2].close()
+    for rank in (0, 1, 3):
+        wait_until(lambda rank=rank: heartbeats[rank].exited_ranks() == {2})
+        assert heartbeats[rank].states(frozenset({2})) == "rank 2 (has exited)"
+        wait_until(lambda h=heartbeats[rank], o={0, 1, 3} - {rank}: all_alive(h, o))
+    dies(heartbeats[2])  # its connection is closed only then
+    heartbeats[0].close()
+    wait_until(lambda: heartbeats[3].exited_ranks() == {0, 2})
+    assert heartbeats[3].states(frozenset({1})).startswith("rank 1 (unknown")
     assert all(messages.empty() for messages in aborts.values())
-    dies(heartbeats[3])
-    for rank in (2, 4, 6):
-        assert aborts[rank].get(timeout=TIMEOUT)[0].startswith("rank 3 has died.")
     assert caplog.text == ""
+
+
+def test_rank_0_hears_of_a_death_until_the_last_exit(fast):
+    heartbeats, aborts = started(4)
+    closing = threading.Thread(target=heartbeats[0].close_at_exit, daemon=True)
+    closing.start()
+    for rank in (1, 2, 3):
+        wait_until(lambda rank=rank: heartbeats[rank].exited_ranks() == {0})
+        assert heartbeats[rank].states(frozenset({0})) == "rank 0 (has exited)"
+    dies(heartbeats[1])
+    for rank in (0, 2, 3):
+        assert aborts[rank].get(timeout=TIMEOUT)[0].startswith("rank 1 has died.")
+    assert closing.is_alive()
+    heartbeats[2].close_at_exit()
+    heartbeats[3].close_at_exit()
+    closing.join(TIMEOUT)
+    assert not closing.is_alive()
 
 
 def test_a_rank_that_cannot_connect_is_named_and_not_called_alive(monkeypatch, caplog):
     def fail_for_rank_2(hosts, port, secret, rank, seconds):
         return None if rank == 2 else connect(hosts, port, secret, rank, seconds)
 
-    monkeypatch.setattr(links_module, "connect", fail_for_rank_2)
-    monkeypatch.setattr(links_module, "CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(heartbeat_module, "connect", fail_for_rank_2)
     heartbeats, aborts = started(3)
     assert "no heartbeat from rank 2: rank 2 could not connect to rank 0 at port" in caplog.text
     assert (
@@ -557,11 +551,16 @@ def test_a_rank_that_cannot_connect_is_named_and_not_called_alive(monkeypatch, c
     assert aborts[0].get(timeout=TIMEOUT) == ("the reason", 5)
 
 
-def test_with_a_silent_rank_0_the_states_of_others_are_unknown():
-    heartbeat = beating(1)
-    heartbeat._reports.silent = frozenset({0})
+def test_with_a_silent_rank_0_the_states_of_others_are_unknown(fast):
+    ours, theirs = socket.socketpair()
+    heartbeat = beating(1, (ours, 0))
+    JsonSocket(theirs, 1).send("beat", [[3, 3]], [], [], [], [])
+    wait_until(lambda: heartbeat.silent_ranks() == {3})
+    wait_until(lambda: heartbeat.silent_ranks() == {0})
     assert heartbeat.states(frozenset({2})).startswith("rank 2 (unknown: no heartbeat connection")
     assert "rank 0 (silent" in heartbeat.states(frozenset({0, 2}))
+    JsonSocket(theirs, 1).send("beat", [], [], [], [], [])
+    wait_until(lambda: "rank 2 (alive" in heartbeat.states(frozenset({2})))
 
 
 def test_without_a_network_a_warning_is_logged(monkeypatch, caplog):

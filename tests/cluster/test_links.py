@@ -1,4 +1,4 @@
-"""Connections of the heartbeat: their tree, addresses, and secret, and how they are made again."""
+"""Connections of the heartbeat: addresses, the secret, and strangers."""
 
 import secrets
 import select
@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,83 +13,13 @@ from hypothesis import strategies as st
 from jdaso.cluster import links as module
 from jdaso.cluster.links import (
     Acceptor,
-    Contact,
-    Links,
     addresses,
-    ancestors,
     connect,
-    connected,
     listen,
-    make_links,
-    parents,
-    without,
 )
 
 TIMEOUT = 20  # seconds, for a busy machine
 FIRST = b"\n"
-
-
-def groups(hosts):
-    """For each rank, the smallest rank of its host."""
-    return np.array([hosts.index(host) for host in hosts])
-
-
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=200), st.integers(1, 4))
-def test_every_process_reaches_the_first_one_and_has_few_that_report_to_it(hosts, group):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "GROUP", group)
-        found = parents(groups(hosts))
-    assert found[0] == 0
-    assert connected(found, 0, [], []).all()
-    assert np.bincount(found).max() <= 2 * group + 1  # and rank 0 itself
-    leaves = [rank for rank in range(1, len(hosts)) if hosts[found[rank]] != hosts[rank]]
-    assert len(leaves) == len(set(hosts)) - 1  # one connection to each other host
-
-
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=50), st.integers(1, 4), st.data())
-def test_without_some_ranks_each_reports_to_the_next_above_or_to_the_lowest(hosts, group, data):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "GROUP", group)
-        found = parents(groups(hosts))
-    ranks = range(len(hosts))
-    gone = data.draw(st.sets(st.sampled_from(ranks), max_size=len(hosts) - 1))
-    left = [rank for rank in ranks if rank not in gone]
-    repaired = without(found, gone)
-    for rank in left:
-        above = [other for other in ancestors(found, rank) if other not in gone]
-        assert repaired[rank] == (above or left)[0]
-        assert repaired[rank] < rank or rank == left[0]
-    assert connected(repaired, left[0], [], gone)[left].all()
-
-
-def test_thousands_of_nodes_are_a_few_levels():
-    found = parents(8 * (np.arange(8 * 8192) // 8))
-    top, levels = found, 1
-    while top.any():
-        top, levels = found[top], levels + 1
-    assert levels == 4
-    assert np.bincount(found).max() <= 2 * module.GROUP + 1
-
-
-@given(st.lists(st.integers(0, 5), min_size=2, max_size=30), st.data())
-def test_connected_are_those_that_a_message_reaches(hosts, data):
-    found = parents(groups(hosts))
-    ranks = st.integers(0, len(hosts) - 1)
-    rank, gone = data.draw(ranks), data.draw(st.sets(ranks, max_size=3))
-    unconnected = data.draw(st.sets(ranks, max_size=3))
-    reached, new = {rank}, [rank]
-    while new:
-        new = [
-            other
-            for other in range(len(hosts))
-            for low, high in ((rank, found[rank]), *((r, found[r]) for r in range(len(hosts))))
-            if other not in reached
-            and low not in unconnected
-            and not {low, high} & gone
-            and ((low == other and high in reached) or (high == other and low in reached))
-        ]
-        reached |= set(new)
-    assert set(np.flatnonzero(connected(found, rank, unconnected, gone))) == reached
 
 
 # As in /proc/net/if_inet6: a global, a loopback and a link-local address.
@@ -222,46 +151,6 @@ def test_unknown_peers_are_closed_and_delay_nobody():
     acceptor.close()
     for stranger in strangers:
         stranger.close()
-
-
-class Comm:
-    """The communicator of one of two processes, whose places are known."""
-
-    def __init__(self, rank, secret, places):
-        self.rank, self.secret, self.places = rank, secret, places
-
-    def Get_rank(self):
-        return self.rank
-
-    def bcast(self, own):
-        return self.secret
-
-    def allgather(self, own):
-        self.own = own
-        return self.places
-
-
-def test_the_listener_of_another_rank_is_not_taken_for_that_of_the_parent(monkeypatch):
-    monkeypatch.setattr(module, "CONNECT_SECONDS", 0.1)
-    secret, tree = new_secret(), np.array([0, 0, 0])
-    comm = Comm(1, secret, [([], 0)] * 3)
-    other = make_links(comm, tree, "rank 1")
-    place = ["127.0.0.1"], comm.own[1]
-    links = make_links(Comm(2, secret, [place] * 3), tree, "rank 2")  # 0 has the port of 1
-    of_first, of_second = links.contacts
-    assert connect(*of_first[1:], rank=2, seconds=0.3) is None
-
-    found = []
-    thread = threading.Thread(
-        target=lambda: found.append(connect(*of_second[1:], rank=2, seconds=TIMEOUT))
-    )
-    thread.start()
-    while thread.is_alive():
-        other.wait(0.05, [])
-    assert found[0] is not None
-    found[0].close()
-    for each in (links, other):
-        each.close()
 
 
 def test_a_stranger_who_says_nothing_does_not_keep_a_peer_from_the_next_address(monkeypatch):
@@ -401,19 +290,3 @@ def test_connecting_times_out():
     listener, port = listening()
     listener.close()
     assert connect(["127.0.0.1"], port, new_secret(), 1, 0.3) is None
-
-
-def test_a_search_that_cannot_have_a_thread_is_tried_again(monkeypatch):
-    """Otherwise all processes would wait for the first connection of this one."""
-    starts = []
-
-    def refuse(thread):
-        starts.append(thread.name)
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    links = Links(1, 2, "rank 1", [Contact(0, ["127.0.0.1"], 1, "secret")], None)
-    assert links.settled.is_set()
-    assert links.parent is None
-    links.search(gone=())
-    assert len(starts) == 2

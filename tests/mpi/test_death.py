@@ -12,8 +12,8 @@ ENDING = "jdaso: ending all processes: "
 @pytest.mark.parametrize(
     ("case", "dead"),
     [
-        ("killed in a deep tree", 1),
         ("killed", 0),
+        ("killed", 2),
         ("killed beside its child", 2),
         ("killed before its exit", 0),
         ("killed while it waits at exit", 1),

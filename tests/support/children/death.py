@@ -11,13 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import jdaso
-from jdaso.cluster import heartbeat, links
+from jdaso.cluster import heartbeat
 
 case = sys.argv[1]
 # So that the tests are short.
 heartbeat.BEAT_SECONDS, heartbeat.SILENT_SECONDS = 0.2, 1.0
-if case == "killed in a deep tree":  # a chain: each process reports to the one before it
-    links.GROUP = 1
 joined = case == "killed joined"
 topology = jdaso.discover_topology(2 if joined else None, join_processes=joined)
 assert topology.joined == joined
