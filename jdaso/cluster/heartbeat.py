@@ -31,6 +31,7 @@ from jdaso.cluster.links import (
     addresses,
     connect,
     listen,
+    send_all,
 )
 from jdaso.cluster.mpi_types import Comm
 from jdaso.cluster.roll_call import (
@@ -179,9 +180,8 @@ class Heartbeat:
 
         Returns whether every one of them is reached.
         """
-        for peer in list(self._peers.values()):
-            if peer.rank != source:
-                peer.send("end", reason[-MAX_MESSAGE_BYTES // 16 :], status)
+        others = [peer for peer in list(self._peers.values()) if peer.rank != source]
+        send_all(others, "end", reason[-MAX_MESSAGE_BYTES // 16 :], status)
         gone = self._silent | self._dead | self._exited
         return len(self._reachable() - gone) == self._size
 
@@ -201,8 +201,7 @@ class Heartbeat:
         if self._acceptor is not None:
             self._acceptor.refuse()
         exited = encode_ranks(self._exited)[: MAX_MESSAGE_BYTES // 64]
-        for peer in list(self._peers.values()):
-            peer.send("bye", *exited)
+        send_all(list(self._peers.values()), "bye", *exited)
 
     def close_at_exit(self) -> None:
         """Closes, in rank 0 after all others, so that it hears of a death until the last exit.
@@ -249,9 +248,8 @@ class Heartbeat:
             # Between two beats it says only what is new.
             if (message := self._report().encoded()) != self._sent or beats:
                 self._sent = message
-                for peer in self._peers.values():
-                    if not (peer.exiting or self._closing):
-                        peer.send("beat", *message)
+                listening = [] if self._closing else self._peers.values()
+                send_all([peer for peer in listening if not peer.exiting], "beat", *message)
             self._handle_deaths()
             time.sleep(_TOGETHER_SECONDS)
 

@@ -14,7 +14,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ _CHALLENGE_BYTES, _PROOF_BYTES = 16, 32
 _REQUEST = struct.Struct(f">{_CHALLENGE_BYTES}sI")  # challenge, rank
 _FIRST_BYTE = b"\n"  # of every message
 # Connections of an Acceptor that are not complete.
-_MOST_PENDING = 256
+_MOST_PENDING = 1024
 # A longer line is not a message of this protocol.
 MAX_MESSAGE_BYTES = 1 << 16
 # Linux lists the addresses of its interfaces here.
@@ -128,16 +128,19 @@ class Acceptor:
         self._selector.close()
 
     def _begin(self) -> None:
-        try:
-            connection = self._listener.accept()[0]
-        except OSError:  # the peer has disconnected, or descriptors have run out
-            time.sleep(_PAUSE_SECONDS)
-            return
-        connection.setblocking(False)
-        greeting = self._greet(connection)
-        next(greeting)
-        pending = time.monotonic(), greeting
-        self._selector.register(connection, selectors.EVENT_READ, pending)
+        while True:
+            try:
+                connection = self._listener.accept()[0]
+            except BlockingIOError:  # no other one waits
+                return
+            except OSError:  # the peer has disconnected, or descriptors have run out
+                time.sleep(_PAUSE_SECONDS)
+                return
+            connection.setblocking(False)
+            greeting = self._greet(connection)
+            next(greeting)
+            pending = time.monotonic(), greeting
+            self._selector.register(connection, selectors.EVENT_READ, pending)
 
     def _greet(self, connection: socket.socket) -> Generator[None, None, int | None]:
         """Reads a challenge and a rank, replies with a proof and a challenge, and reads a proof.
@@ -231,9 +234,7 @@ class JsonSocket:
 
     def send(self, kind: str, *arguments: Any) -> None:
         """Sends a message without blocking. It is lost if the peer's buffer is full."""
-        # The leading newline ends a message that was sent only in part before.
-        with contextlib.suppress(OSError):
-            self.connection.send(b"\n" + json.dumps([kind, *arguments]).encode() + b"\n")
+        send_all([self], kind, *arguments)
 
     def read(self) -> list[list[Any]]:
         """Returns the messages that have arrived. Sets ``closed`` after the last one."""
@@ -250,7 +251,16 @@ class JsonSocket:
         *lines, self._incomplete = (self._incomplete + data).split(b"\n")
         if len(self._incomplete) > MAX_MESSAGE_BYTES:
             self._incomplete = b""
-        return [message for line in lines if (message := _parsed(line))]
+        return [message for line in lines if line and (message := _parsed(line))]
+
+
+def send_all(peers: Iterable[JsonSocket], kind: str, *arguments: Any) -> None:
+    """Sends a message to each peer, as :meth:`JsonSocket.send` does."""
+    # The leading newline ends a message that was sent only in part before.
+    line = b"\n" + json.dumps([kind, *arguments]).encode() + b"\n"
+    for peer in peers:
+        with contextlib.suppress(OSError):
+            peer.connection.send(line)
 
 
 def _parsed(line: bytes) -> list[Any]:
