@@ -7,8 +7,10 @@ the vector. The shards are summed in chunks, which are a piece of every shard:
 2. The owner adds the pieces in the order of members and rounds the sum to the wire dtype.
 3. ``Iallgatherv`` sends the rounded sums to all members.
 
-Each member sends 2 (P-1)/P of the vector's bytes, the least that an all-reduce can. The bits depend
-neither on MPI nor on the chunks. MPI need not know the wire dtype.
+Each member sends 2 (P-1)/P of the vector's bytes, the least that an all-reduce can. If the vectors
+of all members together are no longer than a message, a single ``Iallgather`` sends them to all, and
+each member adds them. The bits depend neither on MPI nor on the chunks. MPI need not know the wire
+dtype.
 
 All members must post the collectives of a communicator in the same order, whatever completes first.
 With two chunks at a time, the order is: pieces 0, pieces 1, sums 0, pieces 2, sums 1, and so on.
@@ -76,6 +78,11 @@ def all_reduce(
             each 4 KB.
     """
     size, rank, row = comm.Get_size(), comm.Get_rank(), row_bytes(vector)
+    if size * len(vector) * row <= min(chunk_bytes, _LEAST_MESSAGE_BYTES):
+        terms = np.empty((size, *vector.shape), vector.dtype)
+        yield from wait_for([comm.Iallgather(_bytes(vector), _bytes(terms))])
+        _add_terms(terms, sums, arrived)
+        return (size - 1) * len(vector) * row
     owned = shards(len(vector), size)
     message = max(chunk_bytes // max(1, size - 1), min(chunk_bytes, _LEAST_MESSAGE_BYTES))
     together = _CHUNKS_BYTES // (size * message)
@@ -134,17 +141,22 @@ def _gather_sums(
     comm: Comm, terms: np.ndarray, sums: np.ndarray, arrived: np.ndarray, pieces: Pieces
 ) -> MpiRequest:
     """Adds the terms of the own piece, and starts to send the sum to all members."""
-    own, dtype = pieces.of(comm.Get_rank()), arrived.dtype
-    if format_of(dtype):
-        # Only the owner knows the rounding error, which its error feedback sends later.
-        sum_blocks(terms, sums[own], arrived[own])
-    elif arrived is sums:
-        add_in_order(terms, sums[own])
+    own = pieces.of(comm.Get_rank())
+    _add_terms(terms, sums[own], arrived[own])
+    return comm.Iallgatherv(None, _buffer(arrived, pieces, row_bytes(arrived)))  # None: in place
+
+
+def _add_terms(terms: np.ndarray, sums: np.ndarray, arrived: np.ndarray) -> None:
+    """Adds the terms of all members, and rounds the sum to the wire dtype."""
+    if format_of(arrived.dtype):
+        # Only who adds knows the rounding error, which the owner's error feedback sends later.
+        sum_blocks(terms, sums, arrived)
+    elif arrived.dtype == sums.dtype:
+        add_in_order(terms, sums)
     else:
         total = np.empty(terms.shape[1:], sums.dtype)
         add_in_order(terms, total)
-        arrived[own] = pack_sum(total, dtype, comm.Get_size())
-    return comm.Iallgatherv(None, _buffer(arrived, pieces, row_bytes(arrived)))  # None: in place
+        arrived[...] = pack_sum(total, arrived.dtype, len(terms))
 
 
 def _buffer(array: np.ndarray, pieces: Pieces, row: int) -> list:
