@@ -58,7 +58,7 @@ SILENT_SECONDS = 5.0
 LOST_SECONDS = 600.0
 # For how long a process tries to connect to rank 0.
 CONNECT_SECONDS = 20.0
-_POLL_SECONDS = 0.01
+_POLL_SECONDS, _EXIT_POLL_SECONDS = 0.01, 0.001
 # What arrives within this time is answered together, because rank 0 may hear thousands of others.
 _TOGETHER_SECONDS = 0.02
 _RESTART = "then start the job again from its last checkpoint."
@@ -75,7 +75,7 @@ _NO_HEARTBEAT = (
 
 
 class Report(NamedTuple):
-    """What a heartbeat says. The ranks are those of rank 0, and those of the others are empty."""
+    """What a heartbeat says. Only rank 0 fills the sets of ranks."""
 
     silent: frozenset[int] = frozenset()
     dead: frozenset[int] = frozenset()
@@ -97,11 +97,12 @@ class Heartbeat:
             ten minutes, or has asked all to abort.
         acceptor: In rank 0, what accepts the others.
         connect: In another process, a function that connects to rank 0, or returns None.
+        progress: Lets MPI deliver what it has not sent yet; called while this process waits.
 
     Attributes:
         describe: Names a rank and its host.
         roll_call: Which processes have posted an operation.
-        settled: Set when this process has connected to rank 0, or cannot.
+        settled: Set when rank 0 has accepted this process, or cannot be reached.
         unconnected: The ranks that could not connect at the start.
     """
 
@@ -113,19 +114,20 @@ class Heartbeat:
         abort: Callable[[str, int], None],
         acceptor: Acceptor | None = None,
         connect: Callable[[], socket.socket | None] = lambda: None,
+        progress: Callable[[], object] = lambda: None,
     ):
         self._rank, self._size, self.describe, self._abort = rank, size, describe, abort
-        self._acceptor, self._connect = acceptor, connect
+        self._acceptor, self._connect, self._progress = acceptor, connect, progress
         ranks = ranks_shape(size)
         self._shape = (ranks, ranks, ranks, [CALL], answers_shape(size))
         self._policies: list[DeathPolicy] = []
         self._peers: dict[int, JsonSocket] = {}
         self._heard: dict[int, Report] = {}  # the last report of each peer
         self._sent: list[Any] = []
+        self.unconnected = frozenset[int]()
         # Only the thread changes these sets, each as a whole, so others may read them at any time.
-        self._silent = self._dead = self._exited = self.unconnected = frozenset[int]()
-        self._handled: frozenset[int] = frozenset()  # deaths of which policies have been told
-        self._silent_peers = frozenset[int]()
+        self._silent = self._dead = self._exited = self._silent_peers = frozenset[int]()
+        self._handled = frozenset[int]()  # deaths of which policies have been told
         self._leaving = self._closing = False
         self.settled = threading.Event()
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -171,9 +173,9 @@ class Heartbeat:
         return frozenset(range(self._size)) - self.unconnected
 
     def is_connected(self) -> bool:
-        """Returns whether rank 0, if this is another process, is connected and does not exit."""
+        """Returns whether this is rank 0, or a process that it has accepted and not left."""
         peer = self._peers.get(0)
-        return self._rank == 0 or (peer is not None and not peer.exiting)
+        return self._rank == 0 or (peer is not None and peer.heard and not peer.exiting)
 
     def broadcast_abort(self, reason: str, status: int, source: int | None = None) -> bool:
         """Asks all other processes but the source of the reason to abort for the same reason.
@@ -200,20 +202,26 @@ class Heartbeat:
         self._closing = True
         if self._acceptor is not None:
             self._acceptor.refuse()
-        exited = encode_ranks(self._exited)[: MAX_MESSAGE_BYTES // 64]
-        send_all(list(self._peers.values()), "bye", *exited)
+        send_all(list(self._peers.values()), "bye")
 
     def close_at_exit(self) -> None:
-        """Closes, in rank 0 after all others, so that it hears of a death until the last exit.
+        """Closes, in rank 0 after all others, and waits for that in the others.
 
-        MPI_Finalize would wait for them as well.
+        A death is thus noticed until the last exit. MPI_Finalize would wait as well, but it keeps
+        the interpreter's lock meanwhile, and heartbeats end.
         """
         self._leaving = True
-        try:
-            while self._rank == 0 and not all(p.exiting for p in list(self._peers.values())):
-                time.sleep(_POLL_SECONDS)
-        finally:
+        if self._rank != 0:
             self.close()
+        peers = list(self._peers.values())
+        try:
+            # After a death that ends the job, this goes on until the thread ends the process.
+            while not all(peer.exiting or peer.rank in self._dead for peer in peers):
+                self._progress()
+                time.sleep(_EXIT_POLL_SECONDS)
+        finally:
+            if self._rank == 0:
+                self.close()
 
     def _wake(self) -> None:
         with suppress(OSError):  # it will end anyway, or this process exits
@@ -225,12 +233,12 @@ class Heartbeat:
             peer.connection.close()
         if self._acceptor is not None:
             self._acceptor.close()
+            self._acceptor = None  # for its own children
 
     # ---- The thread
 
     def _run(self) -> None:
         self._search()
-        self.settled.set()
         next_beat = time.monotonic()
         while self._peers or self._acceptor is not None:
             for peer in self._wait(max(0.0, next_beat - time.monotonic())):
@@ -248,14 +256,16 @@ class Heartbeat:
             # Between two beats it says only what is new.
             if (message := self._report().encoded()) != self._sent or beats:
                 self._sent = message
-                listening = [] if self._closing else self._peers.values()
-                send_all([peer for peer in listening if not peer.exiting], "beat", *message)
+                if not self._closing:  # those that have said goodbye wait for that of rank 0
+                    send_all(self._peers.values(), "beat", *message)
             self._handle_deaths()
             time.sleep(_TOGETHER_SECONDS)
 
     def _search(self) -> None:
         if (connection := self._connect()) is not None:
             self._add(JsonSocket(connection, 0))
+        else:
+            self.settled.set()
 
     def _add(self, peer: JsonSocket) -> None:
         self._selector.register(peer.connection, selectors.EVENT_READ, peer)
@@ -333,17 +343,16 @@ class Heartbeat:
 
     def _receive(self, peer: JsonSocket) -> None:
         for message in peer.read():
+            self.settled.set()
             match message:
                 case ["beat", *report] if not peer.exiting and fits(report, self._shape):
                     silent, dead, exited = map(decode_ranks, report[:3])
                     questions = tuple(Call(*call) for call in report[3])
                     said = Report(silent, dead, exited, questions, decode(report[4]))
                     self._heard[peer.rank] = said
-                case ["bye", *exited]:
+                case ["bye"]:
                     peer.exiting = True
                     self._exited |= {peer.rank}
-                    if fits(exited, self._shape[0]):
-                        self._exited |= decode_ranks(exited)
                     self._heard.pop(peer.rank, None)
                 case ["end", str(reason), status] if fits(status, range(256)):
                     self._abort_all(reason, status, source=peer.rank)
@@ -354,7 +363,7 @@ class Heartbeat:
         peer.connection.close()
         self._silent_peers -= {peer.rank}
         self._heard.pop(peer.rank, None)
-        if peer.exiting or self._closing:
+        if peer.exiting or (self._closing and self._rank == 0):
             return
         if peer.rank == 0 and not peer.heard:
             # It has not accepted the connection, perhaps because it was paused, and is not dead.
@@ -368,6 +377,7 @@ class Heartbeat:
         self._abort_all(f"{self.describe(rank)} {reason}", EXIT_NODE_LOST, source=rank)
 
     def _abort_all(self, reason: str, status: int, source: int) -> None:
+        self._progress = lambda: None  # MPI_Abort must not run beside other calls of MPI
         self.broadcast_abort(reason, status, source)
         self._abort(reason, status)
 
@@ -387,7 +397,7 @@ def start_heartbeat(
     def search() -> socket.socket | None:
         return connect(hosts, port, secret, rank, CONNECT_SECONDS) if rank and hosts else None
 
-    heartbeat = Heartbeat(rank, size, describe, abort, acceptor, search)
+    heartbeat = Heartbeat(rank, size, describe, abort, acceptor, search, comm.Iprobe)
     while not heartbeat.settled.wait(_POLL_SECONDS):
         comm.Iprobe()  # some MPI libraries send only while they are being called
     connects = comm.allgather(heartbeat.is_connected())
@@ -407,4 +417,5 @@ def _allow_connections(count: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:
         wanted = soft + count if hard == resource.RLIM_INFINITY else min(soft + count, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

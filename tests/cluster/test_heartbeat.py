@@ -75,7 +75,7 @@ def beating(rank, *ends, size=4, abort=lambda *abort: None, describe="rank {}".f
 
 def dies(heartbeat):
     """What others see of a process that dies. It sends nothing any more."""
-    heartbeat._closing = True
+    heartbeat._closing, heartbeat._abort = True, lambda *_: None
     if heartbeat._acceptor is not None:
         heartbeat._acceptor.refuse()
     for peer in list(heartbeat._peers.values()):
@@ -207,7 +207,7 @@ def test_a_process_that_closes_a_connection_before_its_first_message_is_not_dead
     if answers:
         JsonSocket(theirs, 1).send("here")
     theirs.close()
-    wait_until(lambda: not second.is_connected())
+    wait_until(lambda: not second._peers)
     if answers:
         assert aborts.get(timeout=TIMEOUT)[1] == EXIT_NODE_LOST
     else:
@@ -519,19 +519,59 @@ def test_an_exit_is_told_to_all(fast, caplog):
 
 def test_rank_0_hears_of_a_death_until_the_last_exit(fast):
     heartbeats, aborts = started(4)
+    died = queue.Queue()
+    for heartbeat in heartbeats.values():
+        heartbeat.follow(DeathPolicy(frozenset({0}), died.put))
     closing = threading.Thread(target=heartbeats[0].close_at_exit, daemon=True)
     closing.start()
     for rank in (1, 2, 3):
         wait_until(lambda rank=rank: heartbeats[rank].exited_ranks() == {0})
         assert heartbeats[rank].states(frozenset({0})) == "rank 0 (has exited)"
     dies(heartbeats[1])
-    for rank in (0, 2, 3):
-        assert aborts[rank].get(timeout=TIMEOUT)[0].startswith("rank 1 has died.")
+    for _ in (0, 2, 3):
+        assert died.get(timeout=TIMEOUT) == 1
     assert closing.is_alive()
-    heartbeats[2].close_at_exit()
-    heartbeats[3].close_at_exit()
+    for rank in (2, 3):
+        threading.Thread(target=heartbeats[rank].close_at_exit, daemon=True).start()
     closing.join(TIMEOUT)
     assert not closing.is_alive()
+    assert all(messages.empty() for messages in aborts.values())
+
+
+def test_those_that_have_said_goodbye_hear_of_the_death_of_rank_0(fast):
+    heartbeats, aborts = started(3)
+    for rank in (1, 2):
+        threading.Thread(target=heartbeats[rank].close_at_exit, daemon=True).start()
+        wait_until(lambda rank=rank: rank in heartbeats[0].exited_ranks())
+    time.sleep(1)
+    assert heartbeats[1].silent_ranks() == frozenset()
+    dies(heartbeats[0])
+    for rank in (1, 2):
+        assert aborts[rank].get(timeout=TIMEOUT)[0].startswith("rank 0 has died.")
+        heartbeats[rank]._dead = frozenset({0})  # ends its thread
+
+
+def test_mpi_makes_progress_while_processes_wait_for_each_other_at_exit(fast):
+    """Some MPI libraries send only while they are called."""
+    heartbeats, polled = {}, {}
+    ours, theirs = socket.socketpair()
+    for rank, connections in (
+        (0, {"acceptor": Pairs({1: ours})}),
+        (1, {"connect": lambda: theirs}),
+    ):
+        polled[rank] = threading.Event()
+        heartbeats[rank] = Heartbeat(
+            rank, 2, str, lambda *_: None, **connections, progress=polled[rank].set
+        )
+        assert heartbeats[rank].settled.wait(TIMEOUT) or rank == 0
+    wait_until(lambda: len(heartbeats[0]._peers) == 1)
+    first, second = (threading.Thread(target=heartbeats[rank].close_at_exit) for rank in (0, 1))
+    first.start()
+    assert polled[0].wait(TIMEOUT)
+    second.start()
+    for thread in (first, second):
+        thread.join(TIMEOUT)
+        assert not thread.is_alive()
 
 
 def test_a_rank_that_cannot_connect_is_named_and_not_called_alive(monkeypatch, caplog):

@@ -17,6 +17,8 @@ ENDING = "jdaso: ending all processes: "
         ("killed beside its child", 2),
         ("killed before its exit", 0),
         ("killed while it waits at exit", 1),
+        ("killed when all others have ended", 0),
+        ("killed when all others have ended", 1),
     ],
 )
 def test_death_is_named_by_all_others_though_nobody_waits(case, dead):

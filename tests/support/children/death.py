@@ -59,6 +59,10 @@ if case.endswith("exit"):
         killer.start()
     elif rank == topology.num_nodes - 1 and case == "killed while it waits at exit":
         wait_in_vain()
+elif case == "killed when all others have ended":
+    if rank == int(sys.argv[2]):
+        time.sleep(2)
+        die()
 elif case.startswith("killed"):
     dead = int(sys.argv[2])
     if rank == dead:
