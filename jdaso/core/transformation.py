@@ -25,6 +25,7 @@ from jdaso.core.tree import (
     add_updates,
     change_unless_skipped,
     helpful_errors,
+    is_floating,
     where_tree,
 )
 from jdaso.core.types import Merge, ParamsWithMoments, PyTree, Schedule, SyncTarget
@@ -232,6 +233,8 @@ def apply_step(
     _check_gradients(engine.name, grads, params, value)
     old, averaging = state
     target = engine.sync_target
+    if target.of_gradients and params is not None:
+        _check_floats(engine.name, grads, params)
     finite = guard(engine, grads, averaging)
 
     def local(tree, params, old):
@@ -317,6 +320,18 @@ def _check_gradients(name: str, grads: PyTree, params: PyTree, value: Any) -> No
         "than its gradients, as optax.lookahead and optax.contrib.dpsgd do, use optax.chain("
         "optimizer, averaging), in which the averaging is last."
     )
+
+
+def _check_floats(name: str, grads: PyTree, params: PyTree) -> None:
+    """Raises ValueError for a gradient that is sent where no parameter is, or the other way."""
+    own = dict(jax.tree_util.tree_leaves_with_path(params))
+    for path, grad in jax.tree_util.tree_leaves_with_path(grads):
+        if path in own and is_floating(own[path]) != is_floating(grad):
+            raise ValueError(
+                f"{name}: gradients must be floating-point numbers where params are, got "
+                f"{jnp.result_type(grad)} at {jax.tree_util.keystr(path)!r}, where params has "
+                f"{jnp.result_type(own[path])}: cast the gradient to this dtype."
+            )
 
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...] | None]:

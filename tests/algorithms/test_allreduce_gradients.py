@@ -1,9 +1,12 @@
 """The mean of gradients, before the optimizer."""
 
+import functools
+
 import golden_family
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from virtual_nodes import LR, assert_near, both_ways, dyadic_run, few, random_run, train
@@ -55,3 +58,14 @@ def test_parameters_are_not_needed():
     grads = {"w": jnp.arange(3.0)}
     updates, _ = averaging.update(grads, averaging.init(grads))
     np.testing.assert_array_equal(updates["w"], grads["w"])
+
+
+@both_ways
+@pytest.mark.parametrize("dtypes", [("int32", "float32"), ("float32", "int32")])
+def test_a_gradient_of_another_kind_than_its_parameter_is_refused_by_name(in_place, dtypes):
+    params, grads = ({"n": jnp.ones(2, dtype), "w": jnp.ones(3)} for dtype in dtypes)
+    tx = jdaso.chain(optax.sgd(LR), jdaso.allreduce_gradients(jdaso.single_exchange()))
+    step = functools.partial(jdaso.apply_gradients, tx) if in_place else tx.update
+    match = rf"got {dtypes[1]} at \"\['n'\]\", where params has {dtypes[0]}: cast"
+    with pytest.raises(ValueError, match=match):
+        step(grads, tx.init(params), params)
