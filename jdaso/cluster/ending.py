@@ -43,7 +43,7 @@ class DeathPolicy(NamedTuple):
 
     A death ends the job, unless a policy has a function for it and none needs the process. An
     exchange needs all of its processes. The workers of a center go on without one another, but not
-    without rank 0, which has the server. All heartbeats meet in rank 0, so no job survives it.
+    without rank 0, which has the server. Rank 0 receives all heartbeats, so its death ends any job.
 
     Attributes:
         needed: The ranks whose deaths end the job.

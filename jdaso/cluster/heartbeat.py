@@ -59,7 +59,7 @@ LOST_SECONDS = 600.0
 # For how long a process tries to connect to rank 0.
 CONNECT_SECONDS = 20.0
 _POLL_SECONDS, _EXIT_POLL_SECONDS = 0.01, 0.001
-# What arrives within this time is answered together, because rank 0 may hear thousands of others.
+# Messages that arrive within this time are answered together: rank 0 may hear from thousands.
 _TOGETHER_SECONDS = 0.02
 _RESTART = "then start the job again from its last checkpoint."
 _DIED = f"has died. Look for the cause in its output and in the log of its host, {_RESTART}"
@@ -173,7 +173,7 @@ class Heartbeat:
         return frozenset(range(self._size)) - self.unconnected
 
     def is_connected(self) -> bool:
-        """Returns whether this is rank 0, or a process that it has accepted and not left."""
+        """Returns whether this is rank 0, or rank 0 has accepted it and has not said goodbye."""
         peer = self._peers.get(0)
         return self._rank == 0 or (peer is not None and peer.heard and not peer.exiting)
 
@@ -190,8 +190,8 @@ class Heartbeat:
     def follow(self, policy: DeathPolicy) -> Callable[[], None]:
         """Lets a policy say which deaths and long silences the job survives.
 
-        Without one, and for a rank that one of several policies needs, all processes abort. No job
-        survives rank 0. The result ends this.
+        Without one, and for a rank that one of several policies needs, all processes abort. So they
+        do for rank 0, whatever a policy says. The result is a function that ends this.
         """
         self._policies.append(policy)
         self._handled = frozenset()  # tells again of deaths that were known before
@@ -205,10 +205,10 @@ class Heartbeat:
         send_all(list(self._peers.values()), "bye")
 
     def close_at_exit(self) -> None:
-        """Closes, in rank 0 after all others, and waits for that in the others.
+        """Announces that this process exits, and waits until all others have announced it as well.
 
-        A death is thus noticed until the last exit. MPI_Finalize would wait as well, but it keeps
-        the interpreter's lock meanwhile, and heartbeats end.
+        Rank 0 announces it last, so that it notices a death until then. MPI_Finalize would wait as
+        well, but it keeps the interpreter's lock meanwhile, which stops the heartbeats.
         """
         self._leaving = True
         if self._rank != 0:
@@ -413,7 +413,7 @@ def start_heartbeat(
 
 
 def _allow_connections(count: int) -> None:
-    """Raises the limit of open files by a number, as far as the system allows."""
+    """Raises the limit of open files by ``count``, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:
         wanted = soft + count if hard == resource.RLIM_INFINITY else min(soft + count, hard)

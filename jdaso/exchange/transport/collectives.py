@@ -149,7 +149,7 @@ def _gather_sums(
 def _add_terms(terms: np.ndarray, sums: np.ndarray, arrived: np.ndarray) -> None:
     """Adds the terms of all members, and rounds the sum to the wire dtype."""
     if format_of(arrived.dtype):
-        # Only who adds knows the rounding error, which the owner's error feedback sends later.
+        # A member that adds knows the rounding error. The owner's error feedback sends it later.
         sum_blocks(terms, sums, arrived)
     elif arrived.dtype == sums.dtype:
         add_in_order(terms, sums)
