@@ -105,11 +105,10 @@ def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyT
             for x in leaves
         ]
     names = [name for name, _ in named_floats(tree)]
-    finite = _finite(leaves)
+    finite = exchange.finite_leaves(leaves)
     if not isinstance(finite, jax.core.Tracer):
         for name in itertools.compress(names, ~np.asarray(finite)):
             _warn_not_finite(caller(), name or "the array")
-    finite = exchange.all_devices(finite)
     if isinstance(finite, jax.core.Tracer) or not finite.all():  # otherwise without a copy
         leaves = _masked(leaves, finite)
     # The number of nodes on which each leaf is finite travels as one more leaf.
@@ -251,11 +250,6 @@ def _is_spread(x: jax.Array) -> bool:
 
 
 # Outside jit, JAX would compile each operation for each shape: 9 s for a hundred shapes.
-@jax.jit
-def _finite(leaves: Leaves) -> jax.Array:
-    return jnp.stack([jnp.isfinite(x).all() for x in leaves])
-
-
 @jax.jit
 def _masked(leaves: Leaves, finite: jax.Array) -> Leaves:
     return [jnp.where(finite[i], x, jnp.zeros_like(x)) for i, x in enumerate(leaves)]

@@ -49,7 +49,6 @@ from jdaso.core.tree import (
     cut,
     difference,
     division_by,
-    finite_leaves,
     float_leaves,
     float_positions,
     helpful_errors,
@@ -200,7 +199,7 @@ def guard(engine: Engine, grads: PyTree, state: AveragingState) -> jax.Array:
     """Whether all gradients are finite, in one pass over them."""
     if engine.nonfinite == "off":
         return jnp.bool_(True)
-    finite = engine.exchange.all_devices(finite_leaves(float_leaves(grads)))
+    finite = engine.exchange.finite_leaves(float_leaves(grads))
     return _all_finite(engine, finite, state.step, [name for name, _ in named_floats(grads)])
 
 
@@ -518,8 +517,8 @@ def _post(
     def contribution(wire):
         """The first number of the header, int32. A node contributes if its message is finite."""
         dtypes = wire_dtypes([x.dtype for x in message], wire)
-        finite = finite_leaves([*map(finite_like_packed, message, dtypes)])
-        finite, narrow = exchange.all_devices(finite), describe_narrow_wires(dtypes)
+        finite = exchange.finite_leaves([*map(finite_like_packed, message, dtypes)])
+        narrow = describe_narrow_wires(dtypes)
         whole = _all_finite(engine, finite, step.step, engine.names, narrow)
         first = jnp.argmin(finite).astype(jnp.int32)
         return jnp.where(whole, fragment.healthy.astype(jnp.int32), -1 - first)
@@ -590,8 +589,9 @@ def _anchors(engine: Engine, fragment: FragmentState) -> Leaves:
 
 # A merge needs memory for the sums. If they arrive in parts, and each part is merged before the
 # next one arrives, this is the memory of the largest part. More parts take less memory and more
-# time to compile. Those that fit a cache are merged faster.
-_PARTS, _LEAST_BYTES = 16, 1 << 18
+# time to compile, but a call with many leaves takes a time like their square. Parts that fit a
+# cache are merged faster.
+_PARTS, _PART_LEAVES, _LEAST_BYTES = 16, 64, 1 << 18
 
 #: Lists of arrays. Array j of each has the shape of leaf j of a part.
 _Lists = list[Leaves]
@@ -657,7 +657,8 @@ def _collect(
     into = None if in_place or whole else old
 
     sizes = np.array([x.size * x.dtype.itemsize for x in leaves])
-    num_parts = int(min(_PARTS, len(leaves), sizes.sum() // _LEAST_BYTES))
+    most = max(_PARTS, len(leaves) // _PART_LEAVES)
+    num_parts = int(min(most, len(leaves), sizes.sum() // _LEAST_BYTES))
     if whole or not exchange.in_parts or num_parts < 2:
         parts = [slice(0, len(leaves))]
     else:

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from jdaso.core.log import logger
+from jdaso.core.tree import finite_leaves
 from jdaso.core.types import JdasoError, Leaves, Number, Plan, PyTree
 from jdaso.core.wire import Wire
 
@@ -264,9 +265,9 @@ class Exchange:
         # None has no platform, nor have the devices of JAX 0.10.0.
         return getattr(device, "platform", jax.default_backend())
 
-    def all_devices(self, flag: jax.Array) -> jax.Array:
-        """Whether a flag holds on all devices of the node."""
-        return flag
+    def finite_leaves(self, leaves: Leaves) -> jax.Array:
+        """Whether all numbers of each leaf are finite on all devices of the node, bool[leaves]."""
+        return finite_leaves(leaves)
 
     def broadcast(self, names: Sequence[str], leaves: Leaves, root: int) -> Leaves:
         """The leaves of node ``root``, bit for bit."""

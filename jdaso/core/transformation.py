@@ -244,6 +244,8 @@ def apply_step(
 
     def local_if_finite(tree):
         """Tree and state after the update, or both unchanged if the gradients are not finite."""
+        if engine.nonfinite == "off":
+            return local(tree, params, old)[:2]
         like = jax.eval_shape(local, tree, params, old)[1]
         # An optimizer may widen its state at the first step.
         state = jax.tree.map(lambda x, y: x.astype(y.dtype), old, like)

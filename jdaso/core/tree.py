@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -77,6 +78,7 @@ def is_masked(node: PyTree) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
+@functools.partial(jax.jit, inline=True)  # one program for all shapes outside jit
 def finite_leaves(leaves: Leaves) -> jax.Array:
     """Whether all numbers of each array in a list are finite, bool[leaves], in one pass over them.
 

@@ -27,7 +27,7 @@ from jdaso.core.exchange import (
     SentLeaf,
 )
 from jdaso.core.log import logger
-from jdaso.core.tree import is_floating, named_floats
+from jdaso.core.tree import all_finite, is_floating, named_floats
 from jdaso.core.types import Leaves, PyTree
 from jdaso.core.wire import (
     check_wire,
@@ -112,10 +112,8 @@ class _Stored(BoundExchange):
         contributes = (header[0] > 0).astype(jnp.float32)
         *sums, header = self._all_reduce([*cast, header.at[0].set(contributes)])
         # Rows of blocks are finite once they are rounded.
-        finite = [
-            jnp.isfinite(s).all() for s, x in zip(sums, cast, strict=True) if not format_of(x.dtype)
-        ]
-        header = header.at[FINITE].set(jnp.all(jnp.stack([*finite, True]))).at[OWN].set(contributes)
+        finite = all_finite([s for s, x in zip(sums, cast, strict=True) if not format_of(x.dtype)])
+        header = header.at[FINITE].set(finite).at[OWN].set(contributes)
         if relative:
             sums = [s - header[0] * unpack(x) for s, x in zip(sums, cast, strict=True)]
         sums = [

@@ -282,8 +282,8 @@ class _MpiExchange(Exchange):
     def platform(self) -> str:
         return self._program.mesh.platform
 
-    def all_devices(self, flag: jax.Array) -> jax.Array:
-        return self._program.mesh.all_devices(flag)
+    def finite_leaves(self, leaves: Leaves) -> jax.Array:
+        return self._program.finite_leaves(leaves)
 
     def begin_run(self, total: int | None, params: PyTree, gradients: bool) -> None:
         if not isinstance(jnp.zeros(()), jax.core.Tracer):  # outside jit

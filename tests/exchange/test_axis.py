@@ -1,5 +1,7 @@
 """Programs of an exchange along an axis do not grow; exchanges of one node say that they are."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -16,6 +18,17 @@ def test_leaves_of_more_than_2_to_the_31_numbers_are_lowered_without_large_const
     state = jax.eval_shape(jax.vmap(tx.init), params)
     step = jax.jit(jax.vmap(tx.update, axis_name="node"))
     assert len(step.lower(params, state, params).as_text()) < 1e6
+
+
+def test_no_operation_of_a_compiled_step_reads_one_number_of_each_leaf():
+    """XLA takes a time like the cube of their number to fuse it."""
+    tx = jdaso.daso(jdaso.axis_exchange("node", 2), 4, 1)
+    params = [jnp.ones((2, 40)) for _ in range(150)]
+    state = jax.vmap(tx.init)(params)
+    step = jax.jit(jax.vmap(tx.update, axis_name="node"))
+    text = step.lower(params, state, params).compile().as_text()
+    fusions = re.findall(r" fusion\(([^)]*)\)", text)
+    assert max(operands.count("%") for operands in fusions) < 150
 
 
 def test_single_exchange_says_that_it_does_not_connect_the_processes_of_a_job(caplog, monkeypatch):

@@ -23,7 +23,7 @@ def use_stand_in(path: str, devices: int) -> ctypes.CDLL:
     """Replaces the compiled library by that of cuda_stand_in, which serves CPU devices."""
     library = slots.open_library(path)
     assert library.jdaso_driver(path.encode()) is None
-    slots.load, slots.rounds = lambda: library, lambda platform: False
+    slots.load, slots.computes = lambda: library, lambda platform: False
     slots.register_handlers("cpu", "_cuda")
     slots.register_handlers = lambda *_: None
     for device in range(devices):

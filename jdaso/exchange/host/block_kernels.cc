@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "xla/ffi/api/ffi.h"
+
 // One version for each vector unit. The loader takes the best one that the processor has.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 #if __GNUC__ >= 12
@@ -25,6 +27,8 @@
 
 namespace jdaso {
 namespace {
+
+namespace ffi = xla::ffi;
 
 // The constants of core/block_format.py.
 constexpr size_t kBlock = 64;
@@ -137,7 +141,40 @@ JDASO_INLINE void UnpackAll(const uint8_t* packed, size_t rows, float* numbers) 
   }
 }
 
+// Whether no number has the exponent of infinity, which NaN has as well.
+template <typename Bits>
+JDASO_INLINE bool NoneHas(Bits infinity, const void* numbers, size_t size) {
+  const auto* bits = static_cast<const Bits*>(numbers);
+  Bits found = 0;
+  for (size_t i = 0; i < size; ++i) found |= (bits[i] & infinity) == infinity;
+  return found == 0;
+}
+
+JDASO_VECTORIZED
+bool AllFinite(ffi::DataType type, const void* numbers, size_t size) {
+  switch (type) {
+    case ffi::F16: return NoneHas<uint16_t>(0x7c00, numbers, size);
+    case ffi::BF16: return NoneHas<uint16_t>(0x7f80, numbers, size);
+    case ffi::F32: return NoneHas<uint32_t>(0x7f800000, numbers, size);
+    case ffi::F64: return NoneHas<uint64_t>(uint64_t{0x7ff} << 52, numbers, size);
+    default: return false;
+  }
+}
+
+// Whether all numbers of each leaf are finite. XLA needs up to five kernels for a leaf.
+ffi::Error FiniteLeaves(ffi::RemainingArgs leaves, ffi::Result<ffi::Buffer<ffi::PRED>> finite) {
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    const auto leaf = *leaves.get<ffi::AnyBuffer>(i);
+    finite->typed_data()[i] =
+        AllFinite(leaf.element_type(), leaf.untyped_data(), leaf.element_count());
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jdaso_finite_leaves, FiniteLeaves, ffi::Ffi::Bind().RemainingArgs().Ret<ffi::Buffer<ffi::PRED>>());
 
 JDASO_VECTORIZED
 void ToBFloat16(const float* from, uint16_t* to, size_t size) {

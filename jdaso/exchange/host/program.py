@@ -31,6 +31,7 @@ from jdaso.core.exchange import (
     PostedExchange,
     SentLeaf,
 )
+from jdaso.core.tree import finite_leaves
 from jdaso.core.types import JdasoError, Leaves, Number, PyTree
 from jdaso.core.wire import (
     WIRE_OF_BITS,
@@ -74,7 +75,7 @@ class Program:
     ):
         self.table, self.guard, self.compiled = table, guard, compiled
         self.shardings, self.mesh = shardings, NodeMesh(shardings)
-        self.rounds = slots.rounds(self.mesh.platform)
+        self.computes = compiled and slots.computes(self.mesh.platform)
         self.pins = compiled and self.mesh.platform == "gpu"
         #: Waits for all programs that were dispatched.
         self.complete = functools.partial(await_programs, shardings.mesh.local_devices)
@@ -96,6 +97,15 @@ class Program:
                 "it outside of shard_map."
             )
         return self.shardings.register(params)
+
+    def finite_leaves(self, leaves: Leaves) -> jax.Array:
+        """Whether all numbers of each leaf are finite on all devices of the node, bool[leaves]."""
+        if not (self.computes and leaves) or self.mesh.device_index() is None:
+            return self.mesh.all_devices(finite_leaves(leaves))
+        # No result depends on how the numbers change, so JAX need not differentiate the call.
+        call = jax.ffi.ffi_call(slots.FINITE_LEAVES, jax.ShapeDtypeStruct((len(leaves),), bool))
+        narrow = [x.astype(jnp.bfloat16) if x.dtype.itemsize < 2 else x for x in leaves]
+        return self.mesh.all_devices(call(*map(lax.stop_gradient, narrow)))
 
     def posted_layout(self, sent: Sequence[SentLeaf], posted: PostedExchange) -> Layout:
         """The layout of leaves that a checkpoint has saved."""
@@ -176,7 +186,7 @@ class ProgramLeaves(BoundExchange):
             if program.compiled:
                 # A leaf that stays in its dtype is copied as it lies in memory, and compiled code
                 # rounds to bfloat16 while it copies, where it can.
-                rounded = program.rounds and x.dtype == jnp.float32 and dtype == jnp.bfloat16
+                rounded = program.computes and x.dtype == jnp.float32 and dtype == jnp.bfloat16
                 if rounded or x.dtype == dtype:
                     return x
             return pack(x, dtype)

@@ -29,6 +29,7 @@ from jdaso.exchange.host.layout import Layout, Memory, Plan
 
 #: The names of its functions in compiled programs.
 POST, COLLECT, ORDER = "jdaso_post", "jdaso_collect", "jdaso_order"
+FINITE_LEAVES = "jdaso_finite_leaves"  # on CPUs
 _LIBRARY = "jdaso.exchange.host._copies"
 _DRIVER = b"libcuda.so.1"
 
@@ -154,7 +155,7 @@ def open_library(path: str) -> ctypes.CDLL:
 @functools.cache
 def register_handlers(platform: str = "cpu", suffix: str = "") -> None:
     """Tells XLA the handlers for the devices of a platform, once."""
-    for name in (POST, COLLECT, ORDER):
+    for name in (POST, COLLECT, ORDER, *[FINITE_LEAVES] * (not suffix)):
         capsule = jax.ffi.pycapsule(getattr(load(), name + suffix))
         jax.ffi.register_ffi_target(name, capsule, platform=platform)
 
@@ -206,8 +207,8 @@ def use_native(native: bool | None, devices: Sequence[jax.Device]) -> bool:
     return False
 
 
-def rounds(platform: str) -> bool:
-    """Whether the post of compiled code rounds float32 to bfloat16. Elsewhere XLA does it."""
+def computes(platform: str) -> bool:
+    """Whether compiled code rounds to bfloat16 and finds what is not finite, or else XLA does."""
     return platform == "cpu"
 
 

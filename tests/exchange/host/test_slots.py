@@ -19,6 +19,7 @@ from one_process import memory_of, unsharded
 from jdaso.core import wire
 from jdaso.core.block_format import FORMATS
 from jdaso.core.exchange import HEADER_SIZE, UNCOUNTED
+from jdaso.core.tree import finite_leaves
 from jdaso.core.types import JdasoError
 from jdaso.exchange.host import slots
 from jdaso.exchange.host.layout import (
@@ -357,6 +358,35 @@ def test_float32_is_rounded_to_bfloat16_as_a_cast_does(program):
         expected = x.astype(jnp.bfloat16).astype(np.float32)
     tiny = np.abs(expected) < 2.0**-126  # which XLA may flush to 0
     np.testing.assert_array_equal(copied[~tiny], expected[~tiny])
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000])
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "float16", "bfloat16", "float32", "float64"])
+def test_compiled_code_finds_the_leaves_that_are_not_finite(dtype, size):
+    program, _ = programs()
+    with jax.enable_x64(dtype == "float64"):
+        limits = jnp.finfo(dtype)
+        fine = jnp.resize(jnp.array([1.5, -0.0, limits.max, limits.min, limits.tiny], dtype), size)
+        leaves, expected = [fine, jnp.array(1, dtype), fine.reshape(-1, 1)], [True] * 3
+        for wrong in (jnp.nan, jnp.inf, -jnp.inf):
+            for place in {0, size // 2, size - 1} if size else ():
+                leaves.append(fine.at[place].set(jnp.array(wrong, dtype)))
+                expected.append(False)
+        for find in (program.finite_leaves, jax.jit(program.finite_leaves), finite_leaves):
+            assert find(leaves).tolist() == expected
+
+
+def test_finding_what_is_not_finite_is_one_call_that_needs_no_derivative():
+    program, _ = programs()
+
+    def masked(leaves):
+        return sum(jnp.where(program.finite_leaves(leaves), 1.0, 0.0)) * leaves[0].sum()
+
+    leaves = [jnp.ones(1000) for _ in range(9)]
+    text = jax.jit(program.finite_leaves).lower(leaves).compile().as_text()
+    assert text.count("custom-call(") == 1
+    assert "reduce" not in text
+    assert jax.grad(masked)(leaves)[0].tolist() == [9.0] * 1000
 
 
 @pytest.mark.parametrize("name", [None, "bfloat16", "int8"])
