@@ -1,4 +1,4 @@
-"""Builds the extension jdaso.exchange.host._copies. All other settings are in pyproject.toml.
+"""Builds the extension jdaso.exchange.host._native. All other settings are in pyproject.toml.
 
 If it cannot be compiled, the installation continues, without exchanges over MPI.
 """
@@ -13,7 +13,7 @@ extensions = []
 if jaxlib is not None and jaxlib.origin is not None:
     extensions.append(
         Extension(
-            "jdaso.exchange.host._copies",
+            "jdaso.exchange.host._native",
             sources=[
                 f"jdaso/exchange/host/{name}.cc"
                 for name in ("slots", "slots_cuda", "block_kernels")

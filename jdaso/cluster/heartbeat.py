@@ -328,7 +328,7 @@ class Heartbeat:
     def _handle_deaths(self) -> None:
         died, self._handled = self._dead - self._handled, self._dead
         for rank in sorted(died):
-            if self._needs(rank):  # rank 0, which has noticed the death, does not
+            if self._needs(rank):  # not in rank 0, which aborts when it notices the death
                 self._abort_without(rank, _DIED)
             for policy in list(self._policies):
                 if policy.on_death is not None:

@@ -589,8 +589,8 @@ def _anchors(engine: Engine, fragment: FragmentState) -> Leaves:
 
 # A merge needs memory for the sums. If they arrive in parts, and each part is merged before the
 # next one arrives, this is the memory of the largest part. More parts take less memory and more
-# time to compile, but a call with many leaves takes a time like their square. Parts that fit a
-# cache are merged faster.
+# time to compile, but XLA compiles a call with many leaves in a time like their square. Parts that
+# fit a cache are merged faster.
 _PARTS, _PART_LEAVES, _LEAST_BYTES = 16, 64, 1 << 18
 
 #: Lists of arrays. Array j of each has the shape of leaf j of a part.

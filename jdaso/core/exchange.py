@@ -266,7 +266,10 @@ class Exchange:
         return getattr(device, "platform", jax.default_backend())
 
     def finite_leaves(self, leaves: Leaves) -> jax.Array:
-        """Whether all numbers of each leaf are finite on all devices of the node, bool[leaves]."""
+        """Whether all numbers of each leaf are finite on all devices of the node, bool[leaves].
+
+        Over MPI between CPUs it is a call of compiled code.
+        """
         return finite_leaves(leaves)
 
     def broadcast(self, names: Sequence[str], leaves: Leaves, root: int) -> Leaves:

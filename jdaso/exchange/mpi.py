@@ -253,7 +253,7 @@ class _MpiExchange(Exchange):
 
     def broadcast(self, names: Sequence[str], leaves: Leaves, root: int) -> Leaves:
         def send(*leaves):
-            with self._program.guard():
+            with self._program.reporting():
                 return self._collectives.broadcast(leaves, root)
 
         mesh = self._program.mesh

@@ -51,7 +51,7 @@ PROBLEMS = {
     "no mpi4py": ("sys.modules['mpi4py'] = None", "pip install mpich mpi4py"),
     "no compiled code": (
         "import importlib.util as util; find = util.find_spec\n"
-        "util.find_spec = lambda name, *_: None if '_copies' in name else find(name, *_)",
+        "util.find_spec = lambda name, *_: None if '_native' in name else find(name, *_)",
         "a C++17 compiler",
     ),
 }

@@ -151,13 +151,20 @@ JDASO_INLINE bool NoneHas(Bits infinity, const void* numbers, size_t size) {
 }
 
 JDASO_VECTORIZED
-bool AllFinite(ffi::DataType type, const void* numbers, size_t size) {
+bool NoneHas(uint64_t infinity, const void* numbers, size_t size, size_t bytes) {
+  if (bytes == 2) return NoneHas(static_cast<uint16_t>(infinity), numbers, size);
+  if (bytes == 4) return NoneHas(static_cast<uint32_t>(infinity), numbers, size);
+  return NoneHas(infinity, numbers, size);
+}
+
+// The bits of infinity; 0 for a type of which nothing is known.
+uint64_t InfinityOf(ffi::DataType type) {
   switch (type) {
-    case ffi::F16: return NoneHas<uint16_t>(0x7c00, numbers, size);
-    case ffi::BF16: return NoneHas<uint16_t>(0x7f80, numbers, size);
-    case ffi::F32: return NoneHas<uint32_t>(0x7f800000, numbers, size);
-    case ffi::F64: return NoneHas<uint64_t>(uint64_t{0x7ff} << 52, numbers, size);
-    default: return false;
+    case ffi::F16: return 0x7c00;
+    case ffi::BF16: return 0x7f80;
+    case ffi::F32: return 0x7f800000;
+    case ffi::F64: return uint64_t{0x7ff} << 52;
+    default: return 0;
   }
 }
 
@@ -165,8 +172,10 @@ bool AllFinite(ffi::DataType type, const void* numbers, size_t size) {
 ffi::Error FiniteLeaves(ffi::RemainingArgs leaves, ffi::Result<ffi::Buffer<ffi::PRED>> finite) {
   for (size_t i = 0; i < leaves.size(); ++i) {
     const auto leaf = *leaves.get<ffi::AnyBuffer>(i);
-    finite->typed_data()[i] =
-        AllFinite(leaf.element_type(), leaf.untyped_data(), leaf.element_count());
+    const uint64_t infinity = InfinityOf(leaf.element_type());
+    if (infinity == 0) return ffi::Error::Internal("leaves must be float16, bfloat16, float32 or float64");
+    finite->typed_data()[i] = NoneHas(infinity, leaf.untyped_data(), leaf.element_count(),
+                                      ffi::ByteWidth(leaf.element_type()));
   }
   return ffi::Error::Success();
 }

@@ -63,7 +63,7 @@ class Program:
         compiled: Whether compiled handlers copy the leaves, which they can do in parts, or else
             host callbacks.
         shardings: Of the leaves, on the mesh of the node.
-        guard: A context in which an error of a host callback is reported.
+        reporting: A context in which an error of a host callback is reported.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class Program:
         table: Table,
         compiled: bool,
         shardings: Shardings,
-        guard: Callable[[], contextlib.AbstractContextManager[None]],
+        reporting: Callable[[], contextlib.AbstractContextManager[None]],
     ):
-        self.table, self.guard, self.compiled = table, guard, compiled
+        self.table, self.reporting, self.compiled = table, reporting, compiled
         self.shardings, self.mesh = shardings, NodeMesh(shardings)
         self.computes = compiled and slots.computes(self.mesh.platform)
         self.pins = compiled and self.mesh.platform == "gpu"
@@ -104,6 +104,7 @@ class Program:
             return self.mesh.all_devices(finite_leaves(leaves))
         # No result depends on how the numbers change, so JAX need not differentiate the call.
         call = jax.ffi.ffi_call(slots.FINITE_LEAVES, jax.ShapeDtypeStruct((len(leaves),), bool))
+        # The handler does not know float8.
         narrow = [x.astype(jnp.bfloat16) if x.dtype.itemsize < 2 else x for x in leaves]
         return self.mesh.all_devices(call(*map(lax.stop_gradient, narrow)))
 
@@ -219,7 +220,7 @@ class ProgramLeaves(BoundExchange):
 
         def call(token, device, number, step, header, *arrays):
             device, number = int(device), int(number)
-            with self._program.guard():
+            with self._program.reporting():
                 # NumPy, because JAX's operations would wait for the program that waits here.
                 header = np.asarray(header)
                 slot = table.begin_post(number, int(step), header, index)
@@ -286,7 +287,7 @@ class ProgramLeaves(BoundExchange):
         table, readers = self._table, self.mesh.local_size
 
         def call(token, device, number):
-            with self._program.guard():
+            with self._program.reporting():
                 slot, read = table.begin_collect(int(number), readers), False
                 try:
                     memory = table.memory(slot)

@@ -30,7 +30,7 @@ from jdaso.exchange.host.layout import Layout, Memory, Plan
 #: The names of its functions in compiled programs.
 POST, COLLECT, ORDER = "jdaso_post", "jdaso_collect", "jdaso_order"
 FINITE_LEAVES = "jdaso_finite_leaves"  # on CPUs
-_LIBRARY = "jdaso.exchange.host._copies"
+_LIBRARY = "jdaso.exchange.host._native"
 _DRIVER = b"libcuda.so.1"
 
 
