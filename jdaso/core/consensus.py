@@ -105,7 +105,8 @@ def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyT
             for x in leaves
         ]
     names = [name for name, _ in named_floats(tree)]
-    finite = exchange.finite_leaves(leaves)
+    with helpful_errors(caller()):
+        finite = exchange.finite_leaves(leaves)
     if not isinstance(finite, jax.core.Tracer):
         for name in itertools.compress(names, ~np.asarray(finite)):
             _warn_not_finite(caller(), name or "the array")

@@ -199,7 +199,8 @@ def guard(engine: Engine, grads: PyTree, state: AveragingState) -> jax.Array:
     """Whether all gradients are finite, in one pass over them."""
     if engine.nonfinite == "off":
         return jnp.bool_(True)
-    finite = engine.exchange.finite_leaves(float_leaves(grads))
+    with helpful_errors(engine.name):
+        finite = engine.exchange.finite_leaves(float_leaves(grads))
     return _all_finite(engine, finite, state.step, [name for name, _ in named_floats(grads)])
 
 

@@ -188,8 +188,10 @@ def finite_like_packed(leaf, dtype):
     if format_of(dtype):
         return leaf
     if dtype == jnp.bfloat16 and leaf.dtype == jnp.float32:
-        # What bfloat16 cannot hold overflows in this product, which is faster than to round.
-        return leaf * (float(jnp.finfo(leaf.dtype).max) / float(jnp.finfo(dtype).max))
+        # What bfloat16 cannot hold overflows in this product, which is faster than to round. One
+        # number says so for all, because compiled code would need memory for the products.
+        scaled = leaf * (float(jnp.finfo(leaf.dtype).max) / float(jnp.finfo(dtype).max))
+        return jnp.sum(scaled * 0)
     return round_to(leaf, dtype)
 
 
