@@ -1,8 +1,8 @@
 """The launchers that jdaso knows, in one table, and what follows from it.
 
 A row of the table says how a launcher is recognized, how it starts a program, which of its
-processes manage a job, and how a job ends under it. A new launcher is a new row, and a
-line below the table wherever it is an exception.
+processes manage a job, and how a job ends under it. To add a launcher, add a row, and a line below
+the table wherever the launcher is an exception.
 
 If the launcher and the MPI library do not match, every process gets an MPI world of its own. Each
 would train alone, without an error. The launcher's environment variables reveal this.

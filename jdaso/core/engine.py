@@ -590,9 +590,8 @@ def _anchors(engine: Engine, fragment: FragmentState) -> Leaves:
 
 # A merge needs memory for the sums. If they arrive in parts, and each part is merged before the
 # next one arrives, this is the memory of the largest part. More parts take less memory and more
-# time to compile, but XLA compiles a call with many leaves in a time like their square. Parts that
-# fit a cache are merged faster.
-_PARTS, _PART_LEAVES, _LEAST_BYTES = 16, 64, 1 << 18
+# time to compile. Those that fit a cache are merged faster.
+_PARTS, _LEAST_BYTES = 16, 1 << 18
 
 #: Lists of arrays. Array j of each has the shape of leaf j of a part.
 _Lists = list[Leaves]
@@ -658,8 +657,7 @@ def _collect(
     into = None if in_place or whole else old
 
     sizes = np.array([x.size * x.dtype.itemsize for x in leaves])
-    most = max(_PARTS, len(leaves) // _PART_LEAVES)
-    num_parts = int(min(most, len(leaves), sizes.sum() // _LEAST_BYTES))
+    num_parts = int(min(_PARTS, len(leaves), sizes.sum() // _LEAST_BYTES))
     if whole or not exchange.in_parts or num_parts < 2:
         parts = [slice(0, len(leaves))]
     else:

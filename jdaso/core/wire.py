@@ -181,15 +181,15 @@ def describe_narrow_wires(dtypes) -> str:
 
 
 def finite_like_packed(leaf, dtype):
-    """An array whose numbers are finite where those of a leaf in its wire dtype are.
+    """An array whose numbers are all finite if those of a leaf in its wire dtype are.
 
     Rows of int8 and float4 are always finite, so for them it is the leaf.
     """
     if format_of(dtype):
         return leaf
     if dtype == jnp.bfloat16 and leaf.dtype == jnp.float32:
-        # What bfloat16 cannot hold overflows in this product, which is faster than to round. One
-        # number says so for all, because compiled code would need memory for the products.
+        # What bfloat16 cannot hold overflows in this product, which is faster than rounding. The
+        # products are summed, because a call of compiled code would keep all of them in memory.
         scaled = leaf * (float(jnp.finfo(leaf.dtype).max) / float(jnp.finfo(dtype).max))
         return jnp.sum(scaled * 0)
     return round_to(leaf, dtype)

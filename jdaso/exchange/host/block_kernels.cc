@@ -157,7 +157,7 @@ bool NoneHas(uint64_t infinity, const void* numbers, size_t size, size_t bytes) 
   return NoneHas(infinity, numbers, size);
 }
 
-// The bits of infinity; 0 for a type of which nothing is known.
+// The bits of infinity, or 0 for a type that is not supported.
 uint64_t InfinityOf(ffi::DataType type) {
   switch (type) {
     case ffi::F16: return 0x7c00;
@@ -168,7 +168,7 @@ uint64_t InfinityOf(ffi::DataType type) {
   }
 }
 
-// Whether all numbers of each leaf are finite. XLA needs up to five kernels for a leaf.
+// Finds out whether all numbers of each leaf are finite. XLA would need up to five kernels for each.
 ffi::Error FiniteLeaves(ffi::RemainingArgs leaves, ffi::Result<ffi::Buffer<ffi::PRED>> finite) {
   for (size_t i = 0; i < leaves.size(); ++i) {
     const auto leaf = *leaves.get<ffi::AnyBuffer>(i);

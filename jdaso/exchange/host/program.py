@@ -102,7 +102,7 @@ class Program:
         """Whether all numbers of each leaf are finite on all devices of the node, bool[leaves]."""
         if not (self.computes and leaves) or self.mesh.device_index() is None:
             return self.mesh.all_devices(finite_leaves(leaves))
-        # No result depends on how the numbers change, so JAX need not differentiate the call.
+        # JAX cannot differentiate the call, and need not, because a bool has no derivative.
         call = jax.ffi.ffi_call(slots.FINITE_LEAVES, jax.ShapeDtypeStruct((len(leaves),), bool))
         # The handler does not know float8.
         narrow = [x.astype(jnp.bfloat16) if x.dtype.itemsize < 2 else x for x in leaves]

@@ -208,7 +208,7 @@ def use_native(native: bool | None, devices: Sequence[jax.Device]) -> bool:
 
 
 def computes(platform: str) -> bool:
-    """Whether compiled code rounds to bfloat16 and finds what is not finite, or else XLA does."""
+    """Whether compiled code rounds to bfloat16 and checks for finite numbers, or else XLA does."""
     return platform == "cpu"
 
 

@@ -58,8 +58,8 @@ class Membership:
         self._series = (
             {name: self._roll_call.new_series(ranks) for name in SERIES} if self._roll_call else {}
         )
-        # Exchanges take those of the local indices in turn. If a node has several processes, each
-        # has one local index, its local rank.
+        # One for each local index, which exchanges use in turn. If a node consists of several
+        # processes, each has one local index, its local rank.
         self.by_index = [_communicators(topology) for _ in topology.devices]
         self.handshakes = topology.duplicate_comm()
         # A consensus must not receive messages of exchanges that are in flight. Inside a program
@@ -228,7 +228,7 @@ class MpiTransport:
         if number != UNCOUNTED and step >= self._total:
             logger.warning(_PAST_THE_END, self._name, self._total)
             self._total = math.inf
-        # A queue has the exchanges that share communicators. They run in order.
+        # The exchanges of a queue share communicators and run in order.
         if number == UNCOUNTED:  # a consensus, which belongs to no step
             queue, series = UNCOUNTED, "consensus"
             posted = f"called by {self._name} as jdaso.consensus or jdaso.drift"

@@ -457,7 +457,7 @@ class Progress:
     ):
         self._announce_exit, self._abort = announce_exit, abort
         self.table = table or Table()
-        self.exchanges: Any = None  # with the methods take and log_completed, as MpiTransport
+        self.exchanges: Any = None  # an object with take and log_completed, such as MpiTransport
         self._peers = Peers(topology)
         self._deadlines = Deadlines(timeout)
         self._submitted: list[Request] = []  # until the thread takes them
