@@ -27,6 +27,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 #: Numbers in a block.
@@ -52,11 +54,6 @@ class BlockFormat(NamedTuple):
     def row_bytes(self) -> int:
         """Bytes of a row."""
         return 1 + BLOCK_SIZE * self.bits // 8
-
-    @property
-    def max_exponent(self) -> int:
-        """The largest exponent with which all numbers are finite. Larger numbers are clipped."""
-        return 128 - self.limit.bit_length()
 
 
 #: The formats, by the name of their wire.
@@ -93,25 +90,48 @@ def pack(numbers: Any, blocks: BlockFormat) -> Any:
     (1, 33)
     """
     xp = numbers.__array_namespace__()
-    # Exponent of the block: ceil(log2(largest / limit)), from the bits of the largest number.
-    # Floats of one sign have the same order as their bits. If the mantissa exceeds that of the
-    # limit, the sum carries into the exponent.
-    limit = int(np.float32(blocks.limit).view(np.int32))
-    largest = (numbers.view(np.int32) & 0x7FFFFFFF).max(axis=-1, keepdims=True)
-    carry = 0x7FFFFF - (limit & 0x7FFFFF)
-    exponents = ((largest + carry) >> 23) - (limit >> 23)
-    exponents = exponents.clip(MIN_EXPONENT, blocks.max_exponent)
-    scaled = (numbers * _power(-exponents)).clip(-blocks.limit, blocks.limit)
+    exponents, scaled, doublings = _scaled(numbers, np.float32(blocks.limit), blocks.bits == 4)
     if blocks.bits == 8:
         integers = scaled.round().astype(blocks.dtype)
         return xp.concatenate([exponents.astype(blocks.dtype), integers], axis=-1)
-    # Integers below 4 are multiples of 1, those below 8 of 2, and all others of 4.
-    doublings = (abs(scaled) >= 4).astype(np.int32) + (abs(scaled) >= 8)
     codes = (scaled * _power(-doublings)).round().astype(np.int32)
     codes = codes + 2 * doublings * xp.sign(codes)
     low, high = codes[..., : BLOCK_SIZE // 2], codes[..., BLOCK_SIZE // 2 :]
     pairs = (low & 15) | ((high & 15) << 4)
     return xp.concatenate([exponents & 255, pairs], axis=-1).astype(blocks.dtype)
+
+
+def round_blocks(numbers: jax.Array, bits: int | jax.Array) -> jax.Array:
+    """What :func:`unpack` makes of packed blocks, without their rows. ``bits`` may be traced.
+
+    >>> numbers = jnp.arange(64, dtype=jnp.float32)[None]
+    >>> [round_blocks(numbers, bits)[0, 47].item() for bits in (8, 4)]
+    [47.0, 48.0]
+    """
+    is_float4 = jnp.asarray(bits == FORMATS["float4"].bits)
+    limit = jnp.where(is_float4, FORMATS["float4"].limit, FORMATS["int8"].limit)
+    exponents, scaled, doublings = _scaled(numbers, limit.astype(np.float32), is_float4)
+    integers = (scaled * _power(-doublings)).round().astype(np.int32) << doublings
+    return integers.astype(np.float32) * _power(exponents)
+
+
+def _scaled(numbers: Any, limit: Any, is_float4: Any) -> tuple[Any, Any, Any]:
+    """The exponents of blocks, the numbers divided by their scale, and the doublings of each.
+
+    The integers of float4 below 4 are multiples of 1, those below 8 of 2, and all others of 4.
+    """
+    # Exponent of the block: ceil(log2(largest / limit)), from the bits of the largest number.
+    # Floats of one sign have the same order as their bits. If the mantissa exceeds that of the
+    # limit, the sum carries into the exponent.
+    bits = limit.view(np.int32)
+    largest = (numbers.view(np.int32) & 0x7FFFFFFF).max(axis=-1, keepdims=True)
+    carry = 0x7FFFFF - (bits & 0x7FFFFF)
+    exponents = ((largest + carry) >> 23) - (bits >> 23)
+    # With a larger exponent, not all numbers are finite.
+    exponents = exponents.clip(MIN_EXPONENT, 254 - (bits >> 23))
+    scaled = (numbers * _power(-exponents)).clip(-limit, limit)
+    doublings = ((abs(scaled) >= 4).astype(np.int32) + (abs(scaled) >= 8)) * is_float4
+    return exponents, scaled, doublings
 
 
 def unpack(rows: Any) -> Any:

@@ -543,7 +543,7 @@ def _post(
     def start(wire, of_leaves, state, residual):
         sent = message
         if feedback:  # moments have none
-            compress_on = functools.partial(compress, wire, rule.relative)
+            compress_on = functools.partial(compress, engine.bound, wire, rule.relative)
             run = engine.bound.per_shard(compress_on, slice(0, count))
             rounded, residual = run(header[0] > 0, message[:count], residual, anchors)
             sent = [*rounded, *message[count:]]

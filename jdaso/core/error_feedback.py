@@ -41,6 +41,7 @@ References:
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -50,7 +51,7 @@ from jdaso.core.block_format import FORMATS
 from jdaso.core.exchange import MEMBERS, BoundExchange, is_usable
 from jdaso.core.tree import float_leaves, where_tree
 from jdaso.core.types import Leaves, PyTree
-from jdaso.core.wire import block_bits, round_to, rounded, sum_dtype, wire_dtype
+from jdaso.core.wire import block_bits, round_to, sum_dtype, wire_dtype
 
 FIRST_WIRE = "float32"
 
@@ -85,6 +86,7 @@ def init_feedback(tree: PyTree, uses_anchor: bool) -> Feedback:
 
 
 def compress(
+    exchange: BoundExchange,
     wire: str | None,
     relative: bool,
     healthy: jax.Array,
@@ -92,33 +94,40 @@ def compress(
     residual: Leaves,
     anchor: Leaves,
 ) -> tuple[Leaves, Leaves]:
-    """Computes what to send, and the new residual.
+    """Computes what to send of the shards of a device, and the new residual.
 
     If the merge is ``relative``, what the others decode takes the place of the residual. A node
     that is not ``healthy`` does not contribute and keeps its old residual.
     """
-    message, kept = [], []
-    for x, r, a in zip(leaves, residual, _anchors(anchor, residual), strict=True):
-        base = a if wire in FORMATS else jnp.zeros((), r.dtype)
-        value = x.astype(r.dtype) - base
-        if not relative:
-            value = value + r
-        if wire in FORMATS:
-            sent = rounded(value, wire)
-        else:
-            sent = round_to(value, wire_dtype(x.dtype, wire)).astype(x.dtype)
-        message.append(sent)
+    base = _anchors(anchor if wire in FORMATS else [], residual)
+    values = [x.astype(a.dtype) - a for x, a in zip(leaves, base, strict=True)]
+    if not relative:
+        values = [value + r for value, r in zip(values, residual, strict=True)]
+    if wire in FORMATS:
+        message = exchange.rounded(values, block_bits(wire))
+    else:
+        message = [
+            round_to(value, wire_dtype(x.dtype, wire)).astype(x.dtype)
+            for value, x in zip(values, leaves, strict=True)
+        ]
+    kept = []
+    for value, sent, r, a in zip(values, message, residual, base, strict=True):
         if relative:
-            kept.append(jnp.where(healthy, base + sent.astype(r.dtype), 0))
+            kept.append(jnp.where(healthy, a + sent.astype(r.dtype), 0))
         else:
             kept.append(jnp.where(healthy, _finite_or_zero(value - sent.astype(r.dtype)), r))
     return message, kept
 
 
 def decompress(
-    total: Leaves, members: jax.Array, bits: jax.Array, residual: Leaves, anchor: Leaves
+    exchange: BoundExchange,
+    total: Leaves,
+    members: jax.Array,
+    bits: jax.Array,
+    residual: Leaves,
+    anchor: Leaves,
 ) -> tuple[Leaves, Leaves, Leaves]:
-    """The mean of the leaves, from what the exchange has returned.
+    """The mean of the shards of a device, from what the exchange has returned.
 
     Args:
         total: s where this node has summed and C(s) elsewhere. With ``bits`` 0, sums of the leaves.
@@ -129,10 +138,11 @@ def decompress(
         The means, the new residual and the new anchor.
     """
     means, kept, moved = [], [], []
-    for s, r, a in zip(total, residual, _anchors(anchor, residual), strict=True):
-        received = s
-        for wire in FORMATS:
-            received = jnp.where(bits == block_bits(wire), rounded(s, wire), received)
+    each = zip(
+        total, exchange.rounded(total, bits), residual, _anchors(anchor, residual), strict=True
+    )
+    for s, near, r, a in each:
+        received = jnp.where(bits > 0, near, s)
         # A sum that has overflowed must not stay in the residual.
         kept.append(r + _finite_or_zero(s - received))
         base = jnp.where(bits > 0, a, 0)
@@ -156,7 +166,8 @@ def decompress_part(
     anchors of all parameters, also if the merge rule keeps and moves them. The list of those that
     the feedback keeps is then empty.
     """
-    run = exchange.per_shard(decompress, slice(part.start, part.start + len(total)))
+    decompress_on = functools.partial(decompress, exchange)
+    run = exchange.per_shard(decompress_on, slice(part.start, part.start + len(total)))
     residual, own_anchor = feedback.residual[part], feedback.anchor[part]
     means, new_residual, moved = run(
         total, header[MEMBERS], feedback.block_bits, residual, anchor[part]

@@ -15,7 +15,7 @@ from jax import lax
 from jdaso.core.log import logger
 from jdaso.core.tree import finite_leaves
 from jdaso.core.types import JdasoError, Leaves, Number, Plan, PyTree
-from jdaso.core.wire import Wire
+from jdaso.core.wire import Wire, rounded
 
 #: Names of the quantities that must be equal on all nodes, as error messages show them. The
 #: function :func:`agreement_numbers` computes one number for each.
@@ -191,6 +191,13 @@ class BoundExchange:
         replicated.
         """
         return function
+
+    def rounded(self, leaves: Leaves, bits: int | jax.Array) -> Leaves:
+        """Rounds the shards of a device to int8 or float4, as :func:`jdaso.core.wire.rounded` does.
+
+        Over MPI between CPUs it is a call of compiled code.
+        """
+        return [rounded(leaf, bits) for leaf in leaves]
 
 
 class Exchange:

@@ -137,13 +137,14 @@ def unpack(packed):
     return packed.astype(sum_dtype(packed.dtype))
 
 
-def rounded(leaf, wire: str):
-    """Rounds a leaf as the wires int8 and float4 do. The dtype stays the same.
+def rounded(leaf, bits):
+    """Rounds a leaf as the wire with these :func:`block_bits` does; they may be a traced number.
 
-    >>> rounded(np.array([127.0, 0.6, -0.5]), "int8").tolist()
+    >>> rounded(jnp.array([127.0, 0.6, -0.5]), bits=8).tolist()
     [127.0, 1.0, 0.0]
     """
-    return unpadded(unpack(pack(leaf, FORMATS[wire].dtype)), leaf.shape).astype(leaf.dtype)
+    blocks = block_format.round_blocks(block_format.to_blocks(leaf), bits)
+    return unpadded(blocks, leaf.shape).astype(leaf.dtype)
 
 
 def block_bits(wire: str | None) -> int:

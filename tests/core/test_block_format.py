@@ -99,7 +99,7 @@ def test_a_leaf_of_any_shape_fills_whole_blocks(name, shape, dtype):
     rows = wire.pack(leaf, travels)
     width = {"int8": 65, "float4": 33}[name]
     assert rows.shape == wire.wire_shape(shape, travels) == (-(-leaf.size // 64), width)
-    back = wire.rounded(leaf, name)
+    back = wire.rounded(leaf, wire.block_bits(name))
     assert (back.shape, back.dtype) == (leaf.shape, leaf.dtype)
     error = np.abs(back.astype(np.float32) - leaf.astype(np.float32))
     # All are below 4. The step of int8 is then at most 1/16, the largest of float4 at most 2.

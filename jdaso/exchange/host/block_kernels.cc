@@ -112,6 +112,29 @@ JDASO_INLINE void Pack(const float* block, float* rounded, uint8_t* row) {
   Format::Store(codes, row);
 }
 
+// Packs numbers, of which the last block is padded with zeros. `rounded` or `rows` may be null.
+template <typename Format>
+JDASO_INLINE void PackAll(const float* numbers, size_t size, float* rounded, uint8_t* rows) {
+  for (size_t i = 0; i < size; i += kBlock) {
+    const size_t count = std::min(kBlock, size - i);
+    float block[kBlock] = {}, near[kBlock];
+    uint8_t row[Format::kRow];
+    std::copy_n(numbers + i, count, block);
+    Pack<Format>(block, near, row);
+    if (rounded) std::copy_n(near, count, rounded + i);
+    if (rows) rows = std::copy_n(row, Format::kRow, rows);
+  }
+}
+
+JDASO_VECTORIZED
+void PackAll(int64_t bits, const float* numbers, size_t size, float* rounded, uint8_t* rows) {
+  if (bits == 8) {
+    PackAll<Int8>(numbers, size, rounded, rows);
+  } else {
+    PackAll<Float4>(numbers, size, rounded, rows);
+  }
+}
+
 template <typename Format>
 JDASO_INLINE void Unpack(const uint8_t* row, float* block) {
   const float scale = PowerOfTwo(static_cast<int8_t>(row[0]));
@@ -180,17 +203,46 @@ ffi::Error FiniteLeaves(ffi::RemainingArgs leaves, ffi::Result<ffi::Buffer<ffi::
   return ffi::Error::Success();
 }
 
+// Rounds leaves to what rows of int8 or float4 can hold. XLA would compile for a minute.
+ffi::Error RoundLeaves(ffi::Buffer<ffi::S32> bits, ffi::RemainingArgs leaves, ffi::RemainingRets rounded) {
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    const auto leaf = leaves.get<ffi::Buffer<ffi::F32>>(i);
+    auto result = rounded.get<ffi::Buffer<ffi::F32>>(i);
+    if (!leaf || !result) return ffi::Error::Internal("leaves must be float32");
+    PackAll(bits.typed_data()[0], leaf->typed_data(), leaf->element_count(), (*result)->typed_data(), nullptr);
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jdaso_round, RoundLeaves,
+    ffi::Ffi::Bind().Arg<ffi::Buffer<ffi::S32>>().RemainingArgs().RemainingRets());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jdaso_finite_leaves, FiniteLeaves, ffi::Ffi::Bind().RemainingArgs().Ret<ffi::Buffer<ffi::PRED>>());
 
+// Rounds to nearest, ties to even. A NaN stays a NaN.
 JDASO_VECTORIZED
-void ToBFloat16(const float* from, uint16_t* to, size_t size) {
+static void ToBFloat16(const float* from, uint16_t* to, size_t size) {
   for (size_t i = 0; i < size; ++i) {
     const uint32_t bits = BitsOf(from[i]), rounded = bits + 0x7fff + ((bits >> 16) & 1);
     const bool nan = (bits & 0x7fffffff) > 0x7f800000;
     to[i] = static_cast<uint16_t>((nan ? bits | 0x400000 : rounded) >> 16);
+  }
+}
+
+int64_t WireBytes(int64_t bits, size_t size) {
+  if (bits == 16) return size * sizeof(uint16_t);
+  return (size + kBlock - 1) / kBlock * (bits == 8 ? Int8::kRow : Float4::kRow);
+}
+
+void ToWire(int64_t bits, const float* numbers, size_t size, char* to) {
+  if (bits == 16) {
+    ToBFloat16(numbers, reinterpret_cast<uint16_t*>(to), size);
+  } else {
+    PackAll(bits, numbers, size, nullptr, reinterpret_cast<uint8_t*>(to));
   }
 }
 

@@ -219,11 +219,16 @@ def _ids(devices: set[jax.Device]) -> list[int]:
 
 # `Place` of slots.h. Offsets are in the memory of a slot.
 _PLACE = np.dtype([(name, "<i8") for name in (
-    "sent", "wire_bytes", "sums", "least_bytes", "most_bytes", "bfloat16", "item", "copy", "copies"
+    "sent", "wire_bytes", "sums", "least_bytes", "most_bytes", "bits", "item", "copy", "copies"
 )])  # fmt: skip
 _ALIGNED = 64  # bytes of a cache line
 # Numbers that are checked at a time, few enough that they stay in a cache.
 _CHECKED_AT_ONCE = 1 << 16
+
+
+def _rounded_bits(dtype: np.dtype) -> int:
+    """Bits to which compiled code rounds float32 for a wire dtype, or 0 if it does not."""
+    return rows.bits if (rows := format_of(dtype)) else 16 * (dtype.name == "bfloat16")
 
 
 class LeafSpec(NamedTuple):
@@ -480,7 +485,7 @@ class Plan:
             (
                 *(leaf.ctypes.data - start, leaf.nbytes, total.ctypes.data - start),
                 *(max(total.nbytes - sum_padding(spec.dtype), 0), total.nbytes),
-                *(spec.dtype.name == "bfloat16", total.itemsize),
+                *(_rounded_bits(spec.dtype), total.itemsize),
             )
             for spec, leaf, total in zip(self.layout.specs, memory.leaves, memory.sums, strict=True)
         ]

@@ -23,6 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jdaso.cluster.ending import at_exit
 from jdaso.cluster.local_devices import await_programs
+from jdaso.core.block_format import format_of
 from jdaso.core.exchange import (
     AGREEMENT_NAMES,
     HEADER_SIZE,
@@ -186,9 +187,9 @@ class ProgramLeaves(BoundExchange):
         def packed(x, dtype):
             if program.compiled:
                 # A leaf that stays in its dtype is copied as it lies in memory, and compiled code
-                # rounds to bfloat16 while it copies, where it can.
-                rounded = program.computes and x.dtype == jnp.float32 and dtype == jnp.bfloat16
-                if rounded or x.dtype == dtype:
+                # rounds while it copies, where it can.
+                narrow = dtype == jnp.bfloat16 or format_of(dtype)
+                if x.dtype == dtype or (program.computes and x.dtype == jnp.float32 and narrow):
                     return x
             return pack(x, dtype)
 
@@ -303,6 +304,12 @@ class ProgramLeaves(BoundExchange):
 
         *sums, header, token = call_back(call, [*shapes, _HEADER, token], token, device, number)
         return sums, header, token
+
+    def rounded(self, leaves: Leaves, bits: int | jax.Array) -> Leaves:
+        if not self._program.computes or any(x.dtype != jnp.float32 for x in leaves):
+            return super().rounded(leaves, bits)
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+        return [*jax.ffi.ffi_call(slots.ROUND, shapes)(jnp.asarray(bits, jnp.int32), *leaves)]
 
     def after(
         self, state: PyTree, part: slice, lists: list[Leaves], into: list[Leaves] | None = None

@@ -442,8 +442,9 @@ const Place* CheckedLeaves(const Layout& layout, int32_t number, int32_t device,
   const Place* places = layout.of(device);
   for (size_t i = 0; i < leaves.size(); ++i) {
     const auto leaf = *leaves.get<ffi::AnyBuffer>(i);
-    const bool rounds = places[i].bfloat16 && leaf.element_type() == ffi::F32;
-    const auto size = static_cast<int64_t>(rounds ? leaf.size_bytes() / 2 : leaf.size_bytes());
+    const bool rounds = places[i].bits && leaf.element_type() == ffi::F32;
+    const auto size = rounds ? WireBytes(places[i].bits, leaf.element_count())
+                             : static_cast<int64_t>(leaf.size_bytes());
     if (size != places[i].wire_bytes) {
       throw Failure("leaf " + std::to_string(i) + " of " + Name(number) + " has " +
                     std::to_string(places[i].wire_bytes) + " bytes, the program posts " +
@@ -500,9 +501,8 @@ ffi::Error Post(ffi::Buffer<ffi::S32> token, ffi::Buffer<ffi::S32> device,
       char* to = slot->memory + place->sent;
       if (!(sent[0] > 0)) {
         std::memset(to, 0, place->wire_bytes);
-      } else if (place->bfloat16 && leaf.element_type() == ffi::F32) {
-        ToBFloat16(static_cast<const float*>(leaf.untyped_data()), reinterpret_cast<uint16_t*>(to),
-                   leaf.element_count());
+      } else if (place->bits && leaf.element_type() == ffi::F32) {
+        ToWire(place->bits, static_cast<const float*>(leaf.untyped_data()), leaf.element_count(), to);
       } else {
         std::memcpy(to, leaf.untyped_data(), place->wire_bytes);
       }

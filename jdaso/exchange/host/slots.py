@@ -29,7 +29,7 @@ from jdaso.exchange.host.layout import Layout, Memory, Plan
 
 #: The names of its functions in compiled programs.
 POST, COLLECT, ORDER = "jdaso_post", "jdaso_collect", "jdaso_order"
-FINITE_LEAVES = "jdaso_finite_leaves"  # on CPUs
+FINITE_LEAVES, ROUND = "jdaso_finite_leaves", "jdaso_round"  # on CPUs
 _LIBRARY = "jdaso.exchange.host._native"
 _DRIVER = b"libcuda.so.1"
 
@@ -155,7 +155,7 @@ def open_library(path: str) -> ctypes.CDLL:
 @functools.cache
 def register_handlers(platform: str = "cpu", suffix: str = "") -> None:
     """Tells XLA the handlers for the devices of a platform, once."""
-    for name in (POST, COLLECT, ORDER, *[FINITE_LEAVES] * (not suffix)):
+    for name in (POST, COLLECT, ORDER, *(() if suffix else (FINITE_LEAVES, ROUND))):
         capsule = jax.ffi.pycapsule(getattr(load(), name + suffix))
         jax.ffi.register_ffi_target(name, capsule, platform=platform)
 
@@ -208,7 +208,7 @@ def use_native(native: bool | None, devices: Sequence[jax.Device]) -> bool:
 
 
 def computes(platform: str) -> bool:
-    """Whether compiled code rounds to bfloat16 and checks for finite numbers, or else XLA does."""
+    """Whether compiled code rounds and checks for finite numbers, or else XLA does."""
     return platform == "cpu"
 
 

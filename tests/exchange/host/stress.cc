@@ -11,8 +11,9 @@
 #include "slots.h"
 
 namespace jdaso {
-// That of block_kernels.cc is chosen by the loader, which a sanitizer does not permit.
-void ToBFloat16(const float*, uint16_t*, size_t) { std::abort(); }
+// Those of block_kernels.cc are chosen by the loader, which a sanitizer does not permit.
+void ToWire(int64_t, const float*, size_t, char*) { std::abort(); }
+int64_t WireBytes(int64_t, size_t) { std::abort(); }
 }  // namespace jdaso
 
 namespace {

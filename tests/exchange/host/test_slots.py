@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 from one_process import memory_of, unsharded
 
 from jdaso.core import wire
-from jdaso.core.block_format import FORMATS
-from jdaso.core.exchange import HEADER_SIZE, UNCOUNTED
+from jdaso.core.block_format import FORMATS, pack, to_blocks, unpack
+from jdaso.core.exchange import HEADER_SIZE, UNCOUNTED, BoundExchange
 from jdaso.core.tree import finite_leaves
 from jdaso.core.types import JdasoError
 from jdaso.exchange.host import slots
@@ -358,6 +358,26 @@ def test_float32_is_rounded_to_bfloat16_as_a_cast_does(program):
         expected = x.astype(jnp.bfloat16).astype(np.float32)
     tiny = np.abs(expected) < 2.0**-126  # which XLA may flush to 0
     np.testing.assert_array_equal(copied[~tiny], expected[~tiny])
+
+
+@pytest.mark.parametrize("size", [0, 1, 64, 1000])
+@pytest.mark.parametrize("name", ["int8", "float4"])
+def test_blocks_are_rounded_to_the_bits_of_numpy(program, name, size):
+    rng, rows = np.random.default_rng(0), FORMATS[name]
+    scales = 10.0 ** rng.integers(-30, 30, size)
+    leaves = [np.float32(rng.normal(size=size) * scales), np.float32(rng.normal(size=(3, 50)))]
+    blocks = [unpack(pack(to_blocks(x), rows)) for x in leaves]
+    expected = [
+        b.reshape(-1)[: x.size].reshape(x.shape) for b, x in zip(blocks, leaves, strict=True)
+    ]
+    bound, bits = ProgramLeaves(program, (), leaves), wire.block_bits(name)
+    start(program, *leaves, to=name)
+    posted = finish(program, *[x.shape for x in leaves])
+    in_xla = BoundExchange().rounded
+    rounded = [f(leaves, bits) for f in (bound.rounded, jax.jit(bound.rounded), jax.jit(in_xla))]
+    for results in (posted, *rounded):
+        for x, y in zip(results, expected, strict=True):
+            np.testing.assert_array_equal(np.asarray(x).view("u4"), y.view("u4"))
 
 
 @pytest.mark.parametrize("size", [0, 1, 1000])
