@@ -58,7 +58,7 @@ for name, specs in SPECS.items():
         counts = {count for (_, other), count in senders.items() if other == shard}
         assert len(counts) == 1, (name, shard, senders)
 
-    for wire, rows in FORMATS.items():
+    for rows in FORMATS.values():
         blocks = make_layout(SHAPES, (rows.dtype,) * len(SHAPES), specs, mesh)
         once = blocks.join(blocks.cut(leaves))
         assert set(blocks.block_bits) == {rows.bits}
@@ -66,7 +66,7 @@ for name, specs in SPECS.items():
             np.testing.assert_array_equal(first, second)
         if name == "replicated":
             for joined, leaf in zip(once, leaves, strict=True):
-                np.testing.assert_array_equal(joined, rounded(leaf, wire))
+                np.testing.assert_array_equal(joined, rounded(leaf, rows.bits))
 
 params = {"bias": np.ones(7, np.float32), "kernel": np.ones((8, 2), np.float32)}
 given = {"bias": NamedSharding(mesh, P()), "kernel": NamedSharding(mesh, P("data"))}

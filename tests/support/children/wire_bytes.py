@@ -9,7 +9,7 @@ import numpy as np
 
 import jdaso
 from jdaso.core.block_format import FORMATS
-from jdaso.core.wire import rounded
+from jdaso.core.wire import block_bits, rounded
 
 parser = argparse.ArgumentParser()
 parser.add_argument("wire")
@@ -37,8 +37,8 @@ for chunk_bytes in (1 << 10, 1 << 20):
         # Gradients: the first mean of parameters would travel in float32.
         tx = jdaso.allreduce_gradients(exchange, wire=wire)
         merged, _ = jax.jit(tx.update)(own, tx.init(own))
-        total = sum(rounded(each, wire) for each in posted)
-        expected = rounded(total, wire) / nodes
+        total = sum(rounded(each, block_bits(wire)) for each in posted)
+        expected = rounded(total, block_bits(wire)) / nodes
         row_bytes = {"int8": 65, "float4": 33}[wire]
         size = -(-length // 64) * row_bytes
         assert abs(size / (length * row_bytes / 64) - 1) < 0.01
