@@ -322,7 +322,7 @@ class Table:
         assert address.value is not None
         array = (ctypes.c_uint8 * size.value).from_address(address.value)
         weakref.finalize(array, self._library.jdaso_let_go, held).atexit = False
-        return Memory(self._plans[slot.layout], np.ctypeslib.as_array(array))
+        return Memory(self._plans[slot.layout], np.frombuffer(memoryview(array), np.uint8))
 
     def begin_post(self, number: int, step: int, header: np.ndarray, layout: int) -> Slot:
         """The slot that a device fills. Other devices that send get the same one."""

@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import zip_longest
 
+import jax.numpy as jnp
 import numpy as np
 
 from jdaso.cluster.mpi_types import Comm, MpiRequest
@@ -45,6 +46,7 @@ _LEAST_MESSAGE_BYTES = 1 << 16
 _MOST_CHUNKS, _LEAST_CHUNKS, _CHUNKS_BYTES = 4, 2, 1 << 25
 # Numbers that are added or converted at a time, few enough that they stay in a cache.
 _ADDED_AT_ONCE, _CONVERTED_AT_ONCE = 1 << 17, 1 << 20
+_BFLOAT16 = np.dtype(jnp.bfloat16)
 
 
 def segments(vector: np.ndarray) -> list[slice]:
@@ -207,7 +209,7 @@ def widened(array: np.ndarray) -> np.ndarray:
     >>> widened(np.array([1.5, -2.0], jnp.bfloat16)).tolist()
     [1.5, -2.0]
     """
-    if array.dtype.name == "bfloat16":
+    if array.dtype == _BFLOAT16:
         return np.left_shift(array.view(np.uint16), 16, dtype=np.uint32).view(np.float32)
     return array.astype(sum_dtype(array.dtype), copy=False)
 

@@ -6,6 +6,7 @@ The handshake compares what the processes are about to exchange, and sums the he
 
 import zlib
 from collections.abc import Callable
+from typing import NoReturn
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from jdaso.core.tree import KEEP_OUT
 from jdaso.core.types import JdasoError
 from jdaso.core.wire import describe_narrow_wires
 from jdaso.exchange.host.layout import Layout, Memory, sender
-from jdaso.exchange.transport.collectives import add_in_order, gather
+from jdaso.exchange.transport.collectives import gather
 from jdaso.exchange.transport.progress import Operation, closed_without
 
 _SAME_SCHEDULE = "All nodes must use the same schedule and continue the same checkpoint."
@@ -28,13 +29,21 @@ _SAME_START = (
     "differently, pass same_bits=False to mpi_exchange."
 )
 _SAME_STEP = "All nodes must use the same schedule and start from the same step."
+# Of a header, the agreement numbers are compared, and the others are summed.
+_AGREEMENT = slice(-len(AGREEMENT_NAMES), None)
+_SUMMED = slice(None, -len(AGREEMENT_NAMES))
+_COMPARED_FIELDS = [
+    ("number", "<i8"),
+    ("step", "<i8"),
+    ("specs", "<i8"),
+    ("agreement", "<f4", (len(AGREEMENT_NAMES),)),
+]
+_COMPARED_BYTES = np.dtype(_COMPARED_FIELDS).itemsize
 _RECORD = np.dtype(
     [
-        ("number", "<i8"),
-        ("step", "<i8"),
-        ("specs", "<i8"),
+        *_COMPARED_FIELDS,
+        ("header", "<f4", (HEADER_SIZE - len(AGREEMENT_NAMES),)),
         ("content", "<i8"),  # a checksum of the arrays; at the exit, whether the process has failed
-        ("header", "<f4", (HEADER_SIZE,)),
     ]
 )
 # Field of the record -> its name in messages, and the advice if it differs.
@@ -48,9 +57,6 @@ _COMPARED = {
 }
 # The numbers in the record of a process that closes the exchange, or abandons it.
 _EXIT, _ABANDON = -2, -3
-# The last entries of a header are agreement numbers, which are compared and not summed.
-_AGREEMENT = slice(-len(AGREEMENT_NAMES), None)
-_SUMMED = slice(None, -len(AGREEMENT_NAMES))
 
 
 class Abandoned(Exception):
@@ -88,10 +94,24 @@ def handshake(
     Raises:
         Abandoned: on all members, if one of them has abandoned the exchanges.
     """
-    record = np.zeros(1, _RECORD)
-    record[0] = (number, step, fingerprint, content, header)
+    record = np.array(
+        [(number, step, fingerprint, header[_AGREEMENT], header[_SUMMED], content)], _RECORD
+    )
     records = yield from gather(comm, record)
     own = comm.Get_rank()
+    compared = records.view(np.uint8).reshape(len(records), -1)[:, :_COMPARED_BYTES]
+    if (compared != compared[own]).any():
+        _explain(records, own, name, describe)
+    total = header.copy()
+    # All members add in the same order and therefore get the same bits.
+    headers = records["header"][contributors]
+    headers[:, 0] = headers[:, 0] > 0
+    np.add.reduce(headers, axis=0, out=total[_SUMMED])
+    return total, records
+
+
+def _explain(records: np.ndarray, own: int, name: str, describe: Callable[[int], str]) -> NoReturn:
+    """Raises the error of records that differ, or Abandoned."""
     for rank in np.flatnonzero(records["number"] == _ABANDON)[:1]:
         raise Abandoned(int(rank))
     for rank in np.flatnonzero(records["number"] == _EXIT)[:1]:
@@ -99,28 +119,22 @@ def handshake(
             f"{name} of {describe(own)} cannot complete: {closed_without(describe(rank))}"
         )
     for field, (quantity, advice) in _COMPARED.items():
-        for rank in np.flatnonzero(records[field] != record[field])[:1]:
-            other = records[rank]
+        for rank in np.flatnonzero(records[field] != records[field][own])[:1]:
+            ours, theirs = records[own], records[rank]
             raise JdasoError(
-                f"nodes are out of step at {name}: {quantity} is {record[field][0]} in "
-                f"{describe(own)}{_plan(header)} but {other[field]} in {describe(rank)}"
-                f"{_plan(other['header'])}. {advice}"
+                f"nodes are out of step at {name}: {quantity} is {ours[field]} in "
+                f"{describe(own)}{_plan(ours)} but {theirs[field]} in "
+                f"{describe(rank)}{_plan(theirs)}. {advice}"
             )
-    agreements = records["header"][:, _AGREEMENT]
-    for rank, i in np.argwhere(agreements != agreements[own])[:1]:
-        quantity, a, b = AGREEMENT_NAMES[i], int(agreements[own, i]), int(agreements[rank, i])
-        value = "the fingerprint of " if quantity.startswith("the ") else ""
-        advice = _SAME_START if quantity == AGREEMENT_NAMES[-1] else _SAME_SCHEDULE
-        raise JdasoError(
-            f"nodes disagree at {name}: {value}{quantity} is {a} in {describe(own)} but {b} in "
-            f"{describe(rank)}. {advice}"
-        )
-    total = header.copy()
-    # All members add in the same order and therefore get the same bits.
-    headers = records["header"][contributors]
-    headers[:, 0] = headers[:, 0] > 0
-    add_in_order(headers[:, _SUMMED], total[_SUMMED])
-    return total, records
+    agreements = records["agreement"]
+    rank, i = np.argwhere(agreements != agreements[own])[0]
+    quantity, a, b = AGREEMENT_NAMES[i], int(agreements[own, i]), int(agreements[rank, i])
+    value = "the fingerprint of " if quantity.startswith("the ") else ""
+    advice = _SAME_START if quantity == AGREEMENT_NAMES[-1] else _SAME_SCHEDULE
+    raise JdasoError(
+        f"nodes disagree at {name}: {value}{quantity} is {a} in {describe(own)} but {b} in "
+        f"{describe(rank)}. {advice}"
+    )
 
 
 def exit_barrier(comm: Comm, abandon: bool, failed: bool) -> Operation:
@@ -138,9 +152,9 @@ def exit_barrier(comm: Comm, abandon: bool, failed: bool) -> Operation:
             return bool(records["content"].any())
 
 
-def _plan(header: np.ndarray) -> str:
-    """The period and delay of a header, in parentheses; empty if it has none."""
-    period, delay = (int(x) for x in header[_AGREEMENT][:2])
+def _plan(record: np.void) -> str:
+    """The period and delay of a record, in parentheses; empty if it has none."""
+    period, delay = (int(x) for x in record["agreement"][:2])
     return f" (period {period}, delay {delay})" if period else ""
 
 

@@ -221,7 +221,8 @@ class MpiTransport:
 
     def take(self, slot: Any) -> None:
         """Starts the exchange of a slot that is filled."""
-        number, step, header = slot.number, slot.step, np.array(slot.header, np.float32)
+        number, step = slot.number, slot.step
+        header = np.frombuffer(slot.header, np.float32).copy()
         memory = self._table.memory(slot)
         if header[0] <= 0:
             self._warn_left_out(number, memory, int(-header[0]))

@@ -290,15 +290,19 @@ class Polling:
             self._pause = (self.looked_at - self._progressed_at) / _POLLS_PER_PROGRESS
             self._progressed_at = self.looked_at
 
-    def poll(self, requests: Sequence[Request]) -> None:
+    def poll(self, requests: Sequence[Request]) -> bool:
         """Polls until an operation can continue, or it is time to look at all of them.
 
         Between two looks, a poll is a pause and at most one call of MPI for each operation.
+
+        Returns:
+            Whether it has ended because there are news of the slots.
         """
         look_at = self.looked_at + _LOOK_SECONDS
         while not self._table.wait(self.pause()):
             if any(r.can_continue() for r in requests) or time.monotonic() > look_at:
-                return
+                return False
+        return True
 
     def pause(self) -> float:
         """Seconds until the next poll."""
@@ -605,17 +609,19 @@ class Progress:
             self.table.fail(slot, self._ended_by)
 
     def _loop(self) -> None:
-        polling = self._polling
+        polling, news = self._polling, True
         while True:
-            self._take()
+            if news:
+                self._take()
             if not self._requests:
                 if self._closed:
                     return
                 # Until there are news, or it is time to look for errors that nobody has awaited.
                 unawaited = not all(request.awaited for request in self._failed)
-                self.table.wait(_UNAWAITED_SECONDS if unawaited else -1)
+                news = self.table.wait(_UNAWAITED_SECONDS if unawaited else -1)
                 polling.reset()
-                self._take()
+                self._abort_if_unawaited()
+                continue
             requests = list(self._requests)
             if (paused := polling.look()) > _SUSPENDED_SECONDS:
                 for request in requests:
@@ -635,11 +641,12 @@ class Progress:
                     self._failed.append(request)
                 elif request.measured:
                     self._deadlines.note(request.seconds)
+            news = False  # of which ``poll`` has heard
             if ended:
                 with self._lock:
                     self._requests = [r for r in self._requests if not r.done.is_set()]
-            elif requests:  # If one has ended, the next exchange of its queue can begin at once.
-                polling.poll(requests)
+            else:  # If one has ended, the next exchange of its queue can begin at once.
+                news = polling.poll(requests)
 
     def _take(self) -> None:
         """Takes what was submitted, and first the slots that were filled before that.
