@@ -109,11 +109,11 @@ def prepare(exchange: jdaso.Exchange, leaves: list[jax.Array], allreduce: Callab
 
     @functools.partial(jax.jit, donate_argnums=2)
     def start(state, number, leaves):
-        return *bound.start(state, number, number, leaves, header, "float32"), leaves
+        return *bound.post(state, number, number, leaves, header, "float32"), leaves
 
     @functools.partial(jax.jit, donate_argnums=2)
     def finish(state, number, leaves):
-        sums, _, state = bound.finish(state, number, leaves)
+        sums, _, state = bound.collect(state, number, leaves)
         return state, number, sums
 
     carried = exchange.init(leaves), jnp.int32(0), leaves

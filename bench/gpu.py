@@ -257,10 +257,10 @@ def post_and_collect(params, mesh, spec, rounds=9):
     def step(number, leaves):
         leaves = [x + number for x in leaves]
         bound = ProgramLeaves(program, names, leaves)
-        token, _ = bound.start(
+        token, _ = bound.post(
             jnp.int32(0), number, 0, leaves, jnp.asarray(one_process.HEADER), None
         )
-        sums, *_ = bound.finish(token, number, leaves)
+        sums, *_ = bound.collect(token, number, leaves)
         return jnp.stack([jnp.all(x == y) for x, y in zip(leaves, sums, strict=True)]).all()
 
     right = all([bool(step(number, params)) for number in range(rounds)])

@@ -172,13 +172,13 @@ def faulty(
     def bind(names: Sequence[str], leaves: Leaves) -> BoundExchange:
         bound = exchange.bind(names, leaves)
 
-        def start(state, number, step, leaves: Leaves, header, wire, **options):
+        def post(state, number, step, leaves: Leaves, header, wire, **options):
             if isinstance(number, int):  # a consensus, which belongs to no step
-                return bound.start(state, number, step, leaves, header, wire, **options)
+                return bound.post(state, number, step, leaves, header, wire, **options)
             posted_step, wrong_shape = io_callback(before_post, (scalar, scalar), step, number)
 
             def send(leaves: Leaves):
-                return bound.start(state, number, posted_step, leaves, header, wire, **options)
+                return bound.post(state, number, posted_step, leaves, header, wire, **options)
 
             def send_longer(leaves: Leaves):
                 first = leaves[0].reshape(-1)
@@ -190,12 +190,12 @@ def faulty(
                 state, following = send(leaves)
             return state, io_callback(after_post, scalar, step, following)
 
-        def finish(state, number, like: Leaves, part=None):
+        def collect(state, number, like: Leaves, part=None):
             if not isinstance(number, int):
                 number = io_callback(before_finish, scalar, number)
-            return bound.finish(state, number, like)
+            return bound.collect(state, number, like)
 
-        return changed(bound, start=start, finish=finish, in_parts=False)
+        return changed(bound, post=post, collect=collect, in_parts=False)
 
     return changed(exchange, bind=bind)
 

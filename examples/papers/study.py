@@ -186,19 +186,19 @@ def counting(exchange: Exchange) -> Exchange:
 
 
 def _counting(exchange: BoundExchange, nodes: int) -> BoundExchange:
-    def start(state, number, step, leaves, header, wire, **options):
+    def post(state, number, step, leaves, header, wire, **options):
         dtypes = wire_dtypes([x.dtype for x in leaves], wire)
         size = sum(_wire_bytes(x, dtype) for x, dtype in zip(leaves, dtypes, strict=True))
         sent = 2 * (nodes - 1) * size // nodes
         sent_now = number, step, leaves, header, wire
-        inner, number = exchange.start(state.exchange, *sent_now, **options)
+        inner, number = exchange.post(state.exchange, *sent_now, **options)
         return CountingState(inner, state.bytes_sent + jnp.uint32(sent)), number
 
-    def finish(state, number, like, part=None):
-        sums, header, inner = exchange.finish(state.exchange, number, like)
+    def collect(state, number, like, part=None):
+        sums, header, inner = exchange.collect(state.exchange, number, like)
         return sums, header, state._replace(exchange=inner)
 
-    return changed(exchange, start=start, finish=finish)
+    return changed(exchange, post=post, collect=collect)
 
 
 def _wire_bytes(leaf: jax.Array, dtype: np.dtype) -> int:

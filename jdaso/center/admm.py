@@ -59,8 +59,8 @@ def admm(center: Center, learning_rate: float, rho: float) -> optax.GradientTran
 
     def exchanged(state: PyTree, message: Leaves) -> tuple[PyTree, Leaves]:
         bound = exchange.bind((), message)
-        state, number = bound.start(state, 0, 0, message, header, None)
-        reply, _, state = bound.finish(state, number, message)
+        state, number = bound.post(state, 0, 0, message, header, None)
+        reply, _, state = bound.collect(state, number, message)
         return state, reply
 
     def init(params: PyTree) -> AdmmState:

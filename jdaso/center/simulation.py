@@ -63,17 +63,17 @@ class _SimulatedCenter(Center):
             reply = [jnp.zeros_like(x) for x in first.center]
             return SimulatedState(first, reply, jnp.zeros((self.num_workers, 0)))
 
-        def start(state, number, step, leaves: Leaves, header, wire):
+        def post(state, number, step, leaves: Leaves, header, wire):
             old = state.center
             new = rule.update(old, [x.astype(sum_dtype(x.dtype)) for x in leaves])
             center, reply = where_tree(header[0] > 0, new, (old, old.center))
             return state._replace(center=center, reply=reply), number + 1
 
-        def finish(state, number, like, part=None):
+        def collect(state, number, like, part=None):
             header = jnp.array(reply_header(all_finite(state.reply)), jnp.float32)
             return state.reply, header, state
 
-        bound = changed(BoundExchange(), start=start, finish=finish)
+        bound = changed(BoundExchange(), post=post, collect=collect)
         exchange = CenterExchange(self.num_workers)
         return changed(exchange, init=init, bind=lambda names, leaves: bound)
 

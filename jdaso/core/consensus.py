@@ -124,8 +124,8 @@ def consensus(exchange: Exchange, tree: PyTree, opt_state: PyTree = None) -> PyT
         header = header.at[-len(AGREEMENT_NAMES) :].set(agreement_numbers(plan, schedules, ()))
     with helpful_errors(caller()):
         state = exchange.init(tree, sharded=False)
-        state, _ = bound.start(state, UNCOUNTED, step, leaves, header, None)
-        [*total, members], _, _ = bound.finish(state, UNCOUNTED, leaves)
+        state, _ = bound.post(state, UNCOUNTED, step, leaves, header, None)
+        [*total, members], _, _ = bound.collect(state, UNCOUNTED, leaves)
     means = _means(total, members, leaves[:-1])
     return replace([place_like(mean, x) for mean, x in zip(means, floats, strict=True)])
 

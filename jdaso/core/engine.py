@@ -548,7 +548,7 @@ def _post(
             rounded, residual = run(header[0] > 0, message[:count], residual, anchors)
             sent = [*rounded, *message[count:]]
         call = (state, number, step.step, sent, header, of_leaves)
-        return *engine.bound.start(*call, **options), residual
+        return *engine.bound.post(*call, **options), residual
 
     starts = [functools.partial(start, *pair) for pair in zip(wires, of_leaves, strict=True)]
     residual = feedback.residual if feedback else ()
@@ -667,7 +667,7 @@ def _collect(
     for part in parts:
         count = max(0, min(engine.num_params, part.stop) - part.start)
         sent, moved = (state, fragment.number, leaves[part]), list[Leaves]()
-        arrived, header, state = exchange.finish(*sent, part if exchange.in_parts else None)
+        arrived, header, state = exchange.collect(*sent, part if exchange.in_parts else None)
 
         divide = division_by(jnp.maximum(header[MEMBERS], 1))
         if feedback:

@@ -26,9 +26,9 @@ AGREEMENT_NAMES = ("period", "delay", "phase", "the schedule's state", "the shar
 #: that does not contribute has -k, if leaf k is the first that is not finite, counted from 1, and 0
 #: if all are finite, but a step since the last merge was skipped. These count as 0 in the sum.
 HEADER_SIZE = 3 + len(AGREEMENT_NAMES)
-#: Places in the header of an exchange that has ended, which :meth:`BoundExchange.finish` explains.
+#: Places in the header of an exchange that has ended, which :meth:`BoundExchange.collect` explains.
 MEMBERS, LOSSES, FINITE, OWN = 0, slice(1, 3), 3, 4
-#: Number of an exchange that is finished immediately and does not count.
+#: Number of an exchange that is collected immediately and does not count.
 UNCOUNTED = -1
 #: Name of a leaf that is the same on all devices of a node, whatever ``shardings`` says.
 REPLICATED_NAME = "<replicated>"
@@ -43,7 +43,7 @@ class PostedExchange(NamedTuple):
         leaves: arrays in their wire dtypes, float32 for int8 and float4.
         block_bits: for each leaf 8 for the wire int8, 4 for float4, 0 for others. Blocks depend on
             the sharding of the leaves.
-        relative: as in :meth:`BoundExchange.start`.
+        relative: as in :meth:`BoundExchange.post`.
     """
 
     step: int
@@ -121,12 +121,12 @@ class BoundExchange:
     """An exchange of one list of leaves: what of it runs inside a program.
 
     Attributes:
-        in_parts: whether :meth:`finish` returns parts of the leaves, one after the other.
+        in_parts: whether :meth:`collect` returns parts of the leaves, one after the other.
     """
 
     in_parts = False
 
-    def start(
+    def post(
         self,
         state: PyTree,
         number: Number,
@@ -141,7 +141,7 @@ class BoundExchange:
         Args:
             state: what :meth:`Exchange.init`, or the last call, has returned.
             number: int32, counts the exchanges and is equal on all nodes. The Python int
-                ``UNCOUNTED`` stands for an exchange that is finished immediately.
+                ``UNCOUNTED`` stands for an exchange that is collected immediately.
             step: int32, equal on all nodes.
             leaves: arrays. Unless ``header[0]`` is 1, they count as zeros, whatever they contain.
             header: float32[HEADER_SIZE].
@@ -154,7 +154,7 @@ class BoundExchange:
         """
         raise NotImplementedError
 
-    def finish(
+    def collect(
         self, state: PyTree, number: Number, like: Leaves, part: slice | None = None
     ) -> tuple[Leaves, jax.Array, PyTree]:
         """Waits for the sums.
@@ -216,8 +216,8 @@ class Exchange:
         at_close: functions that :meth:`close` calls in this order.
 
     Attributes:
-        keeps_sums: whether the state holds the sums in flight. An exchange is then finished with
-            the state that its own ``start`` has returned, also if a later one has been posted.
+        keeps_sums: whether the state holds the sums in flight. An exchange is then collected with
+            the state that its own ``post`` has returned, also if a later one has been posted.
         compares: whether the exchange compares the agreement numbers of the nodes. If not, the
             engine does not compute them.
         same_bits: whether the last agreement number, the shared state's, must be equal.
@@ -407,7 +407,7 @@ def changed(exchange: _T, **attributes: Any) -> _T:
 def is_usable(header: jax.Array) -> jax.Array:
     """Whether an exchange has a mean: some nodes have contributed, and no sum has overflowed.
 
-    ``header`` is the one that :meth:`BoundExchange.finish` returns.
+    ``header`` is the one that :meth:`BoundExchange.collect` returns.
     """
     return (header[FINITE] > 0) & (header[MEMBERS] > 0)
 

@@ -103,7 +103,7 @@ class _Stored(BoundExchange):
     def __init__(self, all_reduce: Callable[[Leaves], Leaves]):
         self._all_reduce = all_reduce
 
-    def start(self, state, number, step, leaves, header, wire, relative=False):
+    def post(self, state, number, step, leaves, header, wire, relative=False):
         dtypes = wire_dtypes([x.dtype for x in leaves], wire)
         cast = [
             pack(jnp.where(header[0] > 0, x, jnp.zeros_like(x)), dtype)
@@ -125,7 +125,7 @@ class _Stored(BoundExchange):
         treedef = jax.tree.structure(state.sums)
         return StoredState(jax.tree.unflatten(treedef, sums), header), number + 1
 
-    def finish(self, state, number, like, part=None):
+    def collect(self, state, number, like, part=None):
         return jax.tree.leaves(state.sums), state.header, state
 
 

@@ -55,8 +55,8 @@ def mpi_exchange(
 ) -> Exchange:
     """An exchange between MPI processes, advanced by a thread while training computes.
 
-    ``start`` copies the parameters to the host and returns. A progress thread exchanges them in
-    chunks and sums them in float32. ``finish`` waits for the sums, if necessary, and returns them.
+    ``post`` copies the parameters to the host and returns. A progress thread exchanges them in
+    chunks and sums them in float32. ``collect`` waits for the sums, if necessary, and returns them.
     The call of ``mpi_exchange`` is collective over all processes.
 
     Each exchange begins with a handshake of a few bytes, in which all processes compare what they

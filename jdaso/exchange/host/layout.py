@@ -276,7 +276,7 @@ class Layout(NamedTuple):
         shapes: of the whole leaves.
         fingerprint: a checksum of the shards of all processes of the program.
         relative: whether the sums are to be without what this node has sent; see
-            :meth:`jdaso.core.exchange.BoundExchange.start`.
+            :meth:`jdaso.core.exchange.BoundExchange.post`.
         names: of the leaves, for messages. Empty if they are unknown.
     """
 

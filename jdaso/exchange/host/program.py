@@ -122,7 +122,7 @@ class Program:
 class ProgramLeaves(BoundExchange):
     """The calls of an exchange of some leaves, whose state has one leaf: a token, an int32 scalar.
 
-    The token orders the calls of a program. ``check(number, leaves, wire)`` may refuse a start.
+    The token orders the calls of a program. ``check(number, leaves, wire)`` may refuse a post.
 
     Attributes:
         specs: the shardings of the leaves. Without names they are replicated.
@@ -147,7 +147,7 @@ class ProgramLeaves(BoundExchange):
             self._shapes = tuple(self.mesh.whole_shape(*pair) for pair in each)
         self._dtypes, self._names = [x.dtype for x in leaves], tuple(names)
 
-    def start(
+    def post(
         self,
         state: PyTree,
         number: Number,
@@ -240,7 +240,7 @@ class ProgramLeaves(BoundExchange):
 
         return io_callback(call, token, token, device, number, step, header, *arrays)
 
-    def finish(
+    def collect(
         self, state: PyTree, number: Number, like: Leaves, part: slice | None = None
     ) -> tuple[Leaves, jax.Array, PyTree]:
         part = part or slice(0, len(self.specs))

@@ -319,7 +319,7 @@ def start(program, *leaves, number=0, to=None, header=HEADER):
     @jax.jit
     def run(leaves):
         bound = ProgramLeaves(program, (), leaves)
-        return bound.start(jnp.int32(0), number, 0, leaves, jnp.asarray(header), to)[0]
+        return bound.post(jnp.int32(0), number, 0, leaves, jnp.asarray(header), to)[0]
 
     return jax.block_until_ready(run(list(leaves)))
 
@@ -332,7 +332,7 @@ def finish(program, *shapes, number=0, parts=None):
     def run(token):
         sums = []
         for part in parts or [slice(0, len(like))]:
-            more, _, token = bound.finish(token, number, like[part], part)
+            more, _, token = bound.collect(token, number, like[part], part)
             sums += more
         return sums
 
@@ -434,11 +434,11 @@ def test_closing_ends_an_exchange_between_two_parts():
     start(program, jnp.ones(1), jnp.ones(2))
     like = [jax.ShapeDtypeStruct((n,), jnp.float32) for n in (1, 2)]
     bound = ProgramLeaves(program, (), like)
-    bound.finish(jnp.int32(0), 0, like[:1], slice(0, 1))
+    bound.collect(jnp.int32(0), 0, like[:1], slice(0, 1))
     echo.ended = True
     program.close()
     with pytest.raises(jax.errors.JaxRuntimeError, match="the exchange is closed"):
-        jax.block_until_ready(bound.finish(jnp.int32(0), 0, like[1:], slice(1, 2)))
+        jax.block_until_ready(bound.collect(jnp.int32(0), 0, like[1:], slice(1, 2)))
     with pytest.raises(jax.errors.JaxRuntimeError, match="the exchange is closed"):
         start(program, jnp.ones(3), number=1)
 
@@ -546,7 +546,7 @@ def test_the_persistent_cache_tells_tables_layouts_and_parts_apart(cached):
         def call(token):
             leaves = [jnp.ones(3)]
             bound = ProgramLeaves(program, (), leaves)
-            return bound.start(token, 0, 0, leaves, jnp.asarray(HEADER), None, **options)
+            return bound.post(token, 0, 0, leaves, jnp.asarray(HEADER), None, **options)
 
         return cached(lambda token: call(token)[0])
 
@@ -555,7 +555,7 @@ def test_the_persistent_cache_tells_tables_layouts_and_parts_apart(cached):
 
     def count(program, part):
         bound = ProgramLeaves(program, (), like)
-        return cached(lambda token: bound.finish(token, 0, like[part], part)[0])
+        return cached(lambda token: bound.collect(token, 0, like[part], part)[0])
 
     first, second = slice(0, 1), slice(1, 2)
     assert [count(program, first), count(program, first)] == [4, 4]

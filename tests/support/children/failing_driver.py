@@ -44,10 +44,10 @@ def make_step():
 
     def step(number, leaves):
         bound, sums = ProgramLeaves(program, (), leaves), []
-        token, _ = bound.start(jnp.int32(0), number, 0, leaves, jnp.asarray(HEADER), None)
+        token, _ = bound.post(jnp.int32(0), number, 0, leaves, jnp.asarray(HEADER), None)
         for part in (slice(0, 1), slice(1, 3)):
             like = leaves[part]
-            more, _, token = bound.finish(token, number, like, part)
+            more, _, token = bound.collect(token, number, like, part)
             token, [more] = bound.after(token, part, [more])
             sums += more
         return sums
