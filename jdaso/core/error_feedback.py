@@ -100,7 +100,8 @@ def compress(
     that is not ``healthy`` does not contribute and keeps its old residual.
     """
     base = _anchors(anchor if wire in FORMATS else [], residual)
-    values = [x.astype(a.dtype) - a for x, a in zip(leaves, base, strict=True)]
+    each = zip(leaves, residual, base, strict=True)
+    values = [x.astype(r.dtype) - a for x, r, a in each]
     if not relative:
         values = [value + r for value, r in zip(values, residual, strict=True)]
     if wire in FORMATS:

@@ -78,7 +78,7 @@ def test_a_consensus_is_an_error():
     exchange = center.make_exchange(elastic_rule(0.5))
     leaves = [jnp.ones(3)]
     with pytest.raises(ValueError, match="broadcast and consensus are not available"):
-        exchange.bind((), leaves).start(
+        exchange.bind((), leaves).post(
             jnp.int32(0), UNCOUNTED, 0, leaves, jnp.ones(HEADER_SIZE), None
         )
 

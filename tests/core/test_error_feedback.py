@@ -13,7 +13,8 @@ TOTAL = [jnp.array([127.0, 0.6])]  # a block with the step 1
 
 
 def decompressed(members, bits, total=TOTAL, anchor=ANCHOR):
-    results = decompress(total, jnp.float32(members), jnp.int32(bits), RESIDUAL, anchor)
+    arrived = jnp.float32(members), jnp.int32(bits)
+    results = decompress(BoundExchange(), total, *arrived, RESIDUAL, anchor)
     return [[np.asarray(x) for x in leaves] for leaves in results]
 
 

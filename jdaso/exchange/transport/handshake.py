@@ -126,14 +126,15 @@ def _explain(records: np.ndarray, own: int, name: str, describe: Callable[[int],
                 f"{describe(own)}{_plan(ours)} but {theirs[field]} in "
                 f"{describe(rank)}{_plan(theirs)}. {advice}"
             )
-    agreements = records["agreement"]
-    rank, i = np.argwhere(agreements != agreements[own])[0]
-    quantity, a, b = AGREEMENT_NAMES[i], int(agreements[own, i]), int(agreements[rank, i])
+    agreements = np.ascontiguousarray(records["agreement"])
+    bits = agreements.view(np.int32)
+    rank, i = np.argwhere(bits != bits[own])[0]
+    quantity, a, b = AGREEMENT_NAMES[i], agreements[own, i], agreements[rank, i]
     value = "the fingerprint of " if quantity.startswith("the ") else ""
     advice = _SAME_START if quantity == AGREEMENT_NAMES[-1] else _SAME_SCHEDULE
     raise JdasoError(
-        f"nodes disagree at {name}: {value}{quantity} is {a} in {describe(own)} but {b} in "
-        f"{describe(rank)}. {advice}"
+        f"nodes disagree at {name}: {value}{quantity} is {a:.0f} in {describe(own)} but "
+        f"{b:.0f} in {describe(rank)}. {advice}"
     )
 
 
