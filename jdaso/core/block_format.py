@@ -102,7 +102,9 @@ def pack(numbers: Any, blocks: BlockFormat) -> Any:
 
 
 def round_blocks(numbers: jax.Array, bits: int | jax.Array) -> jax.Array:
-    """What :func:`unpack` makes of packed blocks, without their rows. ``bits`` may be traced.
+    """Rounds blocks as :func:`pack` and :func:`unpack` do, without making rows.
+
+    ``bits`` are those of the format, and may be traced.
 
     >>> numbers = jnp.arange(64, dtype=jnp.float32)[None]
     >>> [round_blocks(numbers, bits)[0, 47].item() for bits in (8, 4)]
@@ -116,7 +118,7 @@ def round_blocks(numbers: jax.Array, bits: int | jax.Array) -> jax.Array:
 
 
 def _scaled(numbers: Any, limit: Any, is_float4: Any) -> tuple[Any, Any, Any]:
-    """The exponents of blocks, the numbers divided by their scale, and the doublings of each.
+    """Returns the exponents of blocks, their numbers divided by the scale, and the doublings.
 
     The integers of float4 below 4 are multiples of 1, those below 8 of 2, and all others of 4.
     """

@@ -139,10 +139,8 @@ def decompress(
         The means, the new residual and the new anchor.
     """
     means, kept, moved = [], [], []
-    each = zip(
-        total, exchange.rounded(total, bits), residual, _anchors(anchor, residual), strict=True
-    )
-    for s, near, r, a in each:
+    rounded, anchors = exchange.rounded(total, bits), _anchors(anchor, residual)
+    for s, near, r, a in zip(total, rounded, residual, anchors, strict=True):
         received = jnp.where(bits > 0, near, s)
         # A sum that has overflowed must not stay in the residual.
         kept.append(r + _finite_or_zero(s - received))

@@ -138,7 +138,7 @@ def unpack(packed):
 
 
 def rounded(leaf, bits):
-    """Rounds a leaf, in JAX, as the wire with these :func:`block_bits` does, which may be traced.
+    """Rounds a leaf with JAX as the wire of these :func:`block_bits` does. They may be traced.
 
     >>> rounded(jnp.array([127.0, 0.6, -0.5]), bits=8).tolist()
     [127.0, 1.0, 0.0]

@@ -203,7 +203,8 @@ ffi::Error FiniteLeaves(ffi::RemainingArgs leaves, ffi::Result<ffi::Buffer<ffi::
   return ffi::Error::Success();
 }
 
-// Rounds leaves to what rows of int8 or float4 can hold. XLA would compile for a minute.
+// Rounds leaves to numbers that rows of int8 or float4 can hold. For 300 leaves, XLA would compile
+// most of a minute.
 ffi::Error RoundLeaves(ffi::Buffer<ffi::S32> bits, ffi::RemainingArgs leaves, ffi::RemainingRets rounded) {
   for (size_t i = 0; i < leaves.size(); ++i) {
     const auto leaf = leaves.get<ffi::Buffer<ffi::F32>>(i);

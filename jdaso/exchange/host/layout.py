@@ -227,7 +227,7 @@ _CHECKED_AT_ONCE = 1 << 16
 
 
 def _rounded_bits(dtype: np.dtype) -> int:
-    """Bits to which compiled code rounds float32 for a wire dtype, or 0 if it does not."""
+    """Returns the bits to which compiled code rounds float32 for a wire dtype; 0 for none."""
     return rows.bits if (rows := format_of(dtype)) else 16 * (dtype.name == "bfloat16")
 
 

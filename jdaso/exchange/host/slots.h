@@ -29,7 +29,7 @@ enum State : int32_t { kFree, kFilling, kFilled, kDone, kFailed };
 struct Place {
   int64_t sent, wire_bytes;               // offset and bytes of what is sent
   int64_t sums, least_bytes, most_bytes;  // offset of the sums, and the bytes that may be read
-  int64_t bits;                           // to which float32 is rounded: 16, 8, 4, or 0 for none
+  int64_t bits;                           // that float32 is rounded to: 16, 8 or 4; 0 if it is not
   int64_t item;                           // bytes of a number of the sums
   int64_t copy, copies;                   // copy `number mod copies` sends
 };
@@ -171,7 +171,8 @@ const Place* CheckedLeaves(const Layout& layout, int32_t number, int32_t device,
 const Place* CheckedSums(const Layout& layout, const Slot* slot, int32_t device,
                          const std::vector<Result>& results, int32_t first, bool last);
 
-// Rounds numbers to `bits`, as XLA does, and the bytes that this takes. In block_kernels.cc.
+// ToWire rounds numbers to `bits` bits as XLA does, and WireBytes returns the bytes that it writes.
+// Both are in block_kernels.cc.
 void ToWire(int64_t bits, const float* numbers, size_t size, char* to);
 int64_t WireBytes(int64_t bits, size_t size);
 

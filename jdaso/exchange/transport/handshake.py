@@ -32,6 +32,7 @@ _SAME_STEP = "All nodes must use the same schedule and start from the same step.
 # Of a header, the agreement numbers are compared, and the others are summed.
 _AGREEMENT = slice(-len(AGREEMENT_NAMES), None)
 _SUMMED = slice(None, -len(AGREEMENT_NAMES))
+# All members must have the same bytes in these fields.
 _COMPARED_FIELDS = [
     ("number", "<i8"),
     ("step", "<i8"),

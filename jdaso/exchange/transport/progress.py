@@ -641,7 +641,7 @@ class Progress:
                     self._failed.append(request)
                 elif request.measured:
                     self._deadlines.note(request.seconds)
-            news = False  # of which ``poll`` has heard
+            news = False  # unless ``poll`` hears of some
             if ended:
                 with self._lock:
                     self._requests = [r for r in self._requests if not r.done.is_set()]
